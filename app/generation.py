@@ -6,11 +6,12 @@ from typing import Self
 
 from neo_desktop.app.service_errors import (
     EngineFailedError,
+    GrammarFailedError,
     RequestTimeoutError,
     ServiceError,
     UnreadError,
 )
-from neo_desktop.engine.request import FinishReason, RequestOutput
+from neo_desktop.engine.request import GRAMMAR_FAILED, FinishReason, RequestOutput
 
 MAX_UNREAD_OUTPUTS = 16_384  # of one generation; nobody reads it then
 
@@ -48,7 +49,8 @@ class Generation:
             if isinstance(output, ServiceError):
                 raise output.with_traceback(None)  # one error is told to many
             if output.finish_reason is FinishReason.ERROR:
-                raise EngineFailedError(output.error)
+                is_grammar = output.error_code == GRAMMAR_FAILED
+                raise (GrammarFailedError if is_grammar else EngineFailedError)(output.error)
             if output.finish_reason is not None:
                 self._num_open -= 1
             yield first_index[output.request_id] + output.choice, output

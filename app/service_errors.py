@@ -25,6 +25,12 @@ class EngineFailedError(ServiceError):
     code = "engine_failed"
 
 
+class GrammarFailedError(EngineFailedError):
+    """The output could not follow its grammar to the end."""
+
+    code = "grammar_failed"
+
+
 class EngineRestartingError(EngineFailedError):
     """The engine ended and is being started again; the same request may succeed later."""
 

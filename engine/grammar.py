@@ -49,8 +49,16 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool 
     Raises:
         SettingError: it is no JSON schema, too long, or cannot be followed.
     """
-    text = json_rule(parsed_schema(schema, is_strict=is_strict).schema, whitespace_pattern=_WHITE_SPACE)
-    return _checked(_matchers().grammar_from_json_schema(text))
+    return from_enforceable(parsed_schema(schema, is_strict=is_strict).schema)
+
+
+def from_enforceable(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema that `parsed_schema` has returned.
+
+    Raises:
+        SettingError: it is too long.
+    """
+    return _checked(_matchers().grammar_from_json_schema(json_rule(schema, whitespace_pattern=_WHITE_SPACE)))
 
 
 def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:

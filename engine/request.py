@@ -23,6 +23,9 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine could not go on with it; `error` says why
 
 
+GRAMMAR_FAILED = "grammar_failed"
+
+
 class RequestOutput(NamedTuple):
     """What one iteration added to a request."""
 
@@ -36,6 +39,7 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far
     embedding: FloatArray | None = None  # of length 1, [hidden]; at the end, if pooling was asked for
+    error_code: str | None = None  # GRAMMAR_FAILED: the grammar is to blame, not the engine
 
 
 class RequestState:
@@ -130,6 +134,7 @@ class Request(RequestState):
         self.choice = choice
         self.token_ids = list(prompt_token_ids)  # prompt and output, as far as they are known
         self.error: str | None = None
+        self.error_code: str | None = None
         self._seed = seed
         self._end_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
@@ -189,6 +194,7 @@ class Request(RequestState):
     def append(self, token: SampledToken) -> None:
         """Take in the token that was under way and find out whether it ends the request."""
         if self._grammar is not None and not self._grammar.accept(token.token_id):
+            self.error_code = GRAMMAR_FAILED
             self.finish(FinishReason.ERROR, self._grammar.error)
             return
         self.token_ids.append(token.token_id)
@@ -217,6 +223,7 @@ class Request(RequestState):
             tokens=tokens,
             finish_reason=self.finish_reason,
             error=self.error,
+            error_code=self.error_code,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,

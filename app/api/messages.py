@@ -195,7 +195,10 @@ class CountTokensRequest(Model):
             is_thinking = self.thinking.type == "enabled"
         return Conversation(
             messages=[*system, *(one for message in self.messages for one in message.for_template())],
-            tools=[Tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()],
+            tools=[
+                Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+                for tool in self.tools or ()
+            ],
             choice={"auto": AUTO, "any": REQUIRED, "tool": ToolChoice(True, choice.name), "none": None}[
                 choice.type
             ],

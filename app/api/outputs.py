@@ -9,13 +9,15 @@ from typing import Self
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.api.structure import Structure
+from neo_desktop.app.api.tools import Tool
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineFailedError
+from neo_desktop.app.service_errors import GrammarFailedError
 from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -69,8 +71,11 @@ class Outputs:
         ServiceError, ApiError: while iterating, when the rest will not come.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None, grammar_field: str
+    ) -> None:
         self.usage = TokensUsed()
+        self._grammar_field = grammar_field or None  # of the body, which asked for a form
         self._generation = generation
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening
@@ -92,10 +97,8 @@ class Outputs:
         try:
             async for index, output in self._generation:
                 yield self._step(index, output)
-        except EngineFailedError as error:
-            if not str(error).startswith("grammar"):
-                raise
-            raise ApiError(400, str(error), param="grammar") from error
+        except GrammarFailedError as error:
+            raise ApiError(400, str(error), param=self._grammar_field, code=error.code) from error
 
     def _step(self, index: int, output: RequestOutput) -> Step:
         reader, text = self._readers[index], output.text
@@ -238,9 +241,15 @@ async def begin(service: EngineService, conversation: Conversation, params: Samp
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     # The template has written the special tokens out.
     generation = await submit(
-        service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms
+        service,
+        [prepared.prompt],
+        params,
+        conversation.field,
+        add_special_tokens=False,
+        grammar_field=forms,
+        tools=prepared.tools,
     )
-    return Outputs(generation, service.tokenizer, prepared)
+    return Outputs(generation, service.tokenizer, prepared, forms)
 
 
 async def submit(
@@ -251,8 +260,9 @@ async def submit(
     *,
     add_special_tokens: bool,
     grammar_field: str,
+    tools: Sequence[Tool] = (),
 ) -> Generation:
-    """Queue prompts; `field` of the body holds them.
+    """Queue prompts; `field` of the body holds them, calls of the tools are part of the grammar.
 
     Raises:
         ApiError: the engine cannot take them.
@@ -263,7 +273,18 @@ async def submit(
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:
+        blamed = await _blamed(service, tools) if error.field == "grammar" else None
         told = error.named({"grammar": grammar_field})
-        raise ApiError(400, str(told), param=told.field) from error
+        raise ApiError(400, blamed or str(told), param=told.field) from error
     except ValueError as error:
         raise ApiError(400, str(error), param=field) from error
+
+
+async def _blamed(service: EngineService, tools: Sequence[Tool]) -> str | None:
+    """Find the tool whose schema alone cannot be used; None: there is none."""
+    for tool in tools:
+        try:
+            await service.compile(from_enforceable(tool.enforced()))
+        except SettingError as error:
+            return f"tools cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
+    return None

@@ -167,7 +167,10 @@ class ResponsesRequest(Model):
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(
             messages=messages,
-            tools=[Tool(tool.name, tool.description, tool.parameters or {}) for tool in self.tools or ()],
+            tools=[
+                Tool(tool.name, tool.description, tool.parameters or {}, bool(tool.strict))
+                for tool in self.tools or ()
+            ],
             choice=choice,
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=thinking_fields(template, effort, is_hint=True),
@@ -183,7 +186,7 @@ class ResponsesRequest(Model):
             return "text.format", Structure("json")
         if form.schema_ is None:
             raise ApiError(400, "text.format needs a schema", param="text.format")
-        return "text.format", Structure("json_schema", form.schema_)
+        return "text.format", Structure("json_schema", form.schema_, bool(form.strict))
 
     def head(self, model: str, params: SamplingParams) -> Json:
         """The response as long as nothing has come: what was asked for, with what was left open filled in."""

@@ -1,9 +1,11 @@
 """The form that an answer must have: JSON, a JSON schema, a regular expression or a grammar."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -12,7 +14,12 @@ from pydantic import Field
 from neo_desktop.app.api.fields import Json, Model
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine import grammar
+from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.json_schema.words import SchemaError
 
+logger = logging.getLogger(__name__)
+
+_CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # the others are escaped in JSON
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -39,31 +46,35 @@ class Structure:
 
     kind: Literal["json", "json_schema", "regex", "grammar"]
     source: Json | str = ""
+    is_strict: bool = False  # refused rather than enforced in part
 
     @classmethod
     def choice(cls, texts: list[str]) -> "Structure":
         """One of these texts."""
         if not texts:
             raise ApiError(400, "a choice needs at least one text", param="guided_choice")
-        return cls("grammar", f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
+        return cls("grammar", f"start: {' | '.join(map(in_lark, texts))}")
 
     @classmethod
     def from_response_format(cls, form: ResponseFormat) -> "Structure":
         """What OpenAI's clients ask for, other than text."""
         schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
         if schema is not None:
-            return cls("json_schema", schema)
+            return cls("json_schema", schema, bool(form.json_schema and form.json_schema.strict))
         if form.type == "json_schema":
             raise ApiError(400, "response_format needs json_schema.schema", param="response_format")
         return cls("json")
 
     def schema(self) -> str | None:
-        """JSON text of the schema; None for other forms than JSON."""
-        if self.kind == "json":
-            return '{"type": "object"}'
-        if self.kind != "json_schema":
+        """JSON text of the schema as it is enforced, for `%json` in Lark; None for other forms than JSON.
+
+        Raises:
+            ValueError: it cannot be enforced.
+        """
+        if self.kind not in ("json", "json_schema"):
             return None
-        return json.dumps(json.loads(self.source) if isinstance(self.source, str) else self.source)
+        source = {"type": "object"} if self.kind == "json" else self.source
+        return grammar.json_rule(enforced(source, "", self.is_strict))
 
     def grammar(self) -> str:
         """Return it as the engine enforces it.
@@ -74,7 +85,7 @@ class Structure:
         if self.kind == "json":
             return grammar.any_json()
         if self.kind == "json_schema":
-            return grammar.from_json_schema(self.source)
+            return grammar.from_enforceable(enforced(self.source, "", self.is_strict))
         assert isinstance(self.source, str)
         if self.kind == "regex":
             return grammar.from_regex(self.source)
@@ -91,6 +102,39 @@ def one_of(asked: Mapping[str, Structure]) -> tuple[str, Structure] | None:
         message = f"{' and '.join(asked)} each ask for a form of the answer: give one of them"
         raise ApiError(400, message, param=list(asked)[1])
     return next(iter(asked.items()), None)
+
+
+def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:
+    """Return a schema as it is enforced; the log names what is not.
+
+    Args:
+        whose: schema it is, for messages.
+
+    Raises:
+        ValueError: it cannot be enforced.
+    """
+    where = f"{whose}, " if whose else ""
+    try:
+        found = grammar.parsed_schema(schema, is_strict=is_strict)
+    except SchemaError as error:
+        raise ValueError(f"{where}{error.path}: {error.problem}") from error
+    except SettingError as error:
+        raise ValueError(f"{where}{error.reason}") from error
+    for one in found.unenforced:
+        _warn(f"schema of {whose or 'an answer'}, {one}")
+    return found.schema
+
+
+@lru_cache(maxsize=1024)
+def _warn(message: str) -> None:
+    """Log a message once: agents send their tools with every request."""
+    logger.warning(message)
+
+
+def in_lark(text: str) -> str:
+    """Return a text as Lark writes it: as JSON does, with all control characters escaped."""
+    written = json.dumps(text, ensure_ascii=False)
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
 
 
 def _lark(source: str) -> str:

@@ -61,13 +61,15 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
     result = walk.visit(schema, "$", Place())
     while walk.waiting:
         walk.waiting.pop()()
+    if result is False:
+        raise SchemaError(*walk.contradiction)
     endings = Endings(walk.definitions)
     for out, where in walk.joined:
         for key in endings.keep_reference(out):
             walk.leave_out(where, key)
     result = endings.without_endless(result)
     if result is False:
-        raise SchemaError(*walk.contradiction)
+        raise SchemaError("$", "it refers to itself without an end, so that no value is valid")
     if is_strict and walk.unenforced:
         path, keyword = walk.unenforced[0]
         raise SchemaError(path, f"{keyword!r} cannot be enforced: leave it out, or do not ask for strict")

@@ -9,7 +9,18 @@ from neo_desktop.models.tokenizer import ByteTokenizer
 
 NAMES = ("a", "name", "x-1", "a b", 'q"', "ünï", "$ref", "", "tags")
 PATTERNS = (
-    *("^[a-z]{2,4}$", "^x-", "[0-9]", r"^\d{3}-\d{4}$", "^(red|green)$", "^a$", ".*", "^.{1,3}$", "a|b", r"^\S+$"),
+    *(
+        "^[a-z]{2,4}$",
+        "^x-",
+        "[0-9]",
+        r"^\d{3}-\d{4}$",
+        "^(red|green)$",
+        "^a$",
+        ".*",
+        "^.{1,3}$",
+        "a|b",
+        r"^\S+$",
+    ),
     *("^(?!a)b", r"\bfoo\b", r"(a)\1", "(?<=x)y", r"^\p{L}+$", "^a$b", "[[", r"\u0041+", r"\cA", "x$|^y"),
 )
 FORMATS = (
@@ -17,7 +28,26 @@ FORMATS = (
     *("password", "binary", "color", "json-pointer", "regex", "int32", "path"),
 )
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -3, 2.5, 1.0, 10**20, 1e-9, "", "a", 'b"\\', "ünï", "\x00\x1f", "a\nb", [], {}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -3,
+        2.5,
+        1.0,
+        10**20,
+        1e-9,
+        "",
+        "a",
+        'b"\\',
+        "ünï",
+        "\x00\x1f",
+        "a\nb",
+        [],
+        {},
+    ),
     *([1, "x"], {"k": [None]}, {"a": 1, "b": {"c": []}}),
 )
 ANNOTATIONS: dict[str, Any] = {
