@@ -1,6 +1,7 @@
 """Grammars that an output must follow: llguidance finds which tokens may come next."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.grammar_keys import OpenKeys, TokenIndex
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
 from neo_desktop.engine.json_schema.walk import Enforceable, enforceable
 from neo_desktop.models.tokenizer import Tokenizer
@@ -19,6 +21,8 @@ if TYPE_CHECKING:  # an engine without grammars needs no llguidance
 
 MAX_GRAMMAR_CHARS = 2**17
 MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes first
+
+_JSON = re.compile(r'"json_schema"|%json')  # in a grammar
 
 # Between the parts of JSON: bounded, since small models like to go on with it for ever.
 _WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
@@ -122,12 +126,19 @@ class GrammarState:
         matcher: at the grammar's beginning; nobody else may advance it.
         awaited: bytes that the output must hold first; what comes after them follows the grammar.
         vocabulary: of the tokens.
+        keys: of the JSON that the grammar is about; None: it is about other text.
         on_error: called when the output cannot go on.
     """
 
     def __init__(
-        self, matcher: "LLMatcher", awaited: bytes, vocabulary: "_Vocabulary", on_error: Callable[[], object]
+        self,
+        matcher: "LLMatcher",
+        awaited: bytes,
+        vocabulary: "_Vocabulary",
+        keys: OpenKeys | None,
+        on_error: Callable[[], object],
     ) -> None:
+        self._keys = keys
         self._matcher = matcher
         self._awaited = awaited
         self._vocabulary = vocabulary
@@ -154,7 +165,8 @@ class GrammarState:
             return self._vocabulary.all_but_eos
         allowed = self._matcher.compute_bitmask()[: len(self._vocabulary.all_but_eos)]
         if not self._matcher.is_error():
-            return allowed
+            keys = self._keys
+            return allowed if keys is None else keys.without_repeated(allowed, self._vocabulary.index)
         # Anything may be drawn then: `accept` will refuse it.
         self._fail()
         return b"\xff" * len(allowed)
@@ -166,8 +178,11 @@ class GrammarState:
             self._end = text[-len(self._awaited) :]
             if self._awaited in text:
                 self._awaited = b""
-        elif self._error is None and not self._matcher.consume_token(token_id):
-            self._fail()
+        elif self._error is None:
+            if not self._matcher.consume_token(token_id):
+                self._fail()
+            elif self._keys is not None:
+                self._keys.feed(self._vocabulary.tokens[token_id])
         return self._error is None
 
     def _fail(self) -> None:
@@ -218,9 +233,9 @@ class GrammarCompiler:
             SettingError: the grammar cannot be used.
         """
         matcher = self._matcher(grammar).deep_copy()
-        return GrammarState(
-            matcher, (after or "").encode(), self._ready_vocabulary(), partial(self._forget, grammar)
-        )
+        keys = OpenKeys() if _JSON.search(grammar) else None
+        forget = partial(self._forget, grammar)
+        return GrammarState(matcher, (after or "").encode(), self._ready_vocabulary(), keys, forget)
 
     def _forget(self, grammar: str) -> None:
         """Compile it anew the next time: its outputs share what was found out, and its limits."""
@@ -283,6 +298,7 @@ class _Vocabulary:
         from llguidance import LLTokenizer
 
         self.tokenizer = LLTokenizer(self, eos_token=list(eos_token_ids))  # type: ignore[arg-type]
+        self.index = TokenIndex(self.tokens)
         ends = set(eos_token_ids)
         is_allowed = [bool(self.tokens[i]) and i not in ends for i in range(vocab_size)]
         self.all_but_eos = np.packbits(is_allowed, bitorder="little").tobytes()

@@ -60,14 +60,14 @@ class Document:
                 "additionalProperties",
             }
             is_certain &= "patternProperties" not in one
-            for key in ("anyOf", "oneOf", "allOf"):
-                waiting += one[key] if isinstance(one.get(key), list) else ()
-            waiting += [one[key] for key in ("then", "else") if key in one]
+            applied = [one[key] for key in ("then", "else") if key in one]
+            for key in ("allOf", "anyOf", "oneOf"):
+                applied += one[key] if isinstance(one.get(key), list) else ()
             for key in ("dependentSchemas", "dependencies"):
-                waiting += one[key].values() if isinstance(one.get(key), dict) else ()
+                applied += one[key].values() if isinstance(one.get(key), dict) else ()
             for key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                found = self.find(one[key]) if isinstance(one.get(key), str) else None
-                waiting += found or ()
+                applied += (isinstance(one.get(key), str) and self.find(one[key])) or ()
+            waiting += reversed(applied)
         return list(names), not is_plain, is_certain
 
     def are_disjoint(self, schemas: list[object]) -> bool:

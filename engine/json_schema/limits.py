@@ -7,7 +7,7 @@ from neo_desktop.engine.json_schema.words import MOST, TYPES, Json, type_of
 
 
 def contradiction(out: Json) -> str | None:
-    """Return why no value is valid; types that have none are left out."""
+    """Return why no value is valid, "" where that was found within; types that have none are left out."""
     types = out.get("type", TYPES)
     types = [types] if isinstance(types, str) else list(types)
     if "enum" in out:
@@ -22,9 +22,9 @@ def contradiction(out: Json) -> str | None:
     if len(possible) < len(types):
         out["type"] = possible[0] if len(possible) == 1 else possible
     if False in out.get("allOf", ()):
-        return "'allOf' holds a schema without a valid value"
+        return ""
     if "anyOf" in out and not any(option is not False for option in out["anyOf"]):
-        return "'anyOf' holds no schema with a valid value"
+        return ""
     return None
 
 

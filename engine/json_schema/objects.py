@@ -80,8 +80,9 @@ class Objects:
                 self._walk.leave_out(self._path, "unevaluatedProperties")
             self._add(names)
             return unevaluated
-        is_closed = place.closes and not is_open and bool(self._given.keys() & {"properties", "allOf"})
-        if is_closed and names and self._out.get("minProperties", 0) <= len(names):
+        has_names = "properties" in self._given or bool(names and "allOf" in self._given)
+        is_met = self._out.get("minProperties", 0) <= len(names)
+        if place.closes and not is_open and has_names and is_met:
             self._add(names)
             return False
         return None

@@ -131,7 +131,9 @@ class Walk:
         Objects(self, given, out, path).express(schema, place)
         self._in_place(given, out, path, place)
         problem = contradiction(out)
-        return out if problem is None else self._never(path, problem)
+        if problem:
+            self._never(path, problem)
+        return out if problem is None else False
 
     def _never(self, path: str, problem: str) -> bool:
         self.contradiction = (path, f"{problem}, so that no value is valid")

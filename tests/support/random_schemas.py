@@ -196,7 +196,7 @@ class Walker:
         self.tokenizer = ByteTokenizer()
         self.compiler = GrammarCompiler(self.tokenizer, 257, (256,))
 
-    def text(self, grammar: str, seed: int, most: int = 3000) -> str | None:
+    def text(self, grammar: str, seed: int, most: int = 9000) -> str | None:
         """Return a whole text, None if it did not end; after 300 bytes it hurries.
 
         Raises:
@@ -211,7 +211,7 @@ class Walker:
             hurry = [ord(char) for char in '"}]0' if ord(char) in allowed]
             is_late = len(written) > 300 or drawing.random() < 0.3
             if hurry and is_late:
-                chosen = drawing.choice(hurry) if len(written) < 1000 else hurry[0]
+                chosen = drawing.choice(hurry)
             if 256 in allowed and (is_late or chosen == 256):
                 break
             if not state.accept(chosen):
