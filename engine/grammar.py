@@ -25,7 +25,7 @@ MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes fir
 _JSON = re.compile(r'"json_schema"|%json')  # in a grammar
 
 # Between the parts of JSON: bounded, since small models like to go on with it for ever.
-_WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 
 
 def _matchers() -> "type[LLMatcher]":
@@ -62,7 +62,7 @@ def from_enforceable(schema: Mapping[str, Any]) -> str:
     Raises:
         SettingError: it is too long.
     """
-    return _checked(_matchers().grammar_from_json_schema(json_rule(schema, whitespace_pattern=_WHITE_SPACE)))
+    return _checked(_matchers().grammar_from_json_schema(json_rule(schema, whitespace_pattern=WHITE_SPACE)))
 
 
 def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:

@@ -74,7 +74,8 @@ class Structure:
         if self.kind not in ("json", "json_schema"):
             return None
         source = {"type": "object"} if self.kind == "json" else self.source
-        return grammar.json_rule(enforced(source, "", self.is_strict))
+        schema = enforced(source, "", self.is_strict)
+        return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
     def grammar(self) -> str:
         """Return it as the engine enforces it.

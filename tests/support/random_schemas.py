@@ -210,7 +210,7 @@ class Walker:
             chosen = drawing.choice(allowed)
             hurry = [ord(char) for char in '"}]0' if ord(char) in allowed]
             is_late = len(written) > 300 or drawing.random() < 0.3
-            if hurry and is_late:
+            if hurry and is_late and drawing.random() < 0.9:
                 chosen = drawing.choice(hurry)
             if 256 in allowed and (is_late or chosen == 256):
                 break
