@@ -48,7 +48,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool 
 
     Args:
         schema: or its JSON text.
-        is_strict: refuse a schema with such constraints.
+        is_strict: refuse a schema that has one.
 
     Raises:
         SettingError: it is no JSON schema, too long, or cannot be followed.

@@ -23,7 +23,7 @@ class TokenIndex:
         return self._ids[first:last]
 
     def with_keys(self, allowed: bytes) -> list[int]:
-        """Return the tokens with two quotes or more, of those whose bit is set."""
+        """Return the allowed tokens, one bit each, that hold two quotes or more."""
         bits = np.frombuffer(allowed, np.uint8)
         ids = self._with_keys[self._with_keys < 8 * len(bits)]
         found: list[int] = ids[bits[ids >> 3] >> (ids & 7) & 1 == 1].tolist()

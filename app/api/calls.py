@@ -45,7 +45,7 @@ class CallArguments(NamedTuple):
 
 
 Piece = Text | Thought | CallStart | CallArguments
-_Step = tuple[int, list[Piece]]  # where reading goes on, and what became certain
+_Step = tuple[int, list[Piece]]  # the next place, and the pieces that became certain
 
 
 class CallReader:
@@ -54,7 +54,7 @@ class CallReader:
         text ──opening mark──→ marked ──"{"──→ call ──its "}"──→ marked ──anything else──→ text
 
     A beginning that may become a mark or a call is held back. A part that turns out to be no call is text,
-    as it was written. Arguments are handed on while they grow, always as the text of a JSON object, unless
+    unchanged. Arguments are handed on while they grow, always as the text of a JSON object, unless
     the text ends within them. A call whose arguments stop being JSON is closed there, and the rest is text.
 
     Args:
@@ -132,7 +132,7 @@ class CallReader:
         return self._has_mark or not self._format.is_bare or self._call.name in self._names
 
     def _in_start(self, text: str, at: int) -> _Step:
-        """Where a call needs no mark."""
+        """At the beginning, a call needs no mark."""
         begun = _skip(text, at, WHITE_SPACE)
         self._gap.append(text[at:begun])
         if begun == len(text):
@@ -276,7 +276,7 @@ class _Call:
 
     @property
     def raw(self) -> str:
-        """All of it, as it was written."""
+        """The text of the call so far."""
         return "".join(self._raw)
 
     @property

@@ -73,7 +73,7 @@ class JsonStream:
         return text
 
     def take_unsent(self) -> str:
-        """Return what was read and is not certain, as it was written."""
+        """Return the text that was read and is not certain, unchanged."""
         text = "".join(self._unsent)
         self._unsent.clear()
         return text
@@ -228,7 +228,7 @@ def parsed(text: str) -> str | None:
 
 
 def complete_members(arguments: str) -> str:
-    """Return the object of those members that are complete in the beginning of an object."""
+    """Return the members that are complete in the beginning of an object, as an object."""
     stream = JsonStream()
     stream.feed(arguments)
     return stream.closed() if stream.first == "{" else "{}"

@@ -66,7 +66,7 @@ class Structure:
         return cls("json")
 
     def schema(self) -> str | None:
-        """JSON text of the schema as it is enforced, for `%json` in Lark; None for other forms than JSON.
+        """JSON text of the enforceable part of the schema, for `%json` in Lark; None for other forms than JSON.
 
         Raises:
             ValueError: it cannot be enforced.
@@ -106,7 +106,7 @@ def one_of(asked: Mapping[str, Structure]) -> tuple[str, Structure] | None:
 
 
 def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:
-    """Return a schema as it is enforced; the log names what is not.
+    """Return the enforceable part of a schema; the log names the rest.
 
     Args:
         whose: schema it is, for messages.

@@ -23,7 +23,7 @@ class Tool:
     is_strict: bool = False  # a schema that cannot be enforced in full is refused
 
     def enforced(self) -> Json:
-        """The schema of its arguments as it is enforced: an empty object where there is none.
+        """The enforceable part of the schema of its arguments: an empty object where there is none.
 
         Raises:
             ValueError: it cannot be.

@@ -33,10 +33,10 @@ class Document:
         return (found,)
 
     def names(self, schema: Json) -> tuple[list[str], bool, bool]:
-        """Return the names of the properties that a schema knows, with those of all schemas that it applies.
+        """Return the names of the properties that a schema, or one that it applies, knows.
 
         Returns:
-            The names; True if one of the schemas says which others there are; True if all of them hold.
+            The names; True if one of the schemas says which others there are; True if each schema holds.
         """
         names: dict[str, None] = {}
         is_plain, is_certain = True, True
@@ -71,7 +71,7 @@ class Document:
         return list(names), not is_plain, is_certain
 
     def are_disjoint(self, schemas: list[object]) -> bool:
-        """Return True if no value can be valid for two of them."""
+        """Return True if no value can be valid for two schemas."""
         if len(schemas) > 64:
             return False
         return all(self._differ(one, two, 4) for i, one in enumerate(schemas) for two in schemas[:i])
@@ -87,7 +87,7 @@ class Document:
         if values[0] is not None and values[1] is not None:
             return not any(same(first, second) for first in values[0] for second in values[1])
         return types == [{"object"}, {"object"}] and any(
-            self._differ(*(_member(each, name) for each in (one, two)), depth - 1)
+            self._differ(_member(one, name), _member(two, name), depth - 1)
             for name in [*one.get("required", ()), *two.get("required", ())]
         )
 
@@ -101,7 +101,7 @@ class Document:
 
 
 def _anchors(root: object) -> Iterator[tuple[str, object]]:
-    """Yield `#anchor` and `$id` of all schemas, the outermost last."""
+    """Yield `#anchor` and `$id` of each schema, the outermost last."""
     waiting, found = [root], list[tuple[str, object]]()
     while waiting:
         one = waiting.pop()

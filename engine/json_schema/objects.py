@@ -35,7 +35,7 @@ class Objects:
         self._walk, self._given, self._out, self._path = walk, given, out, path
 
     def express(self, schema: Json, place: "Place") -> None:
-        """Add all of them to the result."""
+        """Add the keywords to the result."""
         given, out, path = self._given, self._out, self._path
         self._walk.counts(given, out, path, "minProperties", "maxProperties")
         if "required" in given:

@@ -80,7 +80,7 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
 
 
 class Place(NamedTuple):
-    """Where a schema stands."""
+    """The surroundings of a schema."""
 
     depth: int = 0
     closes: bool = True  # objects with properties have no others

@@ -90,12 +90,14 @@ def same(one: object, two: object) -> bool:
 
 
 def is_exact(value: object) -> bool:
-    """Return True if the library writes a value as it is."""
+    """Return True if the library writes exactly this value."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return True
     if isinstance(value, int | float):
         return abs(value) <= EXACT and (value == 0 or abs(value) >= 1e-6)
-    return all(map(is_exact, value.values() if isinstance(value, dict) else value))  # type: ignore[union-attr]
+    return isinstance(value, dict | list) and all(
+        map(is_exact, value.values() if isinstance(value, dict) else value)
+    )
 
 
 def step(name: str) -> str:

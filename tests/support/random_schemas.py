@@ -190,7 +190,7 @@ class SchemaMaker:
 
 
 class Walker:
-    """Draws texts byte by byte, of those that a grammar allows."""
+    """Draws texts that a grammar allows, byte by byte."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
