@@ -66,7 +66,7 @@ class Structure:
         return cls("json")
 
     def schema(self) -> str | None:
-        """JSON text of the enforceable part of the schema, for `%json` in Lark; None for other forms than JSON.
+        """JSON text of the enforceable part of the schema, for `%json` in Lark; None: the form is not JSON.
 
         Raises:
             ValueError: it cannot be enforced.
