@@ -259,6 +259,18 @@ class EngineService:
             raise
         return generation
 
+    async def compile(self, grammar: str) -> None:
+        """Let the engine make a grammar ready.
+
+        Raises:
+            SettingError: it cannot be used.
+            ServiceStoppedError, EngineFailedError: there is no engine any more.
+        """
+        if self._successor is not None:
+            await (await self._successor()).compile(grammar)
+        else:
+            await self._ask(Compile(next(self._ordinals), grammar))
+
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
         async with await self.submit(prompts, SamplingParams(pooling=pooling)) as generation:

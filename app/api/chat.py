@@ -116,7 +116,8 @@ class FunctionTool(Model):
 
     def tool(self) -> Tool:
         """The same for every protocol."""
-        return Tool(self.function.name, self.function.description, self.function.parameters or {})
+        function = self.function
+        return Tool(function.name, function.description, function.parameters or {}, bool(function.strict))
 
 
 class FunctionName(Model):

@@ -62,7 +62,7 @@ async def answer(service: EngineService, body: CompletionRequest, params: Sampli
     generation = await submit(
         service, prompts, params, field, add_special_tokens=with_special, grammar_field=grammar_field
     )
-    outputs = Outputs(generation, service.tokenizer, None, grammar_field or None)
+    outputs = Outputs(generation, service.tokenizer, None, grammar_field)
     echoed = [_text(service.tokenizer, prompt) for prompt in body.prompt] if body.echo else []
     prompts_told = outputs.prompt_token_ids if body.return_token_ids else None
     shape = _Shape(service.tokenizer, body.logprobs is not None, echoed, params.n, prompts_told)

@@ -246,7 +246,11 @@ def _shielded(
         shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
     except ValueError as error:
         raise ApiError(400, str(error), param=conversation.field) from error
-    return shield, [Tool(*shield.broken(definition)) for definition in definitions]
+    broken = [
+        Tool(*shield.broken(definition), is_strict=tool.is_strict)
+        for tool, definition in zip(tools, definitions, strict=True)
+    ]
+    return shield, broken
 
 
 def _check_continued(conversation: Conversation) -> None:

@@ -195,7 +195,7 @@ class ToolDefinition(Cached):
     description: str | None = None
     input_schema: Json  # JSON schema of an object
     type: Literal["custom"] = "custom"
-    strict: bool | None = None  # a call that must come always follows the schema
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
     input_examples: list[Json] | None = None
     eager_input_streaming: Annotated[bool | None, HINT] = None  # arguments always come as they are written
     defer_loading: Annotated[bool | None, HINT] = None  # all tools are shown
@@ -208,7 +208,7 @@ class ToolDefinition(Cached):
             for each in self.input_examples or ()
         ]
         description = "\n".join([*given({"": self.description}).values(), *examples])
-        return Tool(self.name, description or None, self.input_schema)
+        return Tool(self.name, description or None, self.input_schema, bool(self.strict))
 
 
 AnthropicTool = Annotated[

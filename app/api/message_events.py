@@ -6,6 +6,7 @@ from typing import Any
 
 from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.json_stream import complete_members
 from neo_desktop.app.api.outputs import Answer, Outputs, TokensUsed
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.service_errors import ServiceError
@@ -129,12 +130,9 @@ def _tool_use(call_id: str, name: str) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments as an object; what is none, since it was cut or is no JSON, is passed on as it is."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
+    """Return the arguments as an object; of those that were cut, the members that are complete."""
+    value: Json = json.loads(complete_members(arguments))
+    return value
 
 
 def _event(name: str, **fields: Any) -> bytes:

@@ -9,12 +9,14 @@ from typing import Self
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.api.structure import Structure
+from neo_desktop.app.api.tools import Tool
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import DeadEndError
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -75,10 +77,10 @@ class Outputs:
         generation: Generation,
         tokenizer: Tokenizer,
         prepared: Prepared | None,
-        grammar_field: str | None = None,
+        grammar_field: str,
     ) -> None:
-        self._grammar_field = grammar_field  # of the body, which the answer's form comes from
         self.usage = TokensUsed()
+        self._grammar_field = grammar_field or None  # of the body, which asked for a form
         self._generation = generation
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening
@@ -113,7 +115,7 @@ class Outputs:
             self.usage.num_thought_tokens += len(output.tokens)
         end = None if output.finish_reason is None else str(output.finish_reason)
         if end is not None:
-            pieces += reader.flush()
+            pieces += reader.flush(is_cut=end == "length")
             end = "tool_calls" if reader.has_calls and end == "stop" else end
         return Step(index, pieces, output.tokens, end, text, output.stopped_by)
 
@@ -138,12 +140,12 @@ class _Reader:
             return [Text(text)] if text else []
         return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
 
-    def flush(self) -> list[Piece]:
-        """End the text."""
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        """End the text; `is_cut`: the model would have written more."""
         if self._thoughts is None:
             return []
         pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
-        return pieces + (self._told(self._calls.flush()) if self._calls else [])
+        return pieces + (self._told(self._calls.flush(is_cut=is_cut)) if self._calls else [])
 
     def _read(self, kind: str, text: str) -> list[Piece]:
         if kind == "thought":
@@ -162,7 +164,7 @@ class Call:
 
     call_id: str
     name: str
-    arguments: str = ""  # JSON, unless the model wrote something else
+    arguments: str = ""  # the text of a JSON object, or of the beginning of one that was cut
 
 
 @dataclass(slots=True)
@@ -259,6 +261,7 @@ async def begin(
         add_special_tokens=False,
         cuts_max_tokens=cuts_max_tokens,
         grammar_field=forms,
+        tools=prepared.tools,
     )
     return Outputs(generation, service.tokenizer, prepared, forms)
 
@@ -272,8 +275,9 @@ async def submit(
     add_special_tokens: bool,
     grammar_field: str,
     cuts_max_tokens: bool = False,
+    tools: Sequence[Tool] = (),
 ) -> Generation:
-    """Queue prompts; `field` of the body holds them.
+    """Queue prompts; `field` of the body holds them, calls of the tools are part of the grammar.
 
     Raises:
         ApiError: the engine cannot take them.
@@ -286,7 +290,18 @@ async def submit(
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:
+        blamed = await _blamed(service, tools) if error.field == "grammar" else None
         told = error.named({"grammar": grammar_field})
-        raise ApiError(400, str(told), param=told.field) from error
+        raise ApiError(400, blamed or str(told), param=told.field) from error
     except ValueError as error:
         raise ApiError(400, str(error), param=field) from error
+
+
+async def _blamed(service: EngineService, tools: Sequence[Tool]) -> str | None:
+    """Find the tool whose schema alone cannot be used; None: there is none."""
+    for tool in tools:
+        try:
+            await service.compile(from_enforceable(tool.enforced()))
+        except SettingError as error:
+            return f"tools cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
+    return None

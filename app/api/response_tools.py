@@ -46,12 +46,12 @@ class FunctionTool(Callable):
 
     type: Literal["function"]
     parameters: Json | None = None  # JSON schema
-    strict: bool | None = None  # a call that must come always follows the schema
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
     output_schema: Annotated[Json | None, HINT] = None
 
     def tool(self, name: str) -> Tool:
         """The same for every protocol."""
-        return Tool(name, self.description, self.parameters or {})
+        return Tool(name, self.description, self.parameters or {}, bool(self.strict))
 
 
 class TextInput(Model):

@@ -81,7 +81,7 @@ class SchemaFormat(Model):
     name: Label = None
     description: Label = None
     schema_: Json = Field(alias="schema")
-    strict: Annotated[bool | None, HINT] = None  # the schema always holds
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 class TextConfig(Model):
@@ -221,7 +221,7 @@ class ResponsesRequest(Model):
     def _structure(self) -> tuple[str, Structure] | None:
         form = self.text.format if self.text else None
         if isinstance(form, SchemaFormat):
-            return "text.format", Structure("json_schema", form.schema_)
+            return "text.format", Structure("json_schema", form.schema_, bool(form.strict))
         is_json = form is not None and form.type == "json_object"
         return ("text.format", Structure("json")) if is_json else None
 

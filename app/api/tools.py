@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.structure import enforced, in_lark
+from neo_desktop.engine.grammar import json_rule
 from neo_desktop.models import harmony
 
 WHITE_SPACE = " \t\r\n"
@@ -18,6 +20,20 @@ class Tool:
     name: str
     description: str | None
     parameters: Json
+    is_strict: bool = False  # a schema that cannot be enforced in full is refused
+
+    def enforced(self) -> Json:
+        """The enforceable part of the schema of its arguments: an empty object where there is none.
+
+        Raises:
+            ValueError: it cannot be.
+        """
+        whose = f"tool {self.name!r}"
+        types = self.parameters.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            raise ValueError(f"{whose}, $: 'type' must be \"object\": arguments have names")
+        own = self.parameters or {"properties": {}}
+        return enforced(own | {"type": "object"}, whose, self.is_strict)
 
     def for_template(self) -> Json:
         """The tool as chat templates expect it."""
@@ -46,7 +62,7 @@ class ToolFormat:
 
     opening: str
     closing: str = ""
-    separators: str = WHITE_SPACE  # what else may stand between calls
+    separators: str = ""  # what else than white space may stand between calls
     arguments_key: str = "arguments"
     in_list: bool = False  # the objects stand in one list after one mark
     is_bare: bool = False  # a text that begins with "{" is a call without any mark
@@ -67,17 +83,20 @@ class ToolFormat:
             tools: which may be called, at least one.
             is_parallel: more than one call may be made.
             arguments_mark: `[ARGS]` in Lark, for names that stand before their arguments.
+
+        Raises:
+            ValueError: a tool's schema cannot be enforced.
         """
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
             if self.has_names:
-                rules.append(f"call_{i}: {name} {arguments_mark} arguments_{i}")
+                rules.append(f"call_{i}: {in_lark(tool.name)} {arguments_mark} arguments_{i}")
             else:
-                head = json.dumps(f'{{"name": {name}, "{self.arguments_key}": ', ensure_ascii=False)
+                name = json.dumps(tool.name, ensure_ascii=False)
+                head = in_lark(f'{{"name": {name}, "{self.arguments_key}": ')
                 rules.append(f'call_{i}: {head} arguments_{i} "}}"')
             # Its own grammar, so that references within the schema still hold.
-            rules.append(f"arguments_{i}: %json {json.dumps(_as_written(tool.parameters))}")
+            rules.append(f"arguments_{i}: %json {json_rule(tool.enforced())}")
         if self.closing:
             between = json.dumps(f"\n{self.closing}\n{self.opening}\n")
             end = json.dumps(f"\n{self.closing}")
@@ -95,12 +114,12 @@ HERMES = ToolFormat("<tool_call>", "</tool_call>")
 EXPLAINED = ToolFormat("<tool_call>", "</tool_call>", in_template=False)
 LLAMA = ToolFormat(
     "<|python_tag|>",
-    separators=f"{WHITE_SPACE};",
+    separators=";",
     arguments_key="parameters",
     is_bare=True,
     single_calls=True,
 )
-MISTRAL = ToolFormat("[TOOL_CALLS]", separators=f"{WHITE_SPACE},[]", in_list=True, short_ids=True)
+MISTRAL = ToolFormat("[TOOL_CALLS]", in_list=True, short_ids=True)
 MISTRAL_NAMES = ToolFormat("[TOOL_CALLS]", has_names=True, short_ids=True)
 HARMONY = ToolFormat(harmony.CALL, has_names=True, single_calls=True, on_channels=True)
 
@@ -118,9 +137,3 @@ def format_of(template: str | None) -> ToolFormat:
     if "<|start_header_id|>" in template and "parameters" in template:
         return LLAMA
     return EXPLAINED
-
-
-def _as_written(parameters: Json) -> Json:
-    """The schema of an object, with white space as models write it: an endless run of it would be valid."""
-    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"type": "object"} | parameters | {"x-guidance": spacing}

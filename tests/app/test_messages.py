@@ -1,5 +1,6 @@
 """/v1/messages, as the anthropic client sees it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,11 +150,19 @@ def test_arguments_that_were_cut_are_not_lost(
     claude: anthropic.Anthropic, executor: ScriptedExecutor
 ) -> None:
     executor.answers = [BOTH["hermes"]]
-    cut = len(f'<tool_call>\n{{"name": "weather", "arguments": {WIEN[:8]}')
-    message = claude.messages.create(model=MODEL, messages=QUESTION, tools=[TOOL], max_tokens=cut)
-    (block,) = message.content
-    assert block.type == "tool_use"
-    assert (block.input, message.stop_reason) == ({"arguments": WIEN[:8]}, "max_tokens")
+    written = f'<tool_call>\n{{"name": "weather", "arguments": {WIEN}'
+    for cut, arguments in (
+        (len(written), json.loads(WIEN)),
+        (len(written) - len(WIEN) + 8, {}),
+        (len(written) - len(WIEN) - 3, {}),
+        (len("<tool_cal"), None),
+    ):
+        message = claude.messages.create(model=MODEL, messages=QUESTION, tools=[TOOL], max_tokens=cut)
+        assert [block.input for block in message.content if block.type == "tool_use"] == (
+            [] if arguments is None else [arguments]
+        )
+        assert message.stop_reason == "max_tokens"
+        assert not [block for block in message.content if block.type == "text"]
 
 
 KEPT = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
