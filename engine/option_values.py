@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 
 def stated(name: str, kinds: tuple[type, ...], value: object, choices: tuple[str, ...] = ()) -> Any:
@@ -76,13 +76,13 @@ def _whole(value: Any) -> int:
     return int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
     try:
         return float(value)
     except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
+        return float("inf") if cast("Any", value) > 0 else float("-inf")
 
 
 # Type of an option, what makes one of a value, and words for the error; the first that fits is taken.

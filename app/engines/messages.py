@@ -99,7 +99,7 @@ class Status:
 class CrashReason(str):
     """Why an engine ended, where a signal of its own code ended its process: `signal` is its name."""
 
-    __slots__ = ("signal",)
+    signal: str
 
     def __new__(cls, reason: str, signal: str) -> Self:
         """Make the sentence."""
