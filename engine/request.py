@@ -132,7 +132,6 @@ class Request(RequestState):
         self.choice = choice
         self.token_ids = list(prompt_token_ids)  # prompt and output, as far as they are known
         self.error: str | None = None
-        self.error_code: str | None = None
         self._seed = seed
         self._end_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
@@ -220,7 +219,6 @@ class Request(RequestState):
             tokens=tokens,
             finish_reason=self.finish_reason,
             error=self.error,
-            error_code=self.error_code,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,

@@ -103,7 +103,9 @@ class Outputs:
             async for index, output in self._generation:
                 yield self._step(index, output)
         except DeadEndError as error:
-            raise ApiError(400, f"the answer's {error}", param=self._grammar_field) from error
+            raise ApiError(
+                400, f"the answer's {error}", param=self._grammar_field, code=error.code
+            ) from error
 
     def _step(self, index: int, output: RequestOutput) -> Step:
         reader, text = self._readers[index], output.text

@@ -188,7 +188,7 @@ def test_the_schema_of_a_tool_is_enforced_as_far_as_possible_or_refused(
     assert calls_of(answer.message) == [("search", arguments)] * 2
     with pytest.raises(openai.BadRequestError, match="grammar") as failure:
         chat.ask(rest.replace('"key"', '"password"'), tools=[TIME, AGENT], tool_choice="required")
-    assert (failure.value.param, failure.value.code) == ("tools", "grammar_failed")
+    assert (failure.value.param, failure.value.code) == ("tools", "grammar_dead_end")
     strict = {"type": "function", "function": AGENT["function"] | {"strict": True}}
     with pytest.raises(openai.BadRequestError) as refusal:
         chat.ask(rest, tools=[TIME, strict], tool_choice="required")
