@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
-from neo_desktop.app.api.fields import HINT, Json, Label, Model
+from neo_desktop.app.api.fields import Json, Label, Model
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
@@ -26,7 +26,7 @@ class JsonSchemaFormat(Model):
     name: Label = None
     description: Label = None
     schema_: Json = Field(alias="schema")
-    strict: Annotated[bool | None, HINT] = None  # the schema always holds
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 class ResponseFormat(Model):

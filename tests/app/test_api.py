@@ -42,7 +42,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 def test_models_tell_their_context_length(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "neo-desktop")
-    assert model.model_extra == {"max_model_len": CONTEXT_TOKENS}
+    assert model.model_extra == {"root": MODEL, "max_model_len": CONTEXT_TOKENS}
     assert client.models.retrieve(MODEL) == model
 
 

@@ -229,7 +229,7 @@ def test_a_grammar_that_becomes_too_costly_ends_its_request_alone(guide: Engine)
     ends = {}
     while guide.has_work:
         ends |= {output.request_id: output for output in guide.step() if output.finish_reason}
-    assert ends["costly"].finish_reason is FinishReason.ERROR
+    assert ends["costly"].finish_reason is FinishReason.DEAD_END
     assert "grammar cannot be followed any further" in (ends["costly"].error or "")
     assert ends["plain"].num_output_tokens == 30
     with pytest.raises(EngineError, match="grammar"):
