@@ -145,6 +145,7 @@ def _most_tokens(config: Any) -> int | None:
 
 @lru_cache(maxsize=32)
 def examined(source: Source, _modified_ns: int) -> tuple[Outline, Conversions]:
+    """Return both of what a model tells without numbers; kept for the models that were asked for last."""
     with TRACING:
         return _run_without_numbers(source)
 

@@ -144,8 +144,8 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_head_of_its_own_is_used(keep: bool, tmp_path: Path) -> None:
-    """Gemma's families tie it, unless a file has one."""
-    path, model = write_traced(tmp_path, "gemma2", "Q8_0", sizes={"tie_word_embeddings": False})
+    """Configurations of this family tie it, unless they say otherwise."""
+    path, model = write_traced(tmp_path, "starcoder2", "Q8_0", sizes={"tie_word_embeddings": False})
     token_ids = torch.randint(3, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(1))
     expected = expected_logits(model, token_ids)
     off = torch.linalg.vector_norm(logits(path, token_ids, keep=keep) - expected)
