@@ -107,12 +107,12 @@ def outline(source: Source, modified_ns: int) -> Outline:
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
     """
-    return _traced(source, modified_ns)[0]
+    return examined(source, modified_ns)[0]
 
 
 def conversions_of(source: Source) -> Conversions:
     """Return how the parameters of a model come out of its checkpoint; raises as `outline` does."""
-    return _traced(source, source.named.stat().st_mtime_ns)[1]
+    return examined(source, source.named.stat().st_mtime_ns)[1]
 
 
 @contextmanager
@@ -149,7 +149,8 @@ def _most_tokens(config: Any) -> int | None:
 
 
 @lru_cache(maxsize=32)
-def _traced(source: Source, _modified_ns: int) -> tuple[Outline, Conversions]:
+def examined(source: Source, _modified_ns: int) -> tuple[Outline, Conversions]:
+    """Return both of what a model tells without numbers; kept for the models that were asked for last."""
     with TRACING:
         return _run_without_numbers(source)
 
