@@ -19,7 +19,7 @@ _PARTS = tuple(
         r"(Kimi|BailingHybrid)\w*DeltaAttention|KimiLinearAttention": "Kimi Delta Attention layers",
         r"LightningAttention": "lightning attention layers",
         r"^(Bamba|NemotronH|FalconH1|GraniteMoeHybrid|Jamba|Zamba2?|FalconMamba|Mamba2?)\w*Mi?xer|Mamba": (
-            "Mamba layers, which are state spaces"
+            "Mamba layers (a state-space model)"
         ),
         r"Rglru": "recurrent layers (RG-LRU)",
         r"Rwkv": "RWKV's recurrent layers",

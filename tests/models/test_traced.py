@@ -246,7 +246,7 @@ def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], famil
     [
         ("falcon", {"alibi": True}, "ALiBi"),
         ("olmoe", {}, "no multiples of 64 numbers"),
-        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "Mamba layers"),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "has Mamba layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(
