@@ -45,7 +45,7 @@ def check_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 
 def huge_page_bytes(ranges: Iterable[tuple[int, int]]) -> int | None:
-    """Return the bytes in huge pages of all mappings that overlap ranges of addresses; None: not known."""
+    """Return the bytes in huge pages of mappings that overlap ranges of addresses; None: not known."""
     wanted, found, is_wanted = list(ranges), 0, False
     text = _read(SMAPS)
     for line in text.splitlines():

@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def needs_model(self) -> bool:
-        """Whether the check takes the memory of a model."""
+        """True if the check takes the memory of a model."""
         return self.name.partition("-")[0] in (MODEL, ANSWERS, MEMORY)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Decode attention over a paged KV cache, split over the context (flash decoding).
 
-A program attends from the query heads of one KV head, or from a few of them where there are many, to one part
-of one request's context: K and V are read once, or by neighbours at the same time. A second kernel merges the
+A program attends from the query heads of one KV head, at most 16 (8 in fp32), to one part of one request's
+context: K and V are read once, or by neighbours at the same time. A second kernel merges the
 parts in fp32, unless there is only one; nothing is lost by cutting:
 
     part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
