@@ -94,7 +94,10 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(isa: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": torch.zeros(9, 4, 16), "v": torch.zeros(9, 4, 16)}, r"q has 6 heads; expected a multiple of the 4 KV heads"),
+        (
+            {"k": torch.zeros(9, 4, 16), "v": torch.zeros(9, 4, 16)},
+            r"q has 6 heads; expected a multiple of the 4 KV heads",
+        ),
         ({"v": torch.zeros(8, 2, 16)}, r"v has shape \[8, 2, 16\]"),
         (
             {"q": torch.zeros(5, 6, 12), "k": torch.zeros(9, 2, 12), "v": torch.zeros(9, 2, 12)},
