@@ -134,7 +134,7 @@ class PrefillGroup:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
             if softcap is not None and kernel is not PrefillKernel.NATIVE:
-                kernel = PrefillKernel.MATH  # torch has no kernel that knows of it
+                kernel = PrefillKernel.MATH  # no kernel of torch caps scores
             try:
                 self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
                 return

@@ -1,8 +1,8 @@
 // Prompt attention: rows of queries over K and V in rows of fp32, fp16 or bf16.
 //
 // A step takes a tile of kPairTile tokens and kPromptRows rows. What a row's result is made of, and in which
-// order, is the same as in decode attention over pairs (attend_pairs.h): a row has the same bits whatever
-// other rows there are, and as a decode.
+// order, is the same as in decode attention over pairs (attend_pairs.h): a row has the same bits beside any
+// other rows, and as a decode.
 //
 //   keys     of a tile, once for all rows, as [head_dim / 2, kPairTile, 2] in fp32
 //   scores   the sums of even and of odd dimensions, then both; tokens that the row does not see are masked

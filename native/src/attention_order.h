@@ -2,7 +2,8 @@
 //
 //   tiles    of kPairTile tokens, at multiples of that (tile_softmax.h)
 //   chunks   of some tiles, whose partial softmaxes are merged in order; they depend on the number of tokens
-//            up to the query and on the model alone, and begin at multiples of their length
+//            up to the query and on the model alone, and begin at multiples of their length. Those are whole
+//            segments: while one thread writes the newest token's key, no other reads next to it.
 #pragma once
 
 #include <algorithm>

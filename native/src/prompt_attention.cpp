@@ -19,13 +19,13 @@
 namespace neo_desktop {
 namespace {
 
-// A block's rows share the keys that are brought into the kernel's order, and lie in a core's cache.
+// A block's rows share the keys that are brought into the kernel's order, and fit into a core's cache.
 constexpr int64_t kMostRows = 384;
 constexpr int64_t kLeastRows = 32;
 constexpr int64_t kMostTokens = 256;  // so that chunks of contexts begin with blocks
 constexpr int64_t kItemsPerThread = 4;
 
-// Waking a thread costs about as long as so many products of a query and a key.
+// Waking a thread costs about as long as this many products of a query and a key.
 constexpr int64_t kScoresPerThread = 2048;
 
 struct Block {
@@ -208,7 +208,8 @@ class PromptCall {
     store_output(block, head, all);
   }
 
-  // Brings queries into the kernel's order: kPromptRows rows side by side, two dimensions of each at a time.
+  // Brings queries into the kernel's order: kPromptRows rows side by side, a pair of dimensions of all rows
+  // before the next.
   void load_queries(const Block& block, int64_t head, float* to) const {
     const TensorView& q = arguments_.q;
     const float scale = arguments_.scale * std::numbers::log2e_v<float>;

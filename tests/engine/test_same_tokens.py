@@ -1,4 +1,4 @@
-"""With quantised weights on a CPU an answer has the same bits in any batch, chunk, cache and policy."""
+"""An answer of quantised weights on a CPU has the same bits in any batch, chunk, cache and policy."""
 
 from collections.abc import Iterator
 from pathlib import Path

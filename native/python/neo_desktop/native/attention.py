@@ -139,8 +139,8 @@ def prompt_attention(
     Args:
         q: [queries, heads, head_dim], fp32, fp16 or bf16, the chunks one after the other; may be strided in
             queries and heads. head_dim is a multiple of 8 up to 256.
-        k: [contexts, kv_heads, head_dim] in the dtype of q, the contexts one after the other; strided
-            likewise. Query head h reads KV head h // (heads // kv_heads).
+        k: [contexts, kv_heads, head_dim] in the dtype of q, the contexts one after the other; may be
+            strided in contexts and KV heads. Query head h reads KV head h // (heads // kv_heads).
         v: as k.
         ends: [2, chunks + 1] int32: 0 and the ends of chunks in q; 0 and the ends of contexts in k. A chunk's
             last query sees the whole context, each one before it a token less.
@@ -148,8 +148,8 @@ def prompt_attention(
         out: as q, made when None; must not overlap the inputs.
         num_threads: 0 means `default_num_threads()`.
         window: attend to the last `window` tokens only; 0 means all.
-        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
-            no such token.
+        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: heads
+            have none.
         softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
         isa: one of `available_isas()`; None means `default_isa()`.
 
