@@ -38,7 +38,7 @@ def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
     for (first, a), (first_of_other, b) in zip(one.pieces(), other.pieces(), strict=False):
         if first != first_of_other or a.shape != b.shape:
             return False  # stored in different ways
-        parts = zip(a.split(_ROWS), b.split(_ROWS), strict=True) if a.dim() else [(a, b)]
+        parts = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True) if a.dim() else [(a, b)]
         if not all(torch.equal(x.float(), y.float()) for x, y in parts):
             return False
     return True

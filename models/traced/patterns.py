@@ -228,7 +228,8 @@ class _Finder:
             return None
         covered = {root, *root.args, swapped, minus, low, high}
         # Of [1, heads, rows, head_dim]; some code rotates [1, rows, heads, head_dim].
-        are_rows_third = row_dim(x) == row_dim(cos) - len(_shape(cos)) + 4 == 2
+        rows_of_cos = row_dim(cos)
+        are_rows_third = row_dim(x) == 2 and rows_of_cos is not None and len(_shape(cos)) - rows_of_cos == 2
         is_turned = {cos, sin} <= self._rotations and size == _shape(cos)[-1] == _shape(sin)[-1]
         is_turned = is_turned and are_rows_third
         is_typed = _shape(x) == _shape(root) and _dtype(x) is self._dtype
