@@ -65,6 +65,8 @@ class Backend(Protocol):
     def abandon(self, error: BaseException) -> EngineLostError | None:
         """Block until nothing is under way, of a program that was broken off or of others.
 
+        After a stall the device is waited for once more: it may have been given what it waited for.
+
         Returns:
             Why nothing can be done any more, if so.
         """
