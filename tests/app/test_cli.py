@@ -121,8 +121,8 @@ def test_bench_writes_a_page_that_can_be_compared(tmp_path: Path) -> None:
 def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "page"
     result = run("bench", "--suite", "throughput", "--model", tmp_path / "nowhere", "--out", out)
-    assert result.returncode == 1
-    assert "throughput could not be measured" in result.stdout
+    assert result.returncode != 0
+    assert "nowhere" in result.stderr
     assert not out.exists()
 
 

@@ -230,7 +230,7 @@ def test_a_failure_is_told_and_the_next_request_is_answered(
 
 
 def test_the_context_is_a_limit_as_elsewhere(server: RunningServer, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="the context holds 600") as error:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 600") as error:
         ask(client, max_tokens=590)
     assert error.value.code == "context_length_exceeded"
     assert client.models.list().data[0].model_extra == {"max_model_len": 600}
