@@ -233,7 +233,7 @@ def test_the_context_is_a_limit_as_elsewhere(server: RunningServer, client: open
     with pytest.raises(openai.BadRequestError, match="maximum context length is 600") as error:
         ask(client, max_tokens=590)
     assert error.value.code == "context_length_exceeded"
-    assert client.models.list().data[0].model_extra == {"max_model_len": 600}
+    assert client.models.list().data[0].model_extra == {"root": "strange", "max_model_len": 600}
 
 
 def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
