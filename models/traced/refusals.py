@@ -10,7 +10,7 @@ from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.source import Source
 
-BY_LLAMACPP = "its GGUF file runs by llama.cpp with --backend llamacpp"
+BY_LLAMACPP = "a GGUF file of it may run by llama.cpp, with --backend llamacpp"
 # Names of classes in a model → what they are called. The first one that is found is said.
 _PARTS = tuple(
     (re.compile(pattern), words)

@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "deltanet": (
         "qwen3_next",
         {},
-        "has Gated DeltaNet layers, which .* yet: its GGUF",
+        "has Gated DeltaNet layers, which .* yet: a GGUF",
     ),
     "short convolutions": (
         "lfm2",
