@@ -230,7 +230,9 @@ def damage(folder: Path, how: str) -> None:
         (folder / "config.json").write_text("{")
     elif how == "unknown architecture":
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+        )
     elif how == "no tokenizer":
         (folder / "tokenizer.json").unlink()
 
@@ -242,7 +244,7 @@ def damage(folder: Path, how: str) -> None:
         ("truncated weights", "model.safetensors"),
         ("garbled weights", "model.safetensors"),
         ("broken config", "config.json"),
-        ("unknown architecture", "transformers"),
+        ("unknown architecture", "state space model"),
         ("no tokenizer", "tokenizer.json"),
     ],
 )
