@@ -8,7 +8,7 @@ The protocols (`chat`, `responses`, `messages`) are only shapes around this; `ou
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from neo_desktop.app.api.calls import short_id
@@ -246,11 +246,10 @@ def _shielded(
         shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
     except ValueError as error:
         raise ApiError(400, str(error), param=conversation.field) from error
-    broken = [
-        Tool(*shield.broken(definition), is_strict=tool.is_strict)
+    return shield, [
+        replace(Tool(*shield.broken(definition)), is_strict=tool.is_strict)
         for tool, definition in zip(tools, definitions, strict=True)
     ]
-    return shield, broken
 
 
 def _check_continued(conversation: Conversation) -> None:
