@@ -148,7 +148,7 @@ def test_stop_strings_count_after_the_thought(
     expected, end = ("A ", "stop_sequence") if stop == "one" else ("A one B", "end_turn")
     asked: Any = [{"role": "user", "content": "?"}]
     (choice,) = gpt.chat.completions.create(model=MODEL, messages=asked, stop=[stop]).choices
-    assert (choice.message.content, choice.message.reasoning_content) == (expected, "one two")
+    assert (choice.message.content, choice.message.model_extra["reasoning_content"]) == (expected, "one two")
     message = claude.messages.create(model=MODEL, messages=asked, stop_sequences=["x", stop], max_tokens=99)
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert message.content[1].text == expected
@@ -192,7 +192,7 @@ def test_a_thought_may_be_continued(
     (choice,) = gpt.chat.completions.create(
         model=MODEL, messages=asked, stop=["two"], extra_body={"continue_final_message": True}
     ).choices
-    assert (choice.message.content, choice.message.reasoning_content) == ("three", "two")
+    assert (choice.message.content, choice.message.model_extra["reasoning_content"]) == ("three", "two")
     assert executor.tokenizer.decode(prompts[-1]).endswith("<think>\none ")
 
 

@@ -184,7 +184,7 @@ def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
     """Write a checkpoint and return the scores of transformers; None: it cannot read or compute it."""
     (folder / "config.json").write_text(json.dumps(values))
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     make: Any = AutoModelForCausalLM
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
