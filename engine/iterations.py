@@ -173,7 +173,7 @@ class Iterations:
                     raise
             self._scheduler.take_back()
         if isinstance(error, WorkerLostError) and self._workers is not None:
-            self._scheduler.lose(self._workers.lose(error.worker, error.reason))
+            self._scheduler.lose(self._workers.lose(error))
             return
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)
