@@ -56,8 +56,10 @@ def why_no_model(path: Path) -> str:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return True for a folder that holds a part of a model at least."""
-    return any(name == "config.json" or name.endswith(WEIGHTS_ENDS) for name in _names(path))
+    """Return True for a folder that holds a part of a model, or an adapter of one."""
+    return any(
+        name in ("config.json", "adapter_config.json") or name.endswith(WEIGHTS_ENDS) for name in _names(path)
+    )
 
 
 def _is_path(name: str) -> bool:
