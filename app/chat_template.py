@@ -26,7 +26,6 @@ if sys.platform != "win32":
     import resource
 
 MAX_TEXT_CHARS = 1 << 26
-_TOO_LONG = f"the model's chat template refused: the text exceeds {MAX_TEXT_CHARS} characters"
 MAX_CPU_S = 1.0  # a real template takes milliseconds
 MAX_MEMORY_BYTES = 512 << 20  # address space, and so everything
 FRAME_HEAD = struct.Struct(">Q")  # bytes of JSON that follow
@@ -65,7 +64,7 @@ class ChatTemplate:
             for piece in self._template.generate(context):
                 room_chars -= len(piece)
                 if room_chars < 0:
-                    raise ChatTemplateError(_TOO_LONG)
+                    raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
                 pieces.append(piece)
             return "".join(pieces)
         except ChatTemplateError:
