@@ -64,9 +64,11 @@ class ChatTemplate:
             for piece in self._template.generate(context):
                 room_chars -= len(piece)
                 if room_chars < 0:
-                    raise ChatTemplateError(f"the text exceeds {MAX_TEXT_CHARS} characters")
+                    raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
                 pieces.append(piece)
             return "".join(pieces)
+        except ChatTemplateError:
+            raise
         except MemoryError:
             raise ChatTemplateError("the model's chat template refused: it needs too much memory") from None
         except Exception as error:  # a template can raise anything, like any program

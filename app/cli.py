@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -36,10 +36,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line: exit code 0 for success, 1 for failure, 2 for wrong use."""
-    arguments = sys.argv[1:]
-    # `neo-desktop --port 9000` means `neo-desktop chat --port 9000`.
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h", "--version")):
-        arguments = [DEFAULT_COMMAND, *arguments]
+    arguments = with_command(sys.argv[1:])
     try:
         app(arguments)
     except KeyboardInterrupt:
@@ -57,6 +54,13 @@ def main() -> None:
         text = sentence(error) if is_expected else f"{type(error).__name__}: {error}"
         stderr.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(1)
+
+
+def with_command(arguments: list[str]) -> list[str]:
+    """Put the default command before options: `--port 9000` means `chat --port 9000`."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h", "--version")):
+        return [DEFAULT_COMMAND, *arguments]
+    return arguments
 
 
 def _print_version(wanted: bool) -> None:
@@ -160,8 +164,9 @@ def profile(
     """Show how long the parts of an iteration take here; the first time, measure them."""
     set_up_logging(debug)
     from neo_desktop.app.commands.profile import run_profile
+    from neo_desktop.app.shelf.catalogue import with_model
 
-    options = _of_model(engine, model)
+    options = with_model(engine, model)
     with progress_bar() as progress:
         task = progress.add_task("Loading weights", total=1.0)
         report = run_profile(
@@ -212,9 +217,10 @@ def doctor(
     """Check everything that a model needs of this computer, and say what serves where something fails."""
     set_up_logging(debug)
     from neo_desktop.app.commands.doctor_command import run_doctor
+    from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.doctor.trials import Subject
 
-    subject = Subject.of(_of_model(engine, model))
+    subject = Subject.of(with_model(engine, model))
     with stderr.status("Starting the checks") as status:
         report = run_doctor(subject, refresh=refresh, progress=lambda what: status.update(escape(what)))
     report.print(stdout)
@@ -222,14 +228,6 @@ def doctor(
         report.write_json(json_file)
     if not report.is_well:
         raise typer.Exit(1)
-
-
-def _of_model(options: EngineOptions, name: str) -> EngineOptions:
-    """Return the options for a model of this computer; UnknownModelError where there is none of that name."""
-    from neo_desktop.app.shelf.catalogue import Catalogue
-
-    catalogue = Catalogue(model=name)
-    return replace(options, model=catalogue.get(catalogue.first).source)
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)

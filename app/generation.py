@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from neo_desktop.app.service_errors import (
+    DeadEndError,
     EngineFailedError,
     RequestTimeoutError,
     ServiceError,
@@ -47,6 +48,8 @@ class Generation:
             output = await self._arrived.get()
             if isinstance(output, ServiceError):
                 raise output.with_traceback(None)  # one error is told to many
+            if output.finish_reason is FinishReason.DEAD_END:
+                raise DeadEndError(output.error)
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineFailedError(output.error)
             if output.finish_reason is not None:

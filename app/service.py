@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.chat_templates import ChatTemplates
 from neo_desktop.app.engines.messages import (
     Abort,
     Add,
@@ -43,7 +44,6 @@ from neo_desktop.app.service_errors import (
     ServiceError,
     ServiceStoppedError,
 )
-from neo_desktop.app.template_process import TemplateProcess
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import ServiceMetrics
 from neo_desktop.engine.engine import Engine
@@ -52,6 +52,7 @@ from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.stats import EngineStats
+from neo_desktop.models.marks import ChatText, Shield
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class EngineService:
         self.tokenizer = facts.intake.tokenizer
         self._intake = facts.intake
         self.sampling_defaults = facts.sampling_defaults
-        self._template = TemplateProcess(self.tokenizer.chat_template, self.tokenizer.special_tokens)
+        self._templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
@@ -101,7 +102,7 @@ class EngineService:
     async def start(self) -> None:
         """Start the engine's work; outputs go to the running event loop."""
         self._outbox = Outbox(asyncio.get_running_loop())
-        await self._template.start()
+        await self._templates.start()
         self._refusal = None
         self._link.start(self._receive)
         if self._link.patience_s is not None:
@@ -129,7 +130,7 @@ class EngineService:
         self._successor = successor
         self._refuse_all(ServiceStoppedError(reason))
         self._link.send(Stop())
-        await self._template.stop()
+        await self._templates.stop()
         try:
             await asyncio.wait_for(self._engine_ended.wait(), timeout_s)
         except TimeoutError:
@@ -162,20 +163,34 @@ class EngineService:
         return self._idle_since_s
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
-    ) -> str:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any] | None = None,
+        shield: Shield | None = None,
+        *,
+        is_continued: bool = False,
+    ) -> ChatText:
         """Return a chat as the model's template writes it, for the assistant's next message.
 
+        Args:
+            messages: as chat templates expect them.
+            extra: for the template alone, with "tools" among it.
+            shield: that has broken the marks in both already; None: they are broken here.
+            is_continued: leave out what the template writes after the last message's text.
+
         Raises:
-            ChatTemplateError: see `TemplateProcess.render`; or there are too many messages.
+            ChatTemplateError: see `TemplateProcess.render`; the last message cannot be continued, or there
+                are too many messages.
         """
         if len(messages) > self._limits.max_messages:
             raise ChatTemplateError(
                 f"the chat has {len(messages)} messages, but {self._limits.max_messages} is the limit"
             )
         if self._successor is not None:
-            return await (await self._successor()).render_chat(messages, extra)
-        return await self._template.render(messages, extra)
+            return await (await self._successor()).render_chat(
+                messages, extra, shield, is_continued=is_continued
+            )
+        return await self._templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
         """Ask the engine what it does right now; it answers between two iterations.
@@ -187,13 +202,19 @@ class EngineService:
         return view
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> Generation:
         """Check prompts and send them to the engine.
 
         Args:
             prompts: texts or token ids.
             add_special_tokens: let the tokenizer put its special tokens around texts.
+            cuts_max_tokens: see `Intake.prepare`.
 
         Raises:
             ServiceBusyError: too many requests are waiting.
@@ -203,7 +224,7 @@ class EngineService:
         """
         if self._successor is not None:
             return await (await self._successor()).submit(
-                prompts, params, add_special_tokens=add_special_tokens
+                prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
             )
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -226,7 +247,7 @@ class EngineService:
         self._idle_since_s = None
         self._queued |= _choices(generation)
         try:
-            prepared = await self._prepare(prompts, params, add_special_tokens)
+            prepared = await self._prepare(prompts, params, add_special_tokens, cuts_max_tokens)
             generation.prompt_token_ids = [each.token_ids for each in prepared]
             if params.grammar is not None:  # so that the engine finds it ready
                 await self._ask(Compile(next(self._ordinals), params.grammar))
@@ -237,6 +258,18 @@ class EngineService:
             generation.close()
             raise
         return generation
+
+    async def compile(self, grammar: str) -> None:
+        """Let the engine make a grammar ready.
+
+        Raises:
+            SettingError: it cannot be used.
+            ServiceStoppedError, EngineFailedError: there is no engine any more.
+        """
+        if self._successor is not None:
+            await (await self._successor()).compile(grammar)
+        else:
+            await self._ask(Compile(next(self._ordinals), grammar))
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
@@ -249,11 +282,17 @@ class EngineService:
         ]
 
     async def _prepare(
-        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        add_special_tokens: bool,
+        cuts_max_tokens: bool,
     ) -> list[PreparedRequest]:
         def prepare() -> list[PreparedRequest]:
             return [
-                self._intake.prepare(prompt, params, add_special_tokens=add_special_tokens)
+                self._intake.prepare(
+                    prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
+                )
                 for prompt in prompts
             ]
 

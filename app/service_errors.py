@@ -25,6 +25,12 @@ class EngineFailedError(ServiceError):
     code = "engine_failed"
 
 
+class DeadEndError(EngineFailedError):
+    """The grammar that the answer must follow allows nothing more."""
+
+    code = "grammar_dead_end"
+
+
 class EngineRestartingError(EngineFailedError):
     """The engine ended and is being started again; the same request may succeed later."""
 

@@ -138,8 +138,9 @@ async def _watch_memory(process: asyncio.subprocess.Process) -> None:
         child = psutil.Process(process.pid)
         while True:
             await asyncio.sleep(MEMORY_POLL_S)
-            if child.memory_info().rss > MAX_MEMORY_BYTES:
-                process.kill()
+            with contextlib.suppress(OSError):  # no file is left to look with: later there may be
+                if child.memory_info().rss > MAX_MEMORY_BYTES:
+                    process.kill()
 
 
 def _refused(reason: str) -> ChatTemplateError:

@@ -1,7 +1,10 @@
 """Tokens to text, one at a time, with stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from neo_desktop.models.harmony import HarmonyStream
+from neo_desktop.models.thoughts import AnyPart, Thoughts, ThoughtSplitter
 
 
 class TextStream(Protocol):
@@ -20,15 +23,23 @@ class IncrementalText:
     """The output text of one request: grows with every token, ends before a stop string.
 
     Text that may turn out to be the beginning of a stop string is held back until that is decided, so
-    that a streaming client never sees a part of it.
+    that a streaming client never sees a part of it. Stop strings count in the answer: not within thoughts,
+    nor in the marks around them.
+
+    Args:
+        stream: of all tokens of the output.
+        stop: strings that end it.
+        thoughts: that may be in it; None: it is all answer.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
+    def __init__(self, stream: TextStream, stop: Sequence[str], thoughts: Thoughts | None = None) -> None:
+        self.stopped_by: str | None = None  # the stop string that was found
         self._stream = stream
+        self._channels = stream if thoughts and isinstance(stream, HarmonyStream) else None
+        self._thoughts = ThoughtSplitter(thoughts == "open") if thoughts and not self._channels else None
         self._stop = tuple(stop)
         self._ready = ""  # to be handed out by take()
         self._held = ""  # behind it: what a stop string may still claim
-        self._is_cut = False  # a stop string was found
         self._undecoded: list[int] = []  # tokens whose text nobody needed yet
 
     def push(self, token_id: int) -> bool:
@@ -36,15 +47,19 @@ class IncrementalText:
         if not self._stop:
             self._undecoded.append(token_id)
             return False
-        return self._append(self._stream.step(token_id))
+        return self._step(token_id)
 
     def finish(self) -> bool:
         """Release everything held back; return True when the last characters completed a stop string."""
-        if self._is_cut:
+        if self.stopped_by is not None:
             return False
         self._decode()
-        stopped = self._append(self._stream.flush())
-        self._release(len(self._held))
+        is_answer = self._is_answer
+        stopped = self._append(self._stream.flush(), is_answer)
+        if self._thoughts is not None and not stopped:
+            stopped = self._take_parts(self._thoughts.flush())
+        if not stopped:
+            self._release(len(self._held))
         return stopped
 
     def take(self) -> str:
@@ -53,20 +68,45 @@ class IncrementalText:
         text, self._ready = self._ready, ""
         return text
 
+    @property
+    def _is_answer(self) -> bool:
+        return self._channels is None or self._channels.is_answer
+
     def _decode(self) -> None:
         for token_id in self._undecoded:
-            self._append(self._stream.step(token_id))
+            self._step(token_id)
         self._undecoded.clear()
 
-    def _append(self, piece: str) -> bool:
+    def _step(self, token_id: int) -> bool:
+        is_answer = self._is_answer  # a token that ends a message belongs to it
+        return self._append(self._stream.step(token_id), is_answer)
+
+    def _append(self, piece: str, is_answer: bool) -> bool:
         if not piece:
             return False
-        self._held += piece
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if not self._stop:
+            self._ready += piece
+            return False
+        if self._thoughts is not None:
+            return self._take_parts(self._thoughts.split(piece))
+        return self._take_parts([("answer" if is_answer else "mark", piece)])
+
+    def _take_parts(self, parts: Iterable[AnyPart]) -> bool:
+        for kind, text in parts:
+            if kind != "answer":
+                self._release(len(self._held))
+                self._ready += text
+            elif self._search(text):
+                return True
+        return False
+
+    def _search(self, text: str) -> bool:
+        self._held += text
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self._release(min(found))
+            at, self.stopped_by = min(found, key=lambda each: each[0])
+            self._release(at)
             self._held = ""
-            self._is_cut = True
             return True
         self._release(len(self._held) - self._longest_open_stop())
         return False

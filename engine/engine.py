@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import torch
 
@@ -122,7 +122,7 @@ class Engine:
             RuntimeError: the GPU cannot be cut into slices.
             MemoryError: weights or caches do not fit.
         """
-        return cls.from_options(EngineOptions(model=model, **options), cost_model, progress)
+        return cls.from_options(EngineOptions(model=model, **cast("Any", options)), cost_model, progress)
 
     @classmethod
     def from_options(
@@ -438,7 +438,11 @@ def new_requests(
             arrival=next(arrivals),
             max_context_tokens=intake.max_context_tokens,
             eos_token_ids=eos_token_ids,
-            text=IncrementalText(intake.tokenizer.decode_stream(), params.stop),
+            text=IncrementalText(
+                intake.tokenizer.decode_stream(is_chat=params.thoughts is not None),
+                params.stop,
+                params.thoughts,
+            ),
             grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
             block_hashes=prepared.block_hashes,
         )

@@ -1,6 +1,7 @@
 """Grammars that an output must follow: llguidance finds which tokens may come next."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.grammar_keys import OpenKeys, TokenIndex
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
+from neo_desktop.engine.json_schema.walk import Enforceable, enforceable
 from neo_desktop.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an engine without grammars needs no llguidance
@@ -19,8 +22,10 @@ if TYPE_CHECKING:  # an engine without grammars needs no llguidance
 MAX_GRAMMAR_CHARS = 2**17
 MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes first
 
+_JSON = re.compile(r'"json_schema"|%json')  # in a grammar
+
 # Between the parts of JSON: bounded, since small models like to go on with it for ever.
-_WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 
 
 def _matchers() -> "type[LLMatcher]":
@@ -36,22 +41,54 @@ def any_json() -> str:
     return from_json_schema({"type": "object"})
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
+def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
     """Return the grammar of JSON that a schema allows, in one line or indented.
 
-    Whether the schema can be followed shows when it is compiled.
+    Constraints that cannot be enforced are left out: `grammar_schema.enforceable` lists them.
+
+    Args:
+        schema: or its JSON text.
+        is_strict: refuse a schema that has one.
 
     Raises:
-        SettingError: it is no JSON object, or too long.
+        SettingError: it is no JSON schema, too long, or cannot be followed.
     """
-    matchers = _matchers()
+    return from_enforceable(parsed_schema(schema, is_strict=is_strict).schema)
+
+
+def from_enforceable(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema that `parsed_schema` has returned.
+
+    Raises:
+        SettingError: it is too long.
+    """
+    return _checked(_matchers().grammar_from_json_schema(json_rule(schema, whitespace_pattern=WHITE_SPACE)))
+
+
+def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:
+    """Return a schema as it can be enforced.
+
+    Raises:
+        SettingError: see `from_json_schema`.
+    """
     try:
-        # The library takes no schema that is just true.
-        text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
-        grammar = matchers.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SettingError("grammar", f"needs a JSON schema: {_reason(str(error))}") from None
-    return _checked(grammar)
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise SettingError("grammar", f"needs a JSON schema: {error}") from None
+    return enforceable(value, is_strict=is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], **spacing: Any) -> str:
+    """Return the JSON text of an enforceable schema, for `%json` in Lark.
+
+    Args:
+        spacing: of llguidance's options; by default JSON is written as Python writes it, in one line.
+    """
+    spacing = spacing or {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    text = json.dumps(schema)
+    # Each character has one way to be written then, unless a control character must be possible.
+    escapes = {} if "\\u00" in text else {"json_allowed_escapes": 'nrbtf\\"'}
+    return json.dumps({**schema, "x-guidance": spacing | escapes})
 
 
 def from_regex(pattern: str) -> str:
@@ -89,12 +126,19 @@ class GrammarState:
         matcher: at the grammar's beginning; nobody else may advance it.
         awaited: bytes that the output must hold first; what comes after them follows the grammar.
         vocabulary: of the tokens.
+        keys: of the JSON that the grammar is about; None: it is about other text.
         on_error: called when the output cannot go on.
     """
 
     def __init__(
-        self, matcher: "LLMatcher", awaited: bytes, vocabulary: "_Vocabulary", on_error: Callable[[], object]
+        self,
+        matcher: "LLMatcher",
+        awaited: bytes,
+        vocabulary: "_Vocabulary",
+        keys: OpenKeys | None,
+        on_error: Callable[[], object],
     ) -> None:
+        self._keys = keys
         self._matcher = matcher
         self._awaited = awaited
         self._vocabulary = vocabulary
@@ -121,7 +165,8 @@ class GrammarState:
             return self._vocabulary.all_but_eos
         allowed = self._matcher.compute_bitmask()[: len(self._vocabulary.all_but_eos)]
         if not self._matcher.is_error():
-            return allowed
+            keys = self._keys
+            return allowed if keys is None else keys.without_repeated(allowed, self._vocabulary.index)
         # Anything may be drawn then: `accept` will refuse it.
         self._fail()
         return b"\xff" * len(allowed)
@@ -133,8 +178,11 @@ class GrammarState:
             self._end = text[-len(self._awaited) :]
             if self._awaited in text:
                 self._awaited = b""
-        elif self._error is None and not self._matcher.consume_token(token_id):
-            self._fail()
+        elif self._error is None:
+            if not self._matcher.consume_token(token_id):
+                self._fail()
+            elif self._keys is not None:
+                self._keys.feed(self._vocabulary.tokens[token_id])
         return self._error is None
 
     def _fail(self) -> None:
@@ -185,9 +233,9 @@ class GrammarCompiler:
             SettingError: the grammar cannot be used.
         """
         matcher = self._matcher(grammar).deep_copy()
-        return GrammarState(
-            matcher, (after or "").encode(), self._ready_vocabulary(), partial(self._forget, grammar)
-        )
+        keys = OpenKeys() if _JSON.search(grammar) else None
+        forget = partial(self._forget, grammar)
+        return GrammarState(matcher, (after or "").encode(), self._ready_vocabulary(), keys, forget)
 
     def _forget(self, grammar: str) -> None:
         """Compile it anew the next time: its outputs share what was found out, and its limits."""
@@ -250,6 +298,7 @@ class _Vocabulary:
         from llguidance import LLTokenizer
 
         self.tokenizer = LLTokenizer(self, eos_token=list(eos_token_ids))  # type: ignore[arg-type]
+        self.index = TokenIndex(self.tokens)
         ends = set(eos_token_ids)
         is_allowed = [bool(self.tokens[i]) and i not in ends for i in range(vocab_size)]
         self.all_but_eos = np.packbits(is_allowed, bitorder="little").tobytes()

@@ -94,7 +94,11 @@ class HostReserve:
         if self._draining or self._clock() < self._next_look_s:
             return False
         self._next_look_s = self._clock() + LOOK_S
-        available = self._available()
+        try:
+            available = self._available()
+        except OSError as error:  # no file is left to look with, say: the caches keep what they have
+            logger.debug("available memory is not known: %s", error)
+            return False
         if available < PLENTY * self._num_bytes:
             self._plenty_since_s = None
             return available < self._num_bytes and self._shrink(self._num_bytes - available)

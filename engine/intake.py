@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.marks import ChatText
 from neo_desktop.models.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
 
-Prompt = str | Sequence[int]
+Prompt = str | ChatText | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +36,30 @@ class Intake:
     block_size: int
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
         """Tokenise a prompt and find out whether it can be run.
 
         Args:
-            prompt: text or token ids.
-            add_special_tokens: let the tokenizer put its special tokens around a text.
+            prompt: text, a chat or token ids.
+            add_special_tokens: let the tokenizer put its special tokens around a text; chats have theirs.
+            cuts_max_tokens: where `max_tokens` is more than the context has room for, take what there is.
 
         Raises:
             ContextLengthError: prompt and output would not fit into the context.
             SettingError: a setting names tokens outside the vocabulary.
             ValueError: the prompt is empty, or holds such tokens.
         """
-        token_ids = self._tokenise(prompt, add_special_tokens) if isinstance(prompt, str) else tuple(prompt)
-        self._check_length(len(token_ids), params.max_tokens)
+        if isinstance(prompt, str | ChatText):
+            token_ids = self._tokenise(prompt, add_special_tokens)
+        else:
+            token_ids = tuple(prompt)
+        self._check_length(len(token_ids), None if cuts_max_tokens else params.max_tokens)
         if (unknown := self._unknown(token_ids)) is not None:
             raise ValueError(f"the prompt {self._outside(unknown)}")
         for field in ("stop_token_ids", "logit_bias"):
@@ -60,33 +70,30 @@ class Intake:
             extend_hashes(hashes, token_ids, self.block_size)
         return PreparedRequest(token_ids, params, tuple(hashes))
 
-    def _tokenise(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
         # A text that is far too long is refused for its beginning; all of it might take minutes.
-        beginning = text[: self.max_context_tokens * CHARS_PER_TOKEN]
-        token_ids = self.tokenizer.encode(beginning, add_special_tokens)
+        num_chars = self.max_context_tokens * CHARS_PER_TOKEN
+        beginning = text.beginning(num_chars) if isinstance(text, ChatText) else text[:num_chars]
+        token_ids = self._encode(beginning, add_special_tokens)
         if len(beginning) < len(text):
             if len(token_ids) > self.max_context_tokens:
-                raise ContextLengthError(
-                    f"the prompt has more tokens than the {self.max_context_tokens} that the context holds "
-                    "including the answer: shorten the prompt"
-                )
-            token_ids = self.tokenizer.encode(text, add_special_tokens)
+                raise ContextLengthError(self.max_context_tokens, len(token_ids), is_whole=False)
+            token_ids = self._encode(text, add_special_tokens)
         return tuple(token_ids)
+
+    def _encode(self, text: str | ChatText, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, ChatText):
+            return self.tokenizer.encode_chat(text)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _check_length(self, num_tokens: int, max_tokens: int | None) -> None:
         limit = self.max_context_tokens
         if not num_tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if num_tokens >= limit:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens, but the context holds {limit} including the answer: "
-                "shorten the prompt"
-            )
+            raise ContextLengthError(limit, num_tokens)
         if max_tokens is not None and num_tokens + max_tokens > limit:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens and max_tokens asks for {max_tokens} more, but "
-                f"the context holds {limit}: shorten the prompt or ask for {limit - num_tokens} at most"
-            )
+            raise ContextLengthError(limit, num_tokens, max_tokens)
 
     def _unknown(self, token_ids: Iterable[int]) -> int | None:
         """Return the first token id outside the vocabulary."""

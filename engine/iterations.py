@@ -119,7 +119,11 @@ class Iterations:
         if workers.wait_for_return(LONGEST_WAIT_S):
             return
         why = "no memory that is left holds so long a context"
-        lost = [state.lost for state in workers.states.values() if state.lost is not None]
+        lost = [
+            f"{place} is lost: {state.lost}"
+            for place, state in workers.states.items()
+            if state.lost is not None
+        ]
         self._failed += self._scheduler.refuse_first(": ".join((why, *lost[:1])))
 
     def _launch_ahead(self) -> None:
@@ -169,7 +173,7 @@ class Iterations:
                     raise
             self._scheduler.take_back()
         if isinstance(error, WorkerLostError) and self._workers is not None:
-            self._scheduler.lose(self._workers.lose(error.worker, str(error)))
+            self._scheduler.lose(self._workers.lose(error))
             return
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)

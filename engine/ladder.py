@@ -111,7 +111,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         ),
         Mechanism(
             "huge_pages",
-            "Pages of the KV in host memory",
+            "Pages of weights and KV in host memory",
             (Rung("huge", "huge pages"), Rung("small", "pages of the usual size")),
             is_for_gpu=False,
         ),

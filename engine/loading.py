@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import weight_bytes
+from neo_desktop.engine.cuda.pinned import check_weight_pages, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels import dispatch
@@ -18,18 +18,27 @@ from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
-from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    FreeMemory,
+    MemoryCaps,
+    activation_bytes,
+    limits_of,
+)
 from neo_desktop.engine.profiling.expert_use import ExpertUse
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.progress import Progress
-from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.checkpoint import Checkpoint, open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.families import exceeds_float16
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.missing import why_missing
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model, random_model
@@ -92,11 +101,15 @@ def load(
         with streams.on_device():
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
+        check_weight_pages()
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
     started_s = time.perf_counter()
-    checkpoint = open_checkpoint(model_path(options.model))
+    checkpoint = open_model(options.model)
     whole = checkpoint.config()
+    if whole.generation.ignored and rank.number == 0:
+        ignored = ", ".join(whole.generation.ignored)
+        logger.warning("%s: recommended, but not done here: %s", checkpoint.name, ignored)
     weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
     use = None
     if whole.experts is not None and rank.count == 1:
@@ -105,8 +118,11 @@ def load(
     config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
-    form = kept_form(stored_form(weights, config), options, device)
+    stored = stored_form(weights, config)
+    form = kept_form(stored, options, device, config)
     dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
+    if device.type == "cuda" and isinstance(stored, StoredForm) and ladder.rung("quantised") != "triton":
+        _tell_of_no_kernels(stored, form, config, dtype)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes / max(total_bytes, 1), LOADING)
@@ -116,6 +132,7 @@ def load(
         decoder = load_model(
             checkpoint, whole, dtype=dtype, device=device, progress=loaded, form=form, rank=rank
         )
+    check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
@@ -176,6 +193,14 @@ def model_path(model: str | Path) -> Path:
     return Path(model).expanduser()
 
 
+def open_model(model: str | Path) -> Checkpoint:
+    """Open a checkpoint, or the built-in model; ModelError where there is none, or it cannot be used."""
+    path = model_path(model)
+    if model == "" or not path.exists():
+        raise ModelError(why_missing(str(model), (BUILTIN,)))
+    return open_checkpoint(path)
+
+
 def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
 
@@ -196,13 +221,46 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
-def kept_form(stored: LinearForm, options: EngineOptions, device: torch.device) -> LinearForm:
-    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels."""
+def kept_form(
+    stored: LinearForm,
+    options: EngineOptions,
+    device: torch.device,
+    config: ModelConfig,
+    gpu_bytes: int | None = None,
+) -> LinearForm:
+    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels.
+
+    Without kernels a GPU keeps floats, which are multiplied faster than torch's operators unpack weights; but
+    as they are stored if floats have no room.
+
+    Args:
+        gpu_bytes: free memory of the GPU; None: what is free now.
+    """
     if options.weights_dtype != "auto" or not isinstance(stored, StoredForm):
         return DENSE
     if device.type == "cpu":
         return stored
-    return stored.on_gpu(dispatch) if ladder.rung("quantised") == "triton" else DENSE
+    packed = stored.on_gpu(dispatch)
+    if ladder.rung("quantised") == "triton":
+        return packed
+    dtype = choose_dtype(asked_dtype(options), config, device)
+    free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
+    cap = MemoryCaps.of(options).gpu_bytes
+    iteration = activation_bytes(config, limits_of(options, device), dtype, device) + DEVICE_RESERVE_BYTES
+    room = min(each for each in (free, cap) if each is not None) - iteration
+    return DENSE if config.weight_bytes(dtype) <= room else packed
+
+
+def _tell_of_no_kernels(
+    stored: LinearForm, form: LinearForm, config: ModelConfig, dtype: torch.dtype
+) -> None:
+    """Log what weights take on a GPU whose kernels cannot multiply them as they are stored."""
+    floats, bits = (config.weight_bytes(dtype, each) / 1e9 for each in (DENSE, stored))
+    if form == DENSE:
+        what = f"become floats and take {floats:.1f} GB of GPU memory instead of {bits:.1f} GB"
+    else:
+        what = f"stay packed in {bits:.1f} GB, since {floats:.1f} GB of floats have no room, and are slower"
+    logger.warning("without Triton's kernels the weights %s", what)
 
 
 def asked_dtype(options: EngineOptions) -> str:
@@ -221,7 +279,8 @@ def choose_dtype(
 
     On a GPU that is the checkpoint's own dtype, or float16 instead of bfloat16 where the GPU has no bfloat16
     (Turing). On a CPU it is float32, which every CPU computes at full speed, unless the weights would then
-    take more than half of the free memory.
+    take more than half of the free memory. Where a model gives infinities in float16, it is bfloat16 instead
+    of float16, or float32 where there is no bfloat16.
 
     Args:
         available_bytes: of host memory; None: what is free now.
@@ -239,9 +298,15 @@ def choose_dtype(
         )
     if name in DTYPES:
         return DTYPES[name]
+    dtype = config.dtype
+    if dtype is not torch.float32:
+        if exceeds_float16(config.architecture):
+            dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        elif dtype is torch.bfloat16 and not has_bfloat16:
+            dtype = torch.float16
     if device.type == "cuda":
-        return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
+        return dtype
     available = host_memory().available_bytes if available_bytes is None else available_bytes
     if config.weight_bytes(torch.float32, form) <= available // 2:
         return torch.float32
-    return config.dtype
+    return dtype

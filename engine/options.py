@@ -4,15 +4,24 @@ The command line, the Python API, the self-test and the profiler read these same
 imported here: `neo-desktop --help` must not wait for torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, TypedDict, get_type_hints
+from typing import Annotated, TypedDict, get_args, get_type_hints
+
+from neo_desktop.engine.option_values import joined, stated
 
 BUILTIN = "builtin"  # the model that comes with the program
 MAX_BATCH_REQUESTS = 256
+MOST = 2**53  # of any number: floats have all integers up to it
 MAX_TOKEN_MS = 2000.0  # see `EngineOptions`
 MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+
+
+def most_requests(max_batch_tokens: int | None) -> int:
+    """Return the default of `max_batch_requests`: each request has a token of an iteration at least."""
+    return min(MAX_BATCH_REQUESTS, max_batch_tokens or MAX_BATCH_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +33,7 @@ class Option:
     metavar: str | None = None
     least: float | None = None
     choices: tuple[str, ...] = ()
+    is_list: bool = False  # text with commas, in Python a list, too
     panel: str = "Engine"  # of `--help`
 
     def check(self, name: str, value: object) -> None:
@@ -34,9 +44,10 @@ class Option:
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(self.choices)}")
-        if self.least is not None and isinstance(value, int | float) and not self.least <= value < inf:
-            wanted = "finite" if value == inf else f"at least {self.least:g}"
-            raise ValueError(f"{name} must be {wanted}, got {value:g}")
+        if self.least is not None and isinstance(value, int | float) and not self.least <= value <= MOST:
+            bound = f"at most {MOST}" if value > MOST else f"at least {self.least:g}"
+            got = f"{value:g}" if isinstance(value, float) else str(value)
+            raise ValueError(f"{name} must be {'finite' if value == inf else bound}, got {got}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +197,7 @@ class EngineOptions:
             metavar="HOST[:PORT],..|N",
             help="Attention workers that hold KV and attend to it, too: other computers on which "
             "'neo-desktop worker' runs; or how many of those that have joined with 'worker --connect'.",
+            is_list=True,
             panel="Workers",
         ),
     ] = None
@@ -250,8 +262,13 @@ class EngineOptions:
         int | None, Option(least=1, help="Tokens of an iteration at most. Default: what suits the device.")
     ] = None
     max_batch_requests: Annotated[
-        int, Option(least=1, help="Requests that run at the same time at most.")
-    ] = MAX_BATCH_REQUESTS
+        int | None,
+        Option(
+            least=1,
+            help=f"Requests that run at the same time at most. Default: {MAX_BATCH_REQUESTS}, or the tokens "
+            "of an iteration if those are fewer.",
+        ),
+    ] = None
     max_token_ms: Annotated[
         float,
         Option(
@@ -265,7 +282,12 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
-            option.check(name, getattr(self, name))
+            value = getattr(self, name)
+            if option.is_list:
+                value = joined(name, value)
+            value = stated(name, _KINDS[name], value, option.choices)
+            object.__setattr__(self, name, value)
+            option.check(name, value)
         if self.weights_dtype not in ("auto", self.dtype) and self.dtype != "auto":
             raise ValueError(
                 f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of "
@@ -276,15 +298,25 @@ class EngineOptions:
         if self.tensor_parallel > 1 and self.peer_gpu is not None:
             raise ValueError("peer_gpu does not go with tensor_parallel: leave one of them out")
 
+    @property
+    def most_requests(self) -> int:
+        """`max_batch_requests`, or its default beside the other options."""
+        return self.max_batch_requests or most_requests(self.max_batch_tokens)
+
 
 OPTIONS: dict[str, Option] = {
     name: annotation.__metadata__[0]
     for name, annotation in get_type_hints(EngineOptions, include_extras=True).items()
 }
 
+_KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(EngineOptions).items()}
+
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` as keywords of a function, for type checkers; a test compares them."""
+    """The fields of `EngineOptions` as keywords of a function, for type checkers.
+
+    A test compares them: Python's users may pass more than the command line does.
+    """
 
     shape: str | None
     policy: str
@@ -301,13 +333,13 @@ class EngineKeywords(TypedDict, total=False):
     cpu_memory_gib: float | None
     host_reserve_gib: float | None
     cpu_cache_dtype: str
-    workers: str | None
+    workers: str | int | Sequence[str] | Sequence[tuple[str, int]] | None
     worker_partition: str
-    worker_secret: Path | None
-    worker_ca: Path | None
+    worker_secret: str | Path | None
+    worker_ca: str | Path | None
     worker_timeout_s: float
     peer_gpu: int | None
-    trace_timeline: Path | None
+    trace_timeline: str | Path | None
     max_batch_tokens: int | None
-    max_batch_requests: int
+    max_batch_requests: int | None
     max_token_ms: float

@@ -63,6 +63,9 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
+    for place, tokens in cache_tokens_of(options).items():
+        if tokens and place not in places:
+            logger.warning("policy %s has no %s: its size has no effect", options.policy, place.title)
     trust_of(options)  # what is wrong there is told before anything is loaded
     if options.tensor_parallel == 1:
         return with_workers(take_memory(load(options, progress), options), options)

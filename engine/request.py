@@ -21,6 +21,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached or the context full
     ABORT = "abort"  # its owner no longer wants it
     ERROR = "error"  # the engine could not go on with it; `error` says why
+    DEAD_END = "dead_end"  # its grammar allows nothing more; `error` says why
 
 
 class RequestOutput(NamedTuple):
@@ -31,11 +32,12 @@ class RequestOutput(NamedTuple):
     text: str  # new text; may be empty while a character or a possible stop string is unfinished
     tokens: tuple[SampledToken, ...]  # new tokens
     finish_reason: FinishReason | None  # None: more will follow
-    error: str | None  # set when finish_reason is ERROR
+    error: str | None  # set when finish_reason is ERROR or DEAD_END
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far
     embedding: FloatArray | None = None  # of length 1, [hidden]; at the end, if pooling was asked for
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 class RequestState:
@@ -189,7 +191,7 @@ class Request(RequestState):
     def append(self, token: SampledToken) -> None:
         """Take in the token that was under way and find out whether it ends the request."""
         if self._grammar is not None and not self._grammar.accept(token.token_id):
-            self.finish(FinishReason.ERROR, self._grammar.error)
+            self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)
@@ -221,6 +223,7 @@ class Request(RequestState):
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
             embedding=None if self.finish_reason is not FinishReason.STOP else self._embedding(),
+            stopped_by=self._text.stopped_by,
         )
 
     def _embedding(self) -> FloatArray | None:

@@ -1,16 +1,20 @@
 """How the tokens of one request are chosen and when it ends."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.models.limits import SAMPLING_BOUNDS
+from neo_desktop.models.thoughts import Thoughts
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
+RANDOM_SEEDS = (-1, 2**32 - 1)  # no seed, as vLLM and llama.cpp write it
+LEAST_TEMPERATURE = 2.0**-126  # what is less is 0 to some devices' float32
 
 Pooling = Literal["mean", "last"]
 
@@ -24,15 +28,16 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None  # output tokens at most; None: until the context is full
-    temperature: float = 1.0  # 0: greedy, the most probable token every time
+    temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy, the most probable token every time
     top_k: int = 0  # keep only the k most probable tokens; 0: keep all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
     min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
     repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL)
     presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch; -1: none
     stop: Sequence[str] = ()  # text that ends the output and is left out of it
+    thoughts: Thoughts | None = None  # of a chat, in which stop strings do not count; None: raw text
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
     logprobs: int | None = None  # return log-probabilities: of the chosen token and this many top ones
     n: int = 1  # independent outputs for the one prompt
@@ -43,28 +48,36 @@ class SamplingParams:
     grammar_after: str | None = None  # text, such as the end of a thought, that comes before what follows it
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, Mapping):
+            raise SettingError("logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("temperature", self.temperature, *SAMPLING_BOUNDS["temperature"])
         _check_integer("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise SettingError("top_p", "must be above 0 and at most 1, got 0")
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("min_p", self.min_p, *SAMPLING_BOUNDS["min_p"])
+        bounds = SAMPLING_BOUNDS["repetition_penalty"]
+        _check_number("repetition_penalty", self.repetition_penalty, *bounds)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if type(self.seed) is int and self.seed in RANDOM_SEEDS:
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if len(stop) > MAX_STOP_STRINGS:
             raise SettingError("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
             raise SettingError("stop", "must hold strings that are not empty")
+        if self.thoughts not in (None, *get_args(Thoughts)):
+            names = " or ".join(get_args(Thoughts))
+            raise SettingError("thoughts", f"must be {names}, got {self.thoughts!r}")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
         if self.logprobs is not None:
@@ -73,17 +86,13 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        for name, text in (("grammar", self.grammar), ("grammar_after", self.grammar_after)):
-            if text is not None and (not isinstance(text, str) or not text):
-                raise SettingError(name, f"must be text that is not empty, got {text!r}")
+        _check_grammar(self)
         _check_pooling(self)
-        if self.grammar_after is not None and self.grammar is None:
-            raise SettingError("grammar_after", "needs a grammar")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken every time."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def is_truncated(self) -> bool:
@@ -94,6 +103,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits, so that the sampler must see them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    for name, text in (("grammar", params.grammar), ("grammar_after", params.grammar_after)):
+        if text is not None and (not isinstance(text, str) or not text):
+            raise SettingError(name, f"must be text that is not empty, got {text!r}")
+    if params.grammar_after is not None and params.grammar is None:
+        raise SettingError("grammar_after", "needs a grammar")
 
 
 def _check_pooling(params: SamplingParams) -> None:
@@ -107,11 +124,19 @@ def _check_pooling(params: SamplingParams) -> None:
         raise SettingError("pooling", "gives no output, so that n, logprobs and grammar cannot be asked for")
 
 
+def _sequence(name: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise SettingError(name, f"must be a list, got {values!r}")
+    return tuple(values)
+
+
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(name, f"must be a finite number, got {value!r}")
-    if not low <= value <= high:
-        raise SettingError(name, f"must be between {low:g} and {high:g}, got {value:g}")
+    if not low <= value <= high:  # NaN is not between them
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingError(name, f"must be a finite number, got {value!r}")
+        raise SettingError(name, f"must be between {low:g} and {high:g}, got {value}")
 
 
 def _check_integer(name: str, value: int, low: int, high: int | None = None) -> None:

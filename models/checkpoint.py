@@ -6,6 +6,7 @@ from typing import Protocol
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.missing import is_model_folder, why_missing, why_no_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.weights import Weights
@@ -42,9 +43,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises ModelError for what is neither, and for a folder with several models.
     """
-    if path.is_file():
+    if not path.exists():
+        raise ModelError(why_missing(str(path.absolute())))
+    if not path.is_dir():
         return GGUFCheckpoint(path)
-    models = gguf_files(path) if path.is_dir() and not any(path.glob("*.safetensors")) else []
+    if not is_model_folder(path):
+        raise ModelError(f"{why_no_model(path)}.")
+    models = [] if any(path.glob("*.safetensors")) else gguf_files(path)
     if len(models) > 1:
         names = ", ".join(model.name for model in models[:5])
         raise ModelError(f"{path} has {len(models)} models: name the file that is meant, such as {names}.")

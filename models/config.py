@@ -1,6 +1,6 @@
 """The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 
 from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.families import experts_of, family_of, layer_windows, refuse_unsupported, stored_dtype
+from neo_desktop.models.families import described, experts_of, family_of, flag, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.limits import (
+    HEAD_UNIT,
+    LARGEST_HEAD,
     MAX_CONTEXT_TOKENS,
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -18,12 +20,25 @@ from neo_desktop.models.limits import (
     MAX_INTERMEDIATE_SIZE,
     MAX_LAYERS,
     MAX_VOCAB_SIZE,
+    SAMPLING_BOUNDS,
 )
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.rope import RopeConfig, YarnScaling
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
+
+
+# Recommendations that the engine does not follow, with the values that ask for nothing.
+_NOT_DONE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty", "num_beams"), (1,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "stop_strings"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_new_tokens", "top_h"), ()),
+    **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty", "dola_layers"), ()),
+    **dict.fromkeys(("watermarking_config", "force_words_ids", "constraints"), ()),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +51,44 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    ignored: tuple[str, ...] = ()  # what the file recommends and the engine does not do
 
     @classmethod
     def from_json(cls, file: JsonFile) -> "GenerationDefaults":
         """Read generation_config.json; ModelError for a value of the wrong kind."""
-
-        def number(key: str) -> float | None:
-            return None if file.raw(key) is None else file.number(key, allow_zero=True)
-
-        return cls(
+        top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
+        others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
+        return cls.within_bounds(
+            {name: _number(file, name) for name in SAMPLING_BOUNDS},
             do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
-            temperature=number("temperature"),
-            top_k=None if file.raw("top_k") is None else file.integer("top_k", minimum=0),
-            top_p=number("top_p"),
-            min_p=number("min_p"),
-            repetition_penalty=number("repetition_penalty"),
+            top_k=top_k,
+            ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
         )
+
+    @classmethod
+    def within_bounds(
+        cls,
+        values: Mapping[str, float | None],
+        do_sample: bool | None = None,
+        top_k: int | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> "GenerationDefaults":
+        """Return recommendations without the numbers that no request may ask for."""
+        outside = [
+            name
+            for name, value in values.items()
+            if value is not None and not SAMPLING_BOUNDS[name][0] <= value <= SAMPLING_BOUNDS[name][1]
+        ]
+        return cls(
+            do_sample=do_sample,
+            top_k=top_k,
+            ignored=(*ignored, *(f"{name} of {values[name]:g}" for name in outside)),
+            **{name: value for name, value in values.items() if name not in outside},
+        )
+
+
+def _number(file: JsonFile, key: str) -> float | None:
+    return None if file.raw(key) is None else file.number(key, allow_zero=True)
 
 
 class Matrix(NamedTuple):
@@ -113,22 +150,21 @@ class ModelConfig:
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
         file = JsonFile.read(path / "config.json")
         family = family_of(file)
-        refuse_unsupported(file, family)
+        file = described(file, family)
 
         num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
         num_heads = file.integer("num_attention_heads", maximum=MAX_HEADS)
-        derived_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
-        head_dim = file.integer("head_dim", derived_head_dim, maximum=MAX_HEAD_DIM)
+        head_dim = file.integer("head_dim", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
         num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
         check_heads(file.path, num_heads, num_kv_heads, head_dim)
 
-        trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
+        trained_tokens = file.integer("max_position_embeddings")
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
-        attention_bias = family.reads_attention_bias and file.boolean("attention_bias", family.attention_bias)
+        attention_bias = flag(file, family, "attention_bias")
         generation = generation_file(path)
-        eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
+        eos_token_ids = file.token_ids("eos_token_id", ())
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
@@ -139,23 +175,23 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_context_tokens=max_context_tokens,
-            rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
+            rms_norm_eps=file.number("rms_norm_eps"),
             rope=rope,
-            tie_word_embeddings=file.boolean("tie_word_embeddings", False),
+            tie_word_embeddings=file.boolean("tie_word_embeddings"),
             # A window as long as the context hides nothing.
             layer_windows=tuple(
                 window if window is not None and window < max_context_tokens else None
                 for window in layer_windows(file, family, num_layers)
             ),
-            dtype=stored_dtype(file, family),
+            dtype=stored_dtype(file, family.dtype),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=family.reads_mlp_bias and file.boolean("mlp_bias", False),
+            mlp_bias=flag(file, family, "mlp_bias"),
             qk_norm=family.qk_norm,
             attention_sinks=family.attention_sinks,
             experts=experts_of(file, family, num_layers, hidden_size),
             eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
-            bos_token_id=next(iter(file.token_ids("bos_token_id", family.bos_token_ids)), None),
+            bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
             generation=GenerationDefaults.from_json(generation),
         )
 
@@ -250,12 +286,23 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def check_heads(path: Path, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise ModelError for heads that the decoder cannot compute."""
+def check_heads(
+    path: Path,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    unsupported: type[ModelError] = ModelError,
+) -> None:
+    """Raise ModelError for heads that cannot be, and `unsupported` for those without a kernel."""
     if num_heads % num_kv_heads:
         raise ModelError(f"{path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
     if head_dim % 2:
         raise ModelError(f"{path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
+    if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
+        raise unsupported(
+            f"{path}: heads of {head_dim} numbers are not supported; attention is computed for multiples "
+            f"of {HEAD_UNIT} up to {LARGEST_HEAD}."
+        )
 
 
 def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:

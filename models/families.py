@@ -1,32 +1,76 @@
-"""What the architectures that are supported mean by their config.json."""
+"""The families whose decoders are written here: what their config.json means."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.limits import MAX_INTERMEDIATE_SIZE
 from neo_desktop.models.safetensors.scheme import read_scheme
+
+# The keys that every configuration class has, and its default: another class may have another one.
+_USUAL: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_parameters": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MISTRAL = _USUAL | {
+    "vocab_size": 32_000,
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131_072,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = _USUAL | {
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_QWEN_WINDOWS = {"max_window_layers": 28, "layer_types": None}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# Keys that the code of transformers reads of any configuration, and what it takes for their absence.
+_GENERAL = {"is_causal": True, "per_layer_config": None, "attention_chunk_size": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes, and what its config.json means where it is silent."""
+    """An architecture with a decoder of its own here.
+
+    Args:
+        defaults: the keys of the configuration class in transformers that its code reads, with their
+            defaults; the code ignores other keys of config.json.
+        experts: the keys of a mixture of experts; None: it has none.
+    """
 
     architecture: str
     model_type: str
-    max_position_embeddings: int
-    head_dim: int | None = None
-    reads_attention_bias: bool = False
-    attention_bias: bool = False  # where it is read
+    defaults: Mapping[str, Any]
     attention_sinks: bool = False
-    reads_mlp_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    bos_token_ids: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    rms_norm_eps: float = 1e-6
     dtype: str = "float32"
     has_experts_in_one: bool = False  # a tensor for all experts of a layer
     experts: "ExpertKeys | None" = None
@@ -34,13 +78,18 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """What config.json calls the sizes of experts, and what it means where it is silent."""
+    """Names of experts' sizes in config.json.
 
-    count: tuple[tuple[str, ...], int]
-    per_token: int
+    Args:
+        count: names of the number of experts, the one with precedence first.
+        normalises: None: the file says it.
+        has_bias: experts and the router have biases.
+    """
+
+    count: tuple[str, ...]
     intermediate_size: str
-    normalises: bool | None = None  # None: the file says it
-    has_bias: bool = False  # experts and the router
+    normalises: bool | None = None
+    has_bias: bool = False
     is_clamped: bool = False
 
 
@@ -48,60 +97,86 @@ FAMILIES = (
     Family(
         "LlamaForCausalLM",
         "llama",
-        max_position_embeddings=2048,
-        reads_attention_bias=True,
-        reads_mlp_bias=True,
-        bos_token_ids=(1,),
-        eos_token_ids=(2,),
+        _MISTRAL
+        | {
+            "intermediate_size": 11_008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
     ),
-    Family(
-        "MistralForCausalLM",
-        "mistral",
-        max_position_embeddings=131_072,
-        bos_token_ids=(1,),
-        eos_token_ids=(2,),
-    ),
-    Family("Qwen2ForCausalLM", "qwen2", max_position_embeddings=32_768, qkv_bias=True),
+    # With `layer_types`, transformers makes it Ministral.
+    Family("MistralForCausalLM", "mistral", _MISTRAL | {"sliding_window": 4096, "layer_types": None}),
+    Family("Qwen2ForCausalLM", "qwen2", _QWEN | _QWEN_WINDOWS, qkv_bias=True),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        max_position_embeddings=32_768,
-        head_dim=128,
-        reads_attention_bias=True,
+        _QWEN | _QWEN_WINDOWS | {"head_dim": 128, "attention_bias": False},
         qk_norm=True,
     ),
     Family(
         "MixtralForCausalLM",
         "mixtral",
-        max_position_embeddings=131_072,
-        bos_token_ids=(1,),
-        eos_token_ids=(2,),
-        rms_norm_eps=1e-5,
-        experts=ExpertKeys((("num_local_experts",), 8), 2, "intermediate_size", normalises=True),
+        _MISTRAL
+        | {
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        experts=ExpertKeys(("num_experts", "num_local_experts"), "intermediate_size", normalises=True),
     ),
     Family(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        max_position_embeddings=32_768,
-        reads_attention_bias=True,
+        _QWEN
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
         qk_norm=True,
-        # transformers writes the count under another name than Qwen.
-        experts=ExpertKeys((("num_experts", "num_local_experts"), 128), 8, "moe_intermediate_size"),
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "moe_intermediate_size"),
     ),
     Family(
         "GptOssForCausalLM",
         "gpt_oss",
-        max_position_embeddings=131_072,
-        head_dim=64,
-        reads_attention_bias=True,
-        attention_bias=True,
+        _USUAL
+        | {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+            "layer_types": None,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
         attention_sinks=True,
-        rms_norm_eps=1e-5,
         dtype="bfloat16",
         has_experts_in_one=True,
         experts=ExpertKeys(
-            (("num_local_experts",), 128),
-            4,
+            ("num_experts", "num_local_experts"),
             "intermediate_size",
             normalises=True,
             has_bias=True,
@@ -109,9 +184,15 @@ FAMILIES = (
         ),
     ),
 )
-_DEFAULT_WINDOW_TOKENS = 4096
-_GPT_OSS_WINDOW_TOKENS = 128
+# Whose activations reach beyond the numbers of float16 (65,504), by the beginning of the architecture's name.
+_BEYOND_FLOAT16 = ("Gemma2", "Gemma3", "Gemma4", "Glm4", "GptOss", "PLaMo2", "Plamo2", "T5")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "Model")
+
+
+def exceeds_float16(architecture: str) -> bool:
+    """Return whether a model was trained in bfloat16 and gives infinities in float16."""
+    return architecture.startswith(_BEYOND_FLOAT16)
 
 
 def family_of(file: JsonFile) -> Family:
@@ -125,22 +206,49 @@ def family_of(file: JsonFile) -> Family:
 
 
 def written_family(file: JsonFile) -> Family | None:
-    """Return what config.json names; None: there is no decoder of ours for it."""
-    names = file.raw("architectures") or [file.raw("model_type")]
+    """Return what config.json names; None: there is no decoder of ours for it.
+
+    As in transformers, `model_type` says which code computes it. Without one, `architectures` does.
+    """
+    model_type, names = file.raw("model_type"), file.raw("architectures")
     for family in FAMILIES:
-        if names in ([family.architecture], [family.model_type]):
+        if model_type == family.model_type:
+            return family if is_language_model(names) else None
+        if model_type is None and names == [family.architecture]:
             return family
     return None
 
 
-def refuse_unsupported(file: JsonFile, family: Family) -> None:
-    """Raise ModelError for what would be computed otherwise."""
+def is_language_model(names: object) -> bool:
+    """Return whether `architectures` of config.json leaves a decoder with the head of a language model."""
+    if not names:
+        return True
+    return isinstance(names, list) and any(str(name).endswith(_LANGUAGE_MODELS) for name in names)
+
+
+def described(file: JsonFile, family: Family) -> JsonFile:
+    """Return config.json with the defaults of its class where it is silent.
+
+    Raises:
+        NotWrittenError: the decoder does not compute what it says.
+        ModelError: the weights are quantised in a way that is not supported.
+    """
     read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # complains of what is not supported
-    activation = file.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(
-            f"{file.path} has hidden_act {activation!r}, which is not supported: choose a model with 'silu'."
-        )
+    whole = JsonFile(file.path, {**family.defaults, **file.values})
+    if whole.raw("rope_parameters") is None:
+        whole.values["rope_parameters"] = family.defaults["rope_parameters"]
+    activation = whole.raw("hidden_act") if "hidden_act" in family.defaults else "silu"
+    if activation not in ("silu", "swish"):
+        raise NotWrittenError(f"{file.path} has hidden_act {activation!r}; the decoder here computes 'silu'.")
+    for key, neutral in _GENERAL.items():
+        if key in whole and whole.raw(key) != neutral:
+            raise NotWrittenError(f"{file.path} sets {key}, which the decoder here does not read.")
+    return whole
+
+
+def flag(file: JsonFile, family: Family, key: str) -> bool:
+    """Return a setting; false where the family's code does not read it."""
+    return key in family.defaults and file.boolean(key)
 
 
 def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int) -> ExpertsConfig | None:
@@ -148,11 +256,10 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
     keys = family.experts
     if keys is None:
         return None
-    names, default = keys.count
-    key = next((name for name in names if name in file), names[0])
-    count = file.integer(key, default, minimum=0, maximum=MAX_EXPERTS)
-    step = file.integer("decoder_sparse_step", 1)
-    dense = file.raw("mlp_only_layers") or []
+    count = file.integer(next(key for key in keys.count if key in file), minimum=0, maximum=MAX_EXPERTS)
+    reads = family.defaults
+    step = file.integer("decoder_sparse_step") if "decoder_sparse_step" in reads else 1
+    dense = (file.raw("mlp_only_layers") if "mlp_only_layers" in reads else None) or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ModelError(f"{file.path} has 'mlp_only_layers' that are no list of layers: correct the file.")
     layers = [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
@@ -160,10 +267,10 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
         return None
     experts = ExpertsConfig(
         count=count,
-        per_token=file.integer("num_experts_per_tok", keys.per_token),
+        per_token=file.integer("num_experts_per_tok"),
         intermediate_size=file.integer(keys.intermediate_size, maximum=MAX_INTERMEDIATE_SIZE),
         layers=tuple(layers),
-        normalises=file.boolean("norm_topk_prob", False) if keys.normalises is None else keys.normalises,
+        normalises=file.boolean("norm_topk_prob") if keys.normalises is None else keys.normalises,
         router_bias=keys.has_bias,
         bias=keys.has_bias,
         clamped=_clamped_gate(file) if keys.is_clamped else None,
@@ -173,13 +280,12 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
 
 
 def _clamped_gate(file: JsonFile) -> ClampedGate:
-    usual = ClampedGate()
-    return ClampedGate(file.number("swiglu_alpha", usual.alpha), file.number("swiglu_limit", usual.limit))
+    return ClampedGate(file.number("swiglu_alpha"), file.number("swiglu_limit"))
 
 
-def stored_dtype(file: JsonFile, family: Family) -> torch.dtype:
-    """Return the type of the weights; ModelError for one that is not supported."""
-    name = file.text("dtype", file.text("torch_dtype", family.dtype)).removeprefix("torch.")
+def stored_dtype(file: JsonFile, silent: str) -> torch.dtype:
+    """Return the type of the weights, `silent` without a name; ModelError for one that is not supported."""
+    name = file.text("dtype", file.text("torch_dtype", silent)).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(
             f"{file.path} names the dtype {name!r}, which is not supported: {', '.join(_DTYPES)} are."
@@ -188,37 +294,39 @@ def stored_dtype(file: JsonFile, family: Family) -> torch.dtype:
 
 
 def layer_windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: only with `use_sliding_window`, on the layers named.
+    """Return the tokens that each layer attends to; None: all.
 
-    gpt-oss: every other layer, if none are named.
+    Layers without a name in `layer_types`: Qwen2's and Qwen3's from `max_window_layers`, every other one of
+    gpt-oss, and all of the others.
     """
-    full: tuple[int | None, ...] = (None,) * num_layers
-    if family.model_type in ("mistral", "mixtral"):
-        # `null` switches the window off; silence means the first Mistral's, of Mixtral none.
-        silent = _DEFAULT_WINDOW_TOKENS if family.model_type == "mistral" else None
-        window = file.raw("sliding_window") if "sliding_window" in file else silent
-        return full if window is None else (file.integer("sliding_window", window),) * num_layers
-    if family.model_type == "gpt_oss":
-        window = file.integer("sliding_window", _GPT_OSS_WINDOW_TOKENS)
-        every_other = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
-        return _windows_of(file, file.raw("layer_types") or every_other, window, num_layers)
-    if family.model_type == "llama" or not file.boolean("use_sliding_window", False):
-        return full
-    window = file.integer("sliding_window", _DEFAULT_WINDOW_TOKENS)
-    if family.experts is not None:  # Qwen's experts came when windows were the same in all layers
-        return (window,) * num_layers
-    kinds = file.raw("layer_types")
-    if kinds is None:
-        first = file.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return _windows_of(file, kinds, window, num_layers)
+    reads = family.defaults
+    is_on = file.boolean("use_sliding_window") if "use_sliding_window" in reads else True
+    if "sliding_window" not in reads or not is_on or file.raw("sliding_window") is None:
+        window = None
+    else:
+        window = file.integer("sliding_window")
+    kinds = file.raw("layer_types") if "layer_types" in reads else None
+    if kinds is not None:
+        return _windows_of(file, kinds, window, num_layers)
+    if window is None:
+        return (None,) * num_layers
+    layers = range(num_layers)
+    if "max_window_layers" in reads:
+        first = file.integer("max_window_layers", minimum=0)
+        return tuple(window if layer >= first else None for layer in layers)
+    is_every_other = family.model_type == "gpt_oss"
+    return tuple(None if is_every_other and layer % 2 else window for layer in layers)
 
 
-def _windows_of(file: JsonFile, kinds: object, window: int, num_layers: int) -> tuple[int | None, ...]:
-    known = ("full_attention", "sliding_attention")
+def _windows_of(file: JsonFile, kinds: object, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    known = ("full_attention", "attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise NotWrittenError(
+            f"{file.path} needs {num_layers} layer_types of 'full_attention' or 'sliding_attention' for the "
+            "decoder here."
+        )
+    if window is None and "sliding_attention" in kinds:
         raise ModelError(
-            f"{file.path} needs {num_layers} layer_types of 'full_attention' or 'sliding_attention': "
-            "correct the file."
+            f"{file.path} has layer_types of 'sliding_attention', but no sliding_window: correct the file."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -7,9 +7,10 @@ and on which channel; it is no text. A message to a function is a call of it:
 
     <|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>
 
-becomes `<tool_call>add{"a": 1}`.
+becomes `<tool_call>add{"a": 1}`. Arguments that are no object become one: `{"arguments": [1, 2]}`.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -17,8 +18,15 @@ OPENING, CLOSING, CALL = "<think>", "</think>", "<tool_call>"
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 MARKS = (START, CHANNEL, MESSAGE, END)
 """Special tokens; a vocabulary that has all of them is one of such models."""
+SIGN = "\ufdd0"
+"""Stands before `<think>` and `</think>` in a chat's answer, so that no text can be taken for them."""
 TO_FUNCTION = "to=functions."
 _THOUGHTS = "analysis"
+
+
+def special_of(tokens: Mapping[int, str]) -> Mapping[int, str] | None:
+    """Return the special tokens of a vocabulary if its models write so, else None."""
+    return tokens if set(MARKS).issubset(tokens.values()) else None
 
 
 class Stream(Protocol):
@@ -36,22 +44,35 @@ class HarmonyStream:
 
     Args:
         text: makes text of what is no mark.
-        marks: token -> which of `MARKS` it is.
+        special: special token -> its text, which may be one of `MARKS`. None of them is text: in a header
+            they separate words.
+        is_signed: put `SIGN` before the marks of thoughts.
     """
 
-    def __init__(self, text: Stream, marks: Mapping[int, str]) -> None:
-        self._text, self._marks = text, marks
+    def __init__(self, text: Stream, special: Mapping[int, str], *, is_signed: bool = False) -> None:
+        self._text, self._special = text, special
+        self._sign = SIGN * is_signed
         self._header: str | None = None  # so far; None: within a message
         self._beginning: str | None = ""  # held back: the prompt may have begun a header; None: decided
         self._is_thought = False
+        self._arguments: str | None = None  # of a call, held back: they may be no object; None: decided
+        self._is_call = False
+
+    @property
+    def is_answer(self) -> bool:
+        """True where text is for people: in no header, thought or call."""
+        return self._header is None and not self._is_thought and not self._is_call
 
     def step(self, token_id: int) -> str:
         """See `Stream`."""
-        mark = self._marks.get(token_id)
+        mark = self._special.get(token_id)
         if mark is None:
             return self._kept(self._text.step(token_id))
         before = self._kept(self._text.flush())
-        if self._beginning is not None:
+        if mark not in MARKS and (self._header or self._beginning):
+            return before + self._kept(" ")
+        before += self._ended()
+        if mark in MARKS and self._beginning is not None:
             self._header, self._beginning = self._beginning, None
         if mark == START:
             self._header = ""
@@ -59,28 +80,48 @@ class HarmonyStream:
             self._header = f"{self._header or ''} "
         elif mark == MESSAGE:
             header, self._header = self._header or "", None
-            return before + self._begun(header.split())
+            return before + self._begun(header.replace("<|", " <|").split())
         return before
 
     def flush(self) -> str:
         """See `Stream`."""
         text = self._kept(self._text.flush())
         held, self._beginning = self._beginning or "", None
-        return held + text
+        return held + text + self._ended()
 
     def _begun(self, header: list[str]) -> str:
         """Return what marks the message with such words before it."""
         called = next((word for word in header if word.startswith(TO_FUNCTION)), None)
         was_thought, self._is_thought = self._is_thought, called is None and _THOUGHTS in header
-        mark = "" if called is None else CALL + called.removeprefix(TO_FUNCTION)
+        mark = ""
+        if called is not None:
+            self._is_call, self._arguments = True, ""
+            mark = CALL + called.removeprefix(TO_FUNCTION)
         if was_thought != self._is_thought:
-            mark = (OPENING if self._is_thought else CLOSING) + mark
+            mark = self._sign + (OPENING if self._is_thought else CLOSING) + mark
         return mark
+
+    def _ended(self) -> str:
+        """End the message; return the arguments that were held back."""
+        held, self._arguments, self._is_call = self._arguments, None, False
+        if held is None:
+            return ""
+        try:
+            value = json.loads(held) if held.strip() else None
+        except (ValueError, RecursionError):
+            value = held
+        return json.dumps({} if value is None else {"arguments": value}, ensure_ascii=False)
 
     def _kept(self, text: str) -> str:
         if self._header is not None:
             self._header += text
             return ""
+        if self._arguments is not None:
+            self._arguments += text
+            if not self._arguments.lstrip().startswith("{"):
+                return ""
+            text, self._arguments = self._arguments, None
+            return text
         if self._beginning is None:
             return text
         # The prompt ends with who speaks; to whom may come first.

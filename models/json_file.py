@@ -38,6 +38,24 @@ class UnsupportedModelError(ModelError):
         return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}."
 
 
+INSTALL_TRANSFORMERS = "pip install 'neo-desktop[transformers]'"
+
+
+class NotWrittenError(ModelError):
+    """A config.json that asks for what a decoder here lacks; the code of transformers may compute it.
+
+    Args:
+        reason: one sentence.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason} With transformers it may run: {INSTALL_TRANSFORMERS}."
+
+
 def check_size(path: Path, max_bytes: int | None = None) -> None:
     """Raise ModelError for a file that is too large, and for what is no file; a missing one is not minded."""
     if not path.exists():
@@ -117,7 +135,7 @@ class JsonFile:
             raise self._wrong(key, f"a number above zero, up to {LARGEST_NUMBER:g}")
         return float(value)
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool | None = None) -> bool:
         """True or false."""
         value = self._present(key, default)
         if not isinstance(value, bool):

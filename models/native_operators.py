@@ -8,7 +8,15 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.models.operators import choose_experts, multiply_experts, write_rows
 
-__all__ = ["add_rms_norm", "choose_experts", "multiply_experts", "rope", "rope_append", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "choose_experts",
+    "multiply_experts",
+    "rope",
+    "rope_append",
+    "silu_mul",
+    "write_rows",
+]
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul

@@ -46,6 +46,10 @@ class Operators(Protocol):
         """Where keys and values go into a cache."""
 
     @property
+    def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+        """Where heads that are rotated already go into a cache."""
+
+    @property
     def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
         """Of the feed-forward network."""
 
@@ -155,7 +159,8 @@ def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Te
     Args:
         k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
         k_cache: [num_blocks, block_size, kv_heads, head_dim]; v_cache likewise.
-        slots: [tokens], all different: block * block_size + offset; negative: the row is not copied.
+        slots: [tokens] int32 or int64, all different: block * block_size + offset; negative: the row is not
+            copied.
     """
     if not len(slots):
         return

@@ -28,8 +28,9 @@ from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.rank import Rank, Runs, num_places
 from neo_desktop.models.stored_form import StoredForm
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.weights import StoredTensor, Weights
+from neo_desktop.models.weights import Weights
 
 _ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
 

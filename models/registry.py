@@ -14,6 +14,7 @@ from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Reduce, Stages
 from neo_desktop.models.stored_form import what_becomes
+from neo_desktop.models.ties import ties_of
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
@@ -37,7 +38,14 @@ def load_model(
     Raises ModelError for weights that are missing, left over, damaged or of another shape, or that cannot be
     divided.
     """
-    weights = weights_of_rank(check_model(checkpoint, config), config, rank)
+    whole = check_model(checkpoint, config)
+    if isinstance(config, TracedConfig) and config.of_model.most_tokens is not None:
+        whole.notes.append(
+            f"has a context of {config.max_context_tokens} tokens here: in longer ones it rotates otherwise"
+        )
+    for note in whole.notes if rank.number == 0 else ():
+        logger.warning("%s %s", checkpoint.name, note)
+    weights = weights_of_rank(whole, config, rank)
     decoder = _decoder(config_of_rank(config, rank), dtype, device, form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
@@ -53,10 +61,9 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     """
     weights = checkpoint.weights()
     outline = _decoder(config, config.dtype, torch.device("meta"))
-    if isinstance(config, TracedConfig):
-        weights.rename(config.of_model)
     expected = {weight.name: weight for weight in named_weights(outline)}
-    weights.check(expected, tied_embeddings=config.tie_word_embeddings)
+    weights.rename(config, {*expected, *ties_of(config)})
+    weights.check(config, expected)
     return weights
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,23 @@ class RopeConfig:
 
         Raises ModelError for a rotation that the decoder cannot compute.
         """
-        rope = config.section("rope_scaling") or config.section("rope_parameters")
-        rope = rope or JsonFile(config.path, {})
+        rope = _rotation(config)
         if any(isinstance(value, dict) for value in rope.values.values()):
-            raise ModelError(f"{config.path} sets rope_parameters per layer type, which is not supported.")
+            raise NotWrittenError(f"{config.path} sets rope_parameters per layer type.")
         theta = rope.number("rope_theta", config.number("rope_theta", cls().theta))
         if theta <= 1:
             raise ModelError(
                 f"{config.path} has a rope_theta of {theta:g}, which is not above 1: correct it."
             )
         for source in (config, rope):
-            if source.number("partial_rotary_factor", 1.0) != 1.0:
-                raise ModelError(f"{config.path} sets partial_rotary_factor, which is not supported.")
-        return cls(theta, _scaling(rope, max_position_embeddings))
+            if source.raw("partial_rotary_factor") not in (None, 1):
+                raise NotWrittenError(
+                    f"{config.path} sets partial_rotary_factor; the decoder here rotates whole heads."
+                )
+        # transformers prefers the number beside the section to that in it.
+        original = rope.integer("original_max_position_embeddings", max_position_embeddings)
+        original = config.integer("original_max_position_embeddings", original)
+        return cls(theta, _scaling(rope, max_position_embeddings, original))
 
     @property
     def attention_factor(self) -> float:
@@ -100,11 +104,20 @@ class RopeConfig:
                 return (1 - keep) * frequencies / yarn.factor + keep * frequencies
 
 
-def _scaling(rope: JsonFile, max_position_embeddings: int) -> Scaling | None:
+def _rotation(config: JsonFile) -> JsonFile:
+    """Return the section that counts: `rope_scaling`, unless it is empty."""
+    sections = (config.section(key) for key in ("rope_scaling", "rope_parameters"))
+    found = [section for section in sections if section is not None and section.values]
+    return found[0] if found else JsonFile(config.path, {})
+
+
+def _scaling(rope: JsonFile, max_position_embeddings: int, original: int) -> Scaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))
-    original = rope.integer("original_max_position_embeddings", max_position_embeddings)
     match kind:
         case "default":
+            return None
+        case "dynamic":  # frequencies change beyond max_position_embeddings, where the context ends
+            rope.number("factor")
             return None
         case "linear":
             return LinearScaling(rope.number("factor"))
@@ -127,12 +140,12 @@ def _scaling(rope: JsonFile, max_position_embeddings: int) -> Scaling | None:
                 original_max_tokens=original,
                 beta_fast=rope.number("beta_fast", 32.0),
                 beta_slow=rope.number("beta_slow", 1.0),
-                truncate=rope.boolean("truncate", True),
+                truncate="truncate" not in rope or rope.boolean("truncate", False),
                 attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
             )
-    raise ModelError(
-        f"{rope.path} asks for the rope type {kind!r}, which is not supported: "
-        "choose a model with default, linear, llama3 or yarn."
+    raise NotWrittenError(
+        f"{rope.path} asks for the rope type {kind[:40]!r}; the decoder here computes default, linear, "
+        "dynamic, llama3 and yarn."
     )
 
 
@@ -162,5 +175,5 @@ def _yarn_ramp(yarn: YarnScaling, theta: float, head_dim: int) -> Tensor:
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = max(high - low, 0.001)  # never zero
+    width = (high - low) or 0.001
     return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.types import TYPES
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
@@ -14,9 +15,8 @@ from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
 from neo_desktop.models.linear.split import SplitForm
-from neo_desktop.models.weights import Weights, matrix_names
-
-FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.weights import FLOATS, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,31 @@ def what_becomes(form: LinearForm, dtype: torch.dtype) -> str:
     if form.without_kernel:
         said.append(f"{' and '.join(form.without_kernel)} {dequantised}")
     return f"{', '.join(said)}, others kept as they are" if said else "kept as they are"
+
+
+def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
+    if isinstance(config, TracedConfig):
+        of_model = config.of_model
+        names = {fused.name: list(fused.weights) for fused in of_model.all_matrices}
+        names |= {} if of_model.head is None else {"head": list(of_model.head.weights)}
+        return names | {"embedding": [of_model.embedding]}
+    names = {"embedding": ["model.embed_tokens.weight"]}
+    if not config.tie_word_embeddings:
+        names["head"] = ["lm_head.weight"]
+    for index in range(config.num_layers):
+        attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
+        names[f"{index}.qkv"] = [f"{attention}{part}_proj.weight" for part in "qkv"]
+        names[f"{index}.output"] = [f"{attention}o_proj.weight"]
+        if config.experts is not None and index in config.experts.layers:
+            for kind in ("gate", "up", "down"):
+                order = config.experts.order_of(index)
+                modules = expert_names(config.architecture).of_each(kind, order)
+                names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
+            continue
+        names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
+        names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
+    return names
 
 
 def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:

@@ -1,23 +1,39 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json."""
 
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from neo_desktop.models.harmony import MARKS, HarmonyStream
+from neo_desktop.models import harmony
+from neo_desktop.models.chat_backend import ChatBackends
+from neo_desktop.models.harmony import CLOSING, OPENING, HarmonyStream
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size, read_text
+from neo_desktop.models.marks import ChatText, Marks
 
 MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; those of the largest vocabularies have 35 MB
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 _MAX_HELD_TOKENS = 64  # a run of broken bytes longer than this is passed on rather than held for ever
+_THOUGHTS = frozenset((OPENING, CLOSING))
+_SPOKEN = _THOUGHTS | {
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+}
+TOOL_USE = "tool_use"  # the template for chats with tools, where a model has several
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint, with what chat templates need beside it.
 
-    `special_tokens` maps roles to texts ("bos_token" -> "<s>"); `chat_template` is Jinja source, or None.
+    `special_tokens` maps roles to texts ("bos_token" -> "<s>"); `chat_template` is Jinja source, or None, and
+    `tool_template` that for chats with tools, None where it is the same.
     """
 
     def __init__(
@@ -25,16 +41,18 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: dict[str, str],
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self._backend.no_padding()
         self._backend.no_truncation()
         self.special_tokens = special_tokens
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        marks = {token_id: token.content for token_id, token in self._added.items() if token.special}
-        self._harmony = {token_id: text for token_id, text in marks.items() if text in MARKS}
+        special = {token_id: token.content for token_id, token in self._added.items() if token.special}
+        self._harmony = harmony.special_of(special)
         self._texts_alone: dict[int, str | None] = {}  # found out so far; every token generated is looked up
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
 
@@ -58,7 +76,7 @@ class Tokenizer:
         config = _tokenizer_config(path)
         special_tokens = _special_tokens(config)
         _mark_special(backend, special_tokens)
-        return cls(backend, special_tokens, _chat_template(path, config))
+        return cls(backend, special_tokens, *choose_templates(_chat_templates(path, config)))
 
     @property
     def bos_token_id(self) -> int | None:
@@ -89,14 +107,65 @@ class Tokenizer:
                 "The text holds half of a surrogate pair, which is no character: remove it."
             ) from None
 
+    @cached_property
+    def marks(self) -> Marks:
+        """The texts that become control tokens where a chat template writes them, and nowhere else.
+
+        These are all special tokens. Tokens that are text in a vocabulary, like `<think>`, are marks where
+        the chat template names them or reasoning and calls are known to be marked by them.
+        """
+        control, spoken = self._control_texts()
+        return Marks(control, spoken)
+
+    def _control_texts(self) -> tuple[list[str], list[str]]:
+        special = [token.content for token in self._added.values() if token.special]
+        ordinary = [token.content for token in self._added.values() if not token.special]
+        return control_texts(special, ordinary, f"{self.chat_template}{self.tool_template}")
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        """Token ids of a chat: its marks are control tokens, text that looks like one is text.
+
+        The token that starts a text comes first where the tokenizer puts it before texts.
+
+        Raises:
+            ValueError: see `encode`.
+        """
+        token_ids = self._encode_chat(chat)
+        start = self.encode("")[:1]
+        has_start = not start or start[0] != self.bos_token_id or token_ids[:1] == start
+        return token_ids if has_start else start + token_ids
+
+    def _encode_chat(self, chat: ChatText) -> list[int]:
+        try:
+            return self._chat_backends.encode(chat)
+        except TypeError:
+            raise ValueError(
+                "The text holds half of a surrogate pair, which is no character: remove it."
+            ) from None
+
+    @cached_property
+    def _chat_backends(self) -> ChatBackends:
+        return ChatBackends(self._backend, self.marks.texts, unknown=self.special_tokens.get("unk_token"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_chat_backends"}
+
+    def chat_template_for(self, *, has_tools: bool) -> str | None:
+        """Return the template of a chat; None where the model has none."""
+        return self.tool_template or self.chat_template if has_tools else self.chat_template
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_stream(self) -> "DecodeStream | HarmonyStream":
-        """A new stream of text from token ids that arrive one by one."""
+    def decode_stream(self, *, is_chat: bool = False) -> "DecodeStream | HarmonyStream":
+        """A new stream of text from token ids that arrive one by one.
+
+        Args:
+            is_chat: sign the marks of thoughts, where they are no text (see `HarmonyStream`).
+        """
         stream = DecodeStream(self)
-        return HarmonyStream(stream, self._harmony) if len(self._harmony) == len(MARKS) else stream
+        return stream if self._harmony is None else HarmonyStream(stream, self._harmony, is_signed=is_chat)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, perhaps part of a character; none outside the vocabulary."""
@@ -221,14 +290,46 @@ def _mark_special(backend: tokenizers.Tokenizer, special_tokens: dict[str, str])
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(texts)])
 
 
-def _chat_template(path: Path, config: JsonFile) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return read_text(file)
+def _chat_templates(path: Path, config: JsonFile) -> dict[str, object]:
+    """Name → source."""
     template = config.raw("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
+        named = {
+            str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)
+        }
+    else:
+        named = {} if template is None else {"default": template}
+    if (path / "chat_template.jinja").exists():
+        named = {"default": read_text(path / "chat_template.jinja")}
+        more = sorted((path / "additional_chat_templates").glob("*.jinja"))
+        named |= {file.stem: read_text(file) for file in more}
+    if any(not isinstance(source, str) for source in named.values()):
         raise ModelError(f"{config.path} has a chat_template that is not text: download it again.")
-    return template
+    return named
+
+
+def choose_templates(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the sources of the template for chats and of that for chats with tools.
+
+    Without one that is named "default", the first one takes its place.
+    """
+    default = named.get("default", next(iter(named.values()), None))
+    return default, named.get(TOOL_USE)
+
+
+def control_texts(
+    special: Collection[str], ordinary: Collection[str], templates: str
+) -> tuple[list[str], list[str]]:
+    """Return the texts that are marks in chats, and those that an assistant's own text may hold.
+
+    Args:
+        special: texts of special tokens.
+        ordinary: texts that are one token without being special.
+        templates: source of the chat templates.
+    """
+    named = [text for text in ordinary if _is_bracketed(text) and text in templates]
+    return [*special, *named], [*_SPOKEN.intersection(ordinary), *_THOUGHTS.intersection(special)]
+
+
+def _is_bracketed(text: str) -> bool:
+    return f"{text[0]}{text[-1]}" in ("<>", "[]", "◁▷")

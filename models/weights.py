@@ -2,12 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,22 +14,26 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.gguf.types import Blocks
+from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.leftovers import is_buffer, predicting_layers
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.split import Split
+from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import parts_of_stacks
-from neo_desktop.models.traced.sizes import Outline
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 Packed = Quantised | QuantisedOnGPU | Split
 SMALL_SHARE = 0.02  # of the bytes; norms have less
+FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
+PREFIX = "model."  # of names in a base model's checkpoint that others have
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,64 +185,8 @@ def _load_stored(linear: Packed, first: int, row: int, raw: Tensor) -> None:
     linear.load_stored(first + row, raw)
 
 
-def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
-    if isinstance(config, TracedConfig):
-        of_model = config.of_model
-        names = {fused.name: list(fused.weights) for fused in of_model.all_matrices}
-        names |= {} if of_model.head is None else {"head": list(of_model.head.weights)}
-        return names | {"embedding": [of_model.embedding]}
-    names = {"embedding": ["model.embed_tokens.weight"]}
-    if not config.tie_word_embeddings:
-        names["head"] = ["lm_head.weight"]
-    for index in range(config.num_layers):
-        attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
-        names[f"{index}.qkv"] = [f"{attention}{part}_proj.weight" for part in "qkv"]
-        names[f"{index}.output"] = [f"{attention}o_proj.weight"]
-        if config.experts is not None and index in config.experts.layers:
-            for kind in ("gate", "up", "down"):
-                order = config.experts.order_of(index)
-                modules = expert_names(config.architecture).of_each(kind, order)
-                names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
-            continue
-        names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
-        names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
-    return names
-
-
 def _dense_rows(linear: Linear, rows: slice) -> Tensor:
     return linear.dense()[rows]
-
-
-class StoredTensor(Protocol):
-    """One tensor of a checkpoint, still in its file."""
-
-    @property
-    def file(self) -> Path:
-        """Where it lies."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows first."""
-
-    @property
-    def type_name(self) -> str:
-        """How it is stored, as its format calls it."""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether its numbers are stored with less than 16 bits."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """How it can be had without becoming floats; None: it cannot."""
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Read it: yield the first row and floats of some rows, until all were there."""
 
 
 class Weights:
@@ -249,12 +196,18 @@ class Weights:
         path: of the checkpoint.
         description: what says which tensors there should be: "config.json".
         tensors: all of them.
+        says_tied: the description says that the head is the embedding.
     """
 
-    def __init__(self, path: Path, description: str, tensors: dict[str, StoredTensor]) -> None:
+    def __init__(
+        self, path: Path, description: str, tensors: dict[str, StoredTensor], *, says_tied: bool = False
+    ) -> None:
         self.path = path
         self.description = description
         self.tensors = tensors
+        self.says_tied = says_tied
+        self.notes: list[str] = []  # for the log, once the tensors are checked
+        self._ignored: tuple[re.Pattern[str], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -275,33 +228,70 @@ class Weights:
         """Whether some are stored with less than 16 bits, and turned into floats when they are loaded."""
         return any(stored.is_quantised for stored in self.tensors.values())
 
-    def rename(self, outline: Outline) -> None:
-        """Give tensors the names that parameters have; what is stored twice is taken once."""
-        known = {*outline.parameters, *(name for each in outline.all_matrices for name in each.weights)}
-        known.update(name for each in outline.mixtures for name in (each.gate_up, each.down))
-        for pattern, target in outline.renamed:
-            for stored_name in [name for name in self.tensors if name not in known]:
-                name = re.sub(pattern, target, stored_name)
-                if name != stored_name:
-                    self.tensors.setdefault(name, self.tensors.pop(stored_name))
-        for alias, name in outline.aliases.items():
-            if alias in self.tensors:
-                stored = self.tensors.pop(alias)
-                self.tensors.setdefault(name, stored)
-        for mixture in outline.mixtures:
-            parts_of_stacks(mixture, self.tensors)
+    def rename(self, config: ModelConfig, expected: Container[str]) -> None:
+        """Give tensors the names of weights, as transformers does when it loads them.
 
-    def check(self, expected: dict[str, NamedWeight], *, tied_embeddings: bool) -> None:
+        Args:
+            config: of the model.
+            expected: names of its weights.
+
+        Raises:
+            ModelError: two tensors are the same weight, or one cannot be converted.
+        """
+        if isinstance(config, TracedConfig):
+            from neo_desktop.models.traced.outline import conversions_of  # noqa: PLC0415 - large
+
+            conversions = conversions_of(config.source)
+            self._ignored = conversions.ignored
+            self.tensors = conversions.apply(self.tensors, config.of_model.mixtures)
+            return
+        for name in list(self.tensors):
+            other = _other_prefix(name)
+            if name in expected or other not in expected:
+                continue
+            if other in self.tensors:
+                raise ModelError(f"{self.path} holds {name} and {other}, which are the same weight.")
+            self.tensors[other] = self.tensors.pop(name)
+
+    def untied(self, config: ModelConfig) -> ModelConfig:
+        """Return a configuration that ties no weights of which the files hold both, and not as equals."""
+        ties = ties_of(config)
+        self.rename(config, {*ties, *ties.values()})
+        both = {alias: name for alias, name in ties.items() if {alias, name} <= self.tensors.keys()}
+        apart = {alias: name for alias, name in both.items() if not self._are_equal(alias, name)}
+        return without_ties(config, apart) if apart else config
+
+    def _are_equal(self, alias: str, name: str) -> bool:
+        return are_equal(alias, self.tensors[alias], name, self.tensors[name])
+
+    def check(self, config: ModelConfig, expected: dict[str, NamedWeight]) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
 
-        Rotation buffers of old Llama checkpoints, the copy of the embeddings that a tied checkpoint may carry
-        as its head, and biases of zeros, which GPTQ adds to layers that have none, are dropped.
+        Dropped are buffers that the model computes itself, layers of multi-token prediction, copies of tied
+        weights, and biases of zeros, which GPTQ adds to layers that have none.
         """
-        for name, stored in list(self.tensors.items()):
-            is_copy = tied_embeddings and name == "lm_head.weight"
-            is_spare = name.endswith(".bias") and name not in expected and _is_zero(stored)
-            if name.endswith(".rotary_emb.inv_freq") or is_copy or is_spare:
-                del self.tensors[name]
+        if isinstance(config, TracedConfig):
+            for mixture in config.of_model.mixtures:
+                parts_of_stacks(mixture, self.tensors)
+        for alias, name in ties_of(config).items():
+            if {alias, name} <= self.tensors.keys() and not self._are_equal(alias, name):
+                raise ModelError(
+                    f"{self.path} holds {alias} with other numbers than {name}, but {self.description} says "
+                    "that they are the same: set tie_word_embeddings to false there."
+                )
+            if alias in self.tensors:  # alone, it is both
+                self.tensors.setdefault(name, self.tensors.pop(alias))
+        untied = config.source.untied if isinstance(config, TracedConfig) else ()
+        if untied or (self.says_tied and not config.tie_word_embeddings):
+            head = _listed(list(untied)) or HEAD
+            self.notes.append(f"holds {head} with other numbers than its embeddings: they are not tied")
+        self._drop(config, expected)
+        for name, stored in self.tensors.items():
+            if not stored.is_quantised and stored.type_name not in FLOATS:
+                raise ModelError(
+                    f"{name} in {stored.file} is stored as {stored.type_name}, which is not supported: "
+                    "choose the original float16 or bfloat16 checkpoint of this model."
+                )
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise ModelError(f"{self.path} lacks the weights {_listed(missing)}: download the missing files.")
@@ -318,6 +308,21 @@ class Weights:
                     f"{name} in {stored.file} has the shape {list(stored.shape)}, but {self.description} "
                     f"describes {list(shape)}: use the {self.description} that belongs to these weights."
                 )
+
+    def _drop(self, config: ModelConfig, expected: Container[str]) -> None:
+        for name, stored in list(self.tensors.items()):
+            is_spare = name.endswith(".bias") and stored.type_name in FLOATS
+            if name not in expected and (
+                is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
+            ):
+                del self.tensors[name]
+        unknown = [name for name in self.tensors if name not in expected]
+        names, layers = predicting_layers(unknown, config.num_layers)
+        for name in names:
+            del self.tensors[name]
+        if layers:
+            count = f"{layers} layer{'s' if layers > 1 else ''}"
+            self.notes.append(f"skips {count} of multi-token prediction, which this engine does not use yet")
 
     def load_into(
         self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: BytesRead | None
@@ -360,6 +365,11 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredT
             f"{name} in {stored.file} has values that are not finite as {dtype} (stored as "
             f"{stored.type_name}): use the stored type, or download the file again."
         )
+
+
+def _other_prefix(name: str) -> str:
+    """Return what the same weight is called with or without the base model's prefix."""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else PREFIX + name
 
 
 def _is_zero(stored: StoredTensor) -> bool:

@@ -1,9 +1,12 @@
-"""What the compiler makes of the Triton kernels for every GPU, without one; `--write` keeps it as the budget.
+"""What Triton's compiler makes of the kernels for every GPU, without one; `--write` keeps it as the budget.
 
-    python -m scripts.sass_budget             compile, print what differs from the budget
-    python -m scripts.sass_budget --write     ... and let it be the budget from now on
+    python -m scripts.sass_budget                         compile, print what differs from the budget
+    python -m scripts.sass_budget --write                 ... and let it be the budget from now on
+    python -m scripts.sass_budget --triton 3.6.0 3.7.1    the same with other versions than the installed one
 
-tests/kernels/test_compile.py fails where a figure has become worse. Needs the `dev` extra; takes a minute.
+The budget has figures of each version that a supported torch brings. Others than the installed one go to the
+user's cache. tests/kernels/test_compile.py fails where a figure has become worse. Needs the `dev`
+extra; a version takes a minute.
 """
 
 import argparse
@@ -38,17 +41,27 @@ FIGURES = {
 Figures = Mapping[str, int]
 
 
-def run(program: str, *arguments: str) -> str:
+# torch -> the Triton that its builds for CUDA require.
+TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1"}
+
+
+def run(program: str, *arguments: str, triton_folder: Path | None = None) -> str:
     """Run a program that compiles, in a process of its own: in this one Triton may be in its interpreter.
+
+    Args:
+        triton_folder: where another Triton lies; None: the installed one is used.
 
     Raises:
         RuntimeError: it failed.
     """
+    path = os.environ.get("PYTHONPATH")
+    folders = [str(each) for each in (triton_folder, path) if each]
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
             [sys.executable, SUPPORT / program, *arguments],
             # An empty folder, since what an earlier run compiled would be found again.
-            env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder},
+            env=os.environ
+            | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(folders)},
             capture_output=True,
             text=True,
             check=False,
@@ -58,12 +71,24 @@ def run(program: str, *arguments: str) -> str:
     return result.stdout
 
 
-def compile_all() -> list[dict[str, Any]]:
+def installed_beside(version: str) -> Path:
+    """Return the folder of a Triton that is not the installed one, and install it there at first."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "neo-desktop" / "triton" / version
+    if not (folder / f"triton-{version}.dist-info").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        subprocess.run([*command, "--target", str(folder), f"triton=={version}"], check=True)
+    return folder
+
+
+def compile_all(triton_folder: Path | None = None) -> list[dict[str, Any]]:
     """Return what the compiler makes of every kernel; see `compile_kernels.Compiled`."""
+
+    def compile_part(part: int) -> str:
+        return run("compile_kernels.py", str(part), str(NUM_PROCESSES), triton_folder=triton_folder)
+
     with ThreadPoolExecutor() as pool:
-        outputs = pool.map(
-            lambda part: run("compile_kernels.py", str(part), str(NUM_PROCESSES)), range(NUM_PROCESSES)
-        )
+        outputs = pool.map(compile_part, range(NUM_PROCESSES))
         return [json.loads(line) for output in outputs for line in output.splitlines()]
 
 
@@ -93,19 +118,47 @@ def worse(budget: Mapping[str, Figures], found: Mapping[str, Figures]) -> list[s
     return complaints
 
 
+def read_budget() -> dict[str, dict[str, Figures]]:
+    """Return `version of Triton -> variant: kernel on GPU -> figures`."""
+    if not BUDGET.exists():
+        return {}
+    data = json.loads(BUDGET.read_text())
+    return {
+        version: {name: dict(zip(data["figures"], numbers, strict=True)) for name, numbers in kept.items()}
+        for version, kept in data["versions"].items()
+    }
+
+
+def write_budget(budget: Mapping[str, Mapping[str, Figures]]) -> None:
+    """Keep it, one kernel a line."""
+    versions = []
+    for version, kernels in sorted(budget.items()):
+        lines = (
+            f"      {json.dumps(name)}: {json.dumps([figures[each] for each in FIGURES])}"
+            for name, figures in sorted(kernels.items())
+        )
+        versions.append(f'    "{version}": {{\n' + ",\n".join(lines) + "\n    }")
+    head = f'{{\n  "figures": {json.dumps(list(FIGURES))},\n  "versions": {{\n'
+    BUDGET.write_text(head + ",\n".join(versions) + "\n  }\n}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--write", action="store_true", help="let what is compiled now be the budget")
+    parser.add_argument("--triton", nargs="+", metavar="VERSION", help="versions; default: the installed one")
     arguments = parser.parse_args()
-    found = table(compile_all())
-    kept = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"triton": None, "kernels": {}}
-    print(f"Triton {triton.__version__}; the budget is of {kept['triton']}")
-    print("\n".join(worse(kept["kernels"], found)) or "nothing is worse than its budget")
-    if arguments.write:
-        lines = ",\n".join(
-            f"    {json.dumps(name)}: {json.dumps(figures)}" for name, figures in sorted(found.items())
-        )
-        BUDGET.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+    budget = read_budget()
+    for version in arguments.triton or [triton.__version__]:
+        folder = None if version == triton.__version__ else installed_beside(version)
+        found = table(compile_all(folder))
+        print(f"Triton {version}")
+        if version in budget:
+            print("\n".join(worse(budget[version], found)) or "nothing is worse than its budget")
+        else:
+            print(f"the budget has no figures of it, but of {', '.join(budget)}: --write adds them")
+        if arguments.write:
+            budget[version] = found
+            write_budget(budget)
 
 
 if __name__ == "__main__":

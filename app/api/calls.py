@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
-from neo_desktop.app.api.tools import ToolFormat
-from neo_desktop.app.thoughts import split_off_beginning
+from neo_desktop.app.api.json_stream import JsonStream, parsed
+from neo_desktop.app.api.tools import WHITE_SPACE, ToolFormat
+from neo_desktop.models.thoughts import split_off_beginning
 
 _MAX_NAME_CHARS = 256
 _LETTERS = string.ascii_letters + string.digits
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", *_ARGUMENTS)  # of a call without a mark
 
 
 class Text(NamedTuple):
@@ -42,14 +45,17 @@ class CallArguments(NamedTuple):
 
 
 Piece = Text | Thought | CallStart | CallArguments
+_Step = tuple[int, list[Piece]]  # the next place, and the pieces that became certain
 
 
 class CallReader:
     """Tells calls from other text, however the text is cut into pieces.
 
-        text ──opening mark──→ between ──"{"──→ call ──its "}"──→ between ──anything else──→ text
+        text ──opening mark──→ marked ──"{"──→ call ──its "}"──→ marked ──anything else──→ text
 
-    What may begin a mark is held back. What looked like a call and is none is given out as text.
+    A beginning that may become a mark or a call is held back. A part that turns out to be no call is text,
+    unchanged. Arguments are handed on while they grow, always as the text of a JSON object, unless
+    the text ends within them. A call whose arguments stop being JSON is closed there, and the rest is text.
 
     Args:
         tool_format: of the model's family.
@@ -69,196 +75,311 @@ class CallReader:
         self._format = tool_format
         self._names = names
         self._max_calls = max_calls
-        self._state: Literal["text", "between", "call"] = "between" if is_begun else "text"
-        self._is_start = tool_format.is_bare
-        self._held = ""
-        self._mark = ""  # read, with no call after it yet
-        self._call = _JsonCall()
-        self._is_call_told = False
+        self._state: Literal["start", "text", "marked", "call"] = "start" if tool_format.is_bare else "text"
+        if is_begun:
+            self._state = "marked"
+        self._has_mark = is_begun  # an opening mark came, and no call after it yet
+        self._in_list = False
+        self._held = ""  # may begin a mark or a name
+        self._gap: list[str] = []  # text, unless a call follows
+        self._call = _Call(None)
+        self._is_told = False  # the call's name was given out
         self.num_calls = 0
 
     def feed(self, text: str) -> Iterator[Piece]:
         """Take in the next piece; yields what is certain by now."""
-        self._held += text
-        while (pieces := self._advance()) is not None:
+        text, self._held = self._held + text, ""
+        steps = {
+            "start": self._in_start,
+            "text": self._in_text,
+            "marked": self._in_marked,
+            "call": self._in_call,
+        }
+        at = 0
+        while at < len(text) and not self._has_enough:
+            at, pieces = steps[self._state](text, at)
             yield from pieces
 
-    def flush(self) -> Iterator[Piece]:
-        """End the text: yields what was held back."""
-        held = self._mark + (self._held if self._state != "call" else self._call.raw)
-        if self._state == "call" and self._is_call_told:
+    def flush(self, *, is_cut: bool = False) -> Iterator[Piece]:
+        """End the text: yields what was held back.
+
+        Args:
+            is_cut: the model would have written more; half a mark and half a call are no text then.
+        """
+        if self._has_enough:
             return
-        is_rest = self._state == "between" and bool(self._format.closing.startswith(held.strip()))
-        if held and not is_rest and not self._has_enough:
+        if self._state == "call":
+            if self._call.name and self._is_known and not self._is_told and (is_cut or self._call.is_begun):
+                yield self._told()
+            if self._is_told:
+                yield from self._arguments(self._call.take() + self._call.take_unsent())
+                return
+        held = self._call.raw if self._state == "call" else self._held
+        if self._has_mark or self._state in ("text", "marked"):
+            is_rest = self._state == "marked" and not self._has_mark and self._format.closing.startswith(held)
+            held = "" if is_cut or is_rest else held
+        if not (is_cut and self._has_mark):
+            held = "".join(self._gap) + held
+        if held:
             yield Text(held)
 
     @property
     def _has_enough(self) -> bool:
         return self.num_calls == self._max_calls and self._state != "call"
 
-    def _advance(self) -> list[Piece] | None:
-        """Use up some of what is held; None: more must come first."""
-        if self._has_enough:
+    @property
+    def _is_known(self) -> bool:
+        return self._has_mark or not self._format.is_bare or self._call.name in self._names
+
+    def _in_start(self, text: str, at: int) -> _Step:
+        """At the beginning, a call needs no mark."""
+        begun = _skip(text, at, WHITE_SPACE)
+        self._gap.append(text[at:begun])
+        if begun == len(text):
+            return begun, []
+        return self._begin_call(begun) if text[begun] == "{" else (begun, self._as_text())
+
+    def _in_text(self, text: str, at: int) -> _Step:
+        mark = self._format.opening
+        end = text.find(mark, at)
+        if end >= 0:
+            self._read_opening()
+            return end + len(mark), [Text(text[at:end])] if end > at else []
+        end = max(at, len(text) - len(mark))
+        before, self._held = split_off_beginning(text[end:], mark)
+        before = text[at:end] + before
+        return len(text), [Text(before)] if before else []
+
+    def _in_marked(self, text: str, at: int) -> _Step:
+        """After a mark or a call."""
+        begun = _skip(text, at, WHITE_SPACE)
+        if self._gap:
+            self._gap.append(text[at:begun])
+        if begun == len(text):
+            return begun, []
+        char = text[begun]
+        if char == "{":
+            return self._begin_call(begun)
+        if self._has_mark and text.startswith(self._format.opening, begun):
+            return begun, self._as_text()
+        end = self._after_mark(text, begun)
+        if end is None and self._is_separator(char):
+            end = begun + 1
+        if end is None and self._format.has_names:
+            end = self._after_name(text, begun)
+        return (end, []) if end is not None else (begun, self._as_text())
+
+    def _after_mark(self, text: str, at: int) -> int | None:
+        """Read a mark or hold back the beginning of one; None: there is none."""
+        opening, closing = self._format.opening, self._format.closing
+        if text.startswith(opening, at):
+            self._read_opening()
+            return at + len(opening)
+        if closing and text.startswith(closing, at):
+            return None if self._has_mark else at + len(closing)
+        rest = text[at : at + len(opening + closing)]
+        if opening.startswith(rest) or closing.startswith(rest):
+            self._held = rest
+            return len(text)
+        return None
+
+    def _after_name(self, text: str, at: int) -> int | None:
+        """Read a name that stands before the arguments, or hold it back; None: there is none."""
+        end = text.find("{", at, at + _MAX_NAME_CHARS)
+        written = text[at : end if end >= 0 else at + _MAX_NAME_CHARS]
+        name = written.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
+        if len(written) == _MAX_NAME_CHARS or not self._may_be_name(name):
             return None
-        return {"text": self._in_text, "between": self._between, "call": self._in_call}[self._state]()
+        if end < 0:
+            self._held = written
+            return len(text)
+        self._gap.append(written)
+        return self._begin_call(end, name)[0]
 
-    def _in_text(self) -> list[Piece] | None:
-        if self._is_start:
-            begun = self._held.lstrip()
-            if not begun:
-                return None
-            self._is_start = False
-            if begun[0] == "{":
-                return self._begin_call(begun)
-        before, mark, after = self._held.partition(self._format.opening)
-        if mark:
-            self._state, self._held, self._mark = "between", after, mark
-        else:
-            before, self._held = split_off_beginning(self._held, self._format.opening)
-            if not before:
-                return None
-        return [Text(before)] if before else []
+    def _is_separator(self, char: str) -> bool:
+        """Return whether a character belongs to a list of calls, or stands between two; it is read then."""
+        if char == "[" and self._has_mark and not self._in_list:
+            self._in_list = True
+        elif char == "]" and self._in_list and not self._has_mark:
+            self._in_list = False
+            return True
+        elif self._has_mark or not ((char == "," and self._in_list) or char in self._format.separators):
+            return False
+        self._gap.append(char)
+        return True
 
-    def _between(self) -> list[Piece] | None:
-        self._held = self._held.lstrip(self._format.separators)
-        marks = [mark for mark in (self._format.opening, self._format.closing) if mark]
-        if any(mark.startswith(self._held) and mark != self._held for mark in marks):
-            return None
-        for mark in marks:
-            if self._held.startswith(mark):
-                self._held = self._held.removeprefix(mark)
-                self._mark = mark if mark == self._format.opening else ""
-                return []
-        name, brace, _ = self._held.partition("{")
-        if brace and not name:
-            return self._begin_call(self._held)
-        if brace and self._format.has_names and len(name) < _MAX_NAME_CHARS:
-            name_alone = name.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
-            return self._begin_call(self._held.removeprefix(name), name_alone)
-        if self._format.has_names and len(name) < _MAX_NAME_CHARS:
-            return None
-        mark, self._mark = self._mark, ""
-        self._state = "text"
-        return [Text(mark)] if mark else []
+    def _may_be_name(self, beginning: str) -> bool:
+        return len(beginning.split()) <= 1 or any(name.startswith(beginning) for name in self._names)
 
-    def _begin_call(self, text: str, name: str | None = None) -> list[Piece]:
-        self._state, self._held = "call", text
-        self._call, self._is_call_told = _JsonCall(name), False
-        return []
+    def _read_opening(self) -> None:
+        self._state, self._has_mark, self._in_list = "marked", True, False
+        self._gap = [self._format.opening]
 
-    def _in_call(self) -> list[Piece] | None:
-        num_chars = self._call.feed(self._held)
-        self._held = self._held[num_chars:]
-        name, pieces = self._call.name, list[Piece]()
-        is_known = name in self._names or bool(self._mark or not self._format.is_bare)
-        if name and is_known and not self._is_call_told:
-            self._is_call_told = True
-            pieces.append(CallStart(self.num_calls, _new_id(self._format), name))
-        if self._is_call_told and (arguments := self._call.take_arguments()):
-            pieces.append(CallArguments(self.num_calls, arguments))
-        if not self._is_call_told and (self._call.is_complete or (name and not is_known)):
-            pieces.append(Text(self._mark + self._call.raw))
-            self._state, self._mark = "text", ""
-        elif self._call.is_complete:
+    def _begin_call(self, at: int, name: str | None = None) -> _Step:
+        is_bare = self._format.is_bare and not self._has_mark
+        self._state, self._call, self._is_told = "call", _Call(name, _KEYS if is_bare else None), False
+        return at, []
+
+    def _in_call(self, text: str, at: int) -> _Step:
+        call, pieces = self._call, list[Piece]()
+        at = call.feed(text, at)
+        if call.name and call.is_object and self._is_known and not self._is_told:
+            pieces.append(self._told())
+        is_over = call.is_complete or call.is_broken or (call.name is not None and not self._is_known)
+        if self._is_told:
+            end = call.closing() if call.is_broken else ""
+            pieces += self._arguments(call.take() + end)
+        if is_over and self._is_told:
             self.num_calls += 1
-            self._state, self._mark = "between", ""
-        return pieces or (None if self._state == "call" else [])
+            self._state, self._has_mark, self._gap = "marked", False, []
+            if (rest := call.take_unsent()).strip():
+                self._gap = [rest]
+                pieces += self._as_text()
+        elif is_over:
+            self._gap.append(call.raw)
+            pieces += self._as_text()
+        return at, pieces
+
+    def _told(self) -> CallStart:
+        self._is_told = True
+        return CallStart(self.num_calls, _new_id(self._format), self._call.name or "")
+
+    def _arguments(self, text: str) -> list[Piece]:
+        return [CallArguments(self.num_calls, text)] if text else []
+
+    def _as_text(self) -> list[Piece]:
+        text, self._gap = "".join(self._gap), []
+        self._state, self._has_mark, self._in_list = "text", False, False
+        return [Text(text)] if text else []
 
 
-class _JsonCall:
+class _Call:
     """One JSON object like {"name": "f", "arguments": {"a": 1}} as it grows.
 
     Args:
         name: where the name stands before the object; the object then is the arguments.
+        keys: that it may have; None: any. Of several with the same key, the first counts.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        self.raw = ""  # all of it so far
+    def __init__(self, name: str | None, keys: Collection[str] | None = None) -> None:
+        self.name = name
         self.is_complete = False
-        self._name = name
-        self._is_bare = name is not None
-        self._members: list[_Member] = []
-        self._num_given_chars = 0  # of the arguments
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
+        self.is_broken = False
+        self._keys = keys
+        self._raw: list[str] = []
+        self._rest: list[str] = []  # after the arguments
+        self._arguments = JsonStream() if name is not None else None
+        self._text: str | None = None  # of the arguments, where they are not written as an object
+        self._value = self._arguments or JsonStream()  # that is being read
+        self._key: str | None = None
+        self._expected = "{" if name is None else "arguments"
 
     @property
-    def name(self) -> str | None:
-        """The tool's name, once it is known."""
-        if self._name is None:
-            for member in self._members:
-                if self._key(member) == "name" and member.end is not None:
-                    name = _value(self.raw[member.colon : member.end])
-                    self._name = name if isinstance(name, str) else None
-        return self._name
+    def raw(self) -> str:
+        """The text of the call so far."""
+        return "".join(self._raw)
 
-    def feed(self, text: str) -> int:
-        """Take in more; returns how many of the characters belong to the object."""
-        start = len(self.raw)
-        for at, char in enumerate(text, start):
-            if self._in_string:
-                self._in_string = self._is_escaped or char != '"'
-                self._is_escaped = char == "\\" and not self._is_escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-                if self._depth == 1:
-                    self._members.append(_Member(at + 1))
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._members[-1].end = at
-                    self.is_complete = True
-                    self.raw += text[: at + 1 - start]
-                    return at + 1 - start
-            elif self._depth == 1 and char == ":":
-                self._members[-1].colon = self._members[-1].colon or at + 1
-            elif self._depth == 1 and char == ",":
-                self._members[-1].end = at
-                self._members.append(_Member(at + 1))
-        self.raw += text
-        return len(text)
+    @property
+    def is_begun(self) -> bool:
+        """True once the arguments have begun as an object."""
+        return self._arguments is not None and self._arguments.first == "{"
 
-    def take_arguments(self) -> str:
-        """What became certain of the arguments since the last call."""
-        arguments = self._arguments()
-        text = arguments[self._num_given_chars :]
-        self._num_given_chars += len(text)
-        return text
+    @property
+    def is_object(self) -> bool:
+        """True once the arguments are known to be an object with a member, or an empty one."""
+        has_member = self._arguments is not None and self._arguments.has_member
+        return self._text is not None or (self.is_begun and has_member)
 
-    def _arguments(self) -> str:
-        if self._is_bare:
-            return self.raw
-        for member in self._members:
-            if member.colon and self._key(member) in ("arguments", "parameters"):
-                text = self.raw[member.colon : member.end].strip()
-                if not text.startswith('"'):
-                    return text
-                # Some models write the arguments as a text that holds JSON.
-                value = _value(text) if member.end is not None else ""
-                return value if isinstance(value, str) else text
-        return "{}" if self.is_complete else ""
+    def feed(self, text: str, at: int) -> int:
+        """Read on from a place; return the place of the first character that is not the call's."""
+        begun = at
+        while at < len(text) and not self.is_complete and not self.is_broken:
+            before, was_after = at, self._has_arguments
+            at = self._step(text, at)
+            if was_after:
+                self._rest.append(text[before:at])
+        self._raw.append(text[begun:at])
+        return at
 
-    def _key(self, member: "_Member") -> object:
-        return _value(self.raw[member.start : member.colon - 1]) if member.colon else None
+    def take(self) -> str:
+        """Return what became certain of the arguments since the last call."""
+        if self._text is not None:
+            text, self._text = self._text, ""
+            return text
+        return self._arguments.take() if self._arguments is not None and self.is_begun else ""
+
+    def take_unsent(self) -> str:
+        """Return what was read after the certain part of the arguments, up to the end of a broken call."""
+        if self._has_arguments:
+            return "".join(self._rest) if self.is_broken else ""
+        return self._arguments.take_unsent() if self._arguments is not None and self.is_begun else ""
+
+    def closing(self) -> str:
+        """Return what closes the arguments."""
+        return "" if self._arguments is None or self._text is not None else self._arguments.closing()
+
+    @property
+    def _has_arguments(self) -> bool:
+        return self._arguments is not None and self._arguments.is_complete
+
+    def _step(self, text: str, at: int) -> int:
+        if self._expected in ("arguments", "key's end", "value's end"):
+            at = self._value.feed(text, at)
+            self.is_broken = self._value.is_broken
+            if self._value.is_complete:
+                self._take_in()
+            return at
+        begun = _skip(text, at, WHITE_SPACE)
+        if begun > at:
+            return begun
+        char = text[at]
+        if self._expected == "value":
+            self._begin_value()
+            return at
+        if char == '"' and self._expected in ("key or }", "key"):
+            self._value, self._expected = JsonStream(), "key's end"
+            return at
+        if char == "}" and self._expected in ("key or }", ", or }", "key"):
+            self.is_complete = True
+            self._text = "{}" if self._arguments is None else self._text
+        else:
+            following = {"{": "key or }", ", or }": "key", ":": "value"}
+            self.is_broken = self._expected not in following or char != self._expected[0]
+            if self.is_broken:
+                return at
+            self._expected = following[self._expected]
+        return at + 1
+
+    def _begin_value(self) -> None:
+        self._value, self._expected = JsonStream(), "value's end"
+        if self._key in _ARGUMENTS and self._arguments is None:
+            self._arguments = self._value
+
+    def _take_in(self) -> None:
+        """A key or a value is complete, or the arguments after a name."""
+        if self._expected == "arguments":
+            self.is_complete, self.is_broken = self.is_object, not self.is_object
+        elif self._expected == "key's end":
+            self._key, self._expected = json.loads(self._value.take()), ":"
+            self.is_broken = self._keys is not None and self._key not in self._keys
+        else:
+            self._expected = ", or }"
+            if self._value is self._arguments and not self.is_object:
+                value = json.loads(self._value.take())
+                written = value if isinstance(value, str) else json.dumps(value)
+                # Some models write the arguments as a text that holds JSON, or none at all.
+                self._text = "{}" if written.strip() in ("", "null") else parsed(written)
+                self.is_broken = self._text is None
+            elif self._key == "name" and self.name is None:
+                name = json.loads(self._value.take())
+                self.name = name if isinstance(name, str) else None
+                self.is_broken = not self.name
 
 
-class _Member:
-    """Where a member of an object stands in its text."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.colon = 0  # after it; 0: not there yet
-        self.end: int | None = None
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _skip(text: str, at: int, chars: str) -> int:
+    while at < len(text) and text[at] in chars:
+        at += 1
+    return at
 
 
 def _new_id(tool_format: ToolFormat) -> str:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: OpenAI's chats, with what vLLM and llama.cpp add."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +9,20 @@ from pydantic_core import PydanticCustomError
 
 from neo_desktop.app.api.calls import CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, thinking_fields
-from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, described, given
+from neo_desktop.app.api.fields import (
+    HINT,
+    MAX_TOOLS,
+    Content,
+    Json,
+    Label,
+    Model,
+    Only,
+    Tagged,
+    Unsupported,
+    Verbosity,
+    given,
+)
+from neo_desktop.app.api.history import arguments_of
 from neo_desktop.app.api.outputs import Answer, Call, Outputs, begin, collect
 from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
@@ -23,6 +35,8 @@ from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.tokenizer import Tokenizer
 
+CUSTOM = {"custom": "custom tools are for /v1/responses; describe this one as a function"}
+ALLOWED = {"allowed_tools": "leave the other tools out instead"} | CUSTOM
 OWN_TEMPLATE_FIELDS = ("messages", "tools", "add_generation_prompt", "documents")
 
 
@@ -36,22 +50,15 @@ class CalledFunction(Model):
 class ToolCall(Model):
     """A call that the model made earlier."""
 
-    id: str = ""
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of streams; some clients send it back
+    index: Annotated[int | None, HINT] = None  # of streams; some clients send it back
 
     def for_template(self) -> Json:
         """The call as chat templates expect it: with the arguments as an object, if they are one."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        function = {
-            "name": self.function.name,
-            "arguments": arguments if isinstance(arguments, dict) else self.function.arguments,
-        }
-        return {"id": self.id, "type": "function", "function": function}
+        function = {"name": self.function.name, "arguments": arguments_of(self.function.arguments)}
+        return {"id": self.id or "", "type": "function", "function": function}
 
 
 class Message(Model):
@@ -61,20 +68,21 @@ class Message(Model):
     content: Annotated[Content | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[Annotated[ToolCall, Tagged(ToolCall, refused=CUSTOM, default="function")]] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of it
     # Parts of an answer that clients send back as they got it.
     refusal: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    annotations: Annotated[Any, Only([])] = None
+    annotations: Annotated[list[Json] | None, HINT] = None
+    cache_control: Annotated[Json | None, HINT] = None
 
     @field_validator("content")
     @classmethod
     def _check_content(cls, content: str | None, info: ValidationInfo) -> str | None:
         if content is None and info.data.get("role") != "assistant":
-            raise PydanticCustomError("missing", "must be text: only an assistant's message may have none")
+            raise PydanticCustomError("content", "must be text: only an assistant's message may have none")
         return content
 
     def for_template(self) -> Json:
@@ -104,10 +112,12 @@ class FunctionTool(Model):
 
     type: Literal["function"]
     function: Function
+    cache_control: Annotated[Json | None, HINT] = None
 
     def tool(self) -> Tool:
         """The same for every protocol."""
-        return Tool(self.function.name, self.function.description, self.function.parameters or {})
+        function = self.function
+        return Tool(function.name, function.description, function.parameters or {}, bool(function.strict))
 
 
 class FunctionName(Model):
@@ -131,11 +141,19 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedChoice | None,
-        described('"none", "auto", "required" or {"type": "function", "function": {"name": …}}'),
-    ] = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool, Tagged(FunctionTool, refused=CUSTOM)]], Field(max_length=MAX_TOOLS)
+        ]
+        | None
+    ) = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedChoice,
+            Tagged(NamedChoice, refused=ALLOWED, words=("none", "auto", "required")),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -143,10 +161,18 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    # Labels and hints: they say nothing about the answer.
+    metadata: Annotated[dict[str, str] | None, HINT] = None
+    prediction: Annotated[Json | None, HINT] = None  # what the answer may be, to be faster
+    prompt_cache_key: Label = None
+    prompt_cache_options: Annotated[Json | None, HINT] = None
+    prompt_cache_retention: Label = None
+    safety_identifier: Label = None
+    service_tier: Label = None  # there is one
 
+    verbosity: Verbosity = None
+
+    add_special_tokens: Annotated[Any, Only(False)] = None  # the template writes them
     audio: Unsupported = None
     chat_template: Unsupported = None
     documents: Annotated[Any, Only([])] = None
@@ -156,18 +182,13 @@ class ChatCompletionRequest(GenerationRequest):
     include_reasoning: Annotated[Any, Only(True)] = None
     modalities: Annotated[Any, Only(["text"])] = None
     moderation: Unsupported = None
-    prediction: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
     reasoning_format: Annotated[Any, Only("auto", "deepseek")] = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
     store: Annotated[Any, Only(False)] = None
-    verbosity: Annotated[Any, Only("medium")] = None
     web_search_options: Unsupported = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("pair", "has top_logprobs, which needs logprobs to be true")
         return self
 

@@ -38,6 +38,7 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = None  # what follows the gap; for models that were trained to fill one
     echo: bool | None = None  # begin with the prompt
     logprobs: int | None = None
+    add_special_tokens: bool | None = None  # unless false, the tokenizer puts its special tokens around texts
 
     best_of: Annotated[Any, Only(1)] = None
 
@@ -57,10 +58,11 @@ async def answer(service: EngineService, body: CompletionRequest, params: Sampli
     params, grammar_field = with_grammar(body.structure(), params)
     prompts = [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt]
     field = "suffix" if body.suffix else "prompt"
+    with_special = body.add_special_tokens is not False and not body.suffix
     generation = await submit(
-        service, prompts, params, field, add_special_tokens=not body.suffix, grammar_field=grammar_field
+        service, prompts, params, field, add_special_tokens=with_special, grammar_field=grammar_field
     )
-    outputs = Outputs(generation, service.tokenizer, None)
+    outputs = Outputs(generation, service.tokenizer, None, grammar_field)
     echoed = [_text(service.tokenizer, prompt) for prompt in body.prompt] if body.echo else []
     prompts_told = outputs.prompt_token_ids if body.return_token_ids else None
     shape = _Shape(service.tokenizer, body.logprobs is not None, echoed, params.n, prompts_told)
@@ -147,7 +149,7 @@ class _Shape:
         return body
 
 
-def _text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+def _text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt), skip_special_tokens=False)
 
 

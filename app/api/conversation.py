@@ -8,28 +8,21 @@ The protocols (`chat`, `responses`, `messages`) are only shapes around this; `ou
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from neo_desktop.app.api.calls import short_id
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.history import explained, paired, with_thinking
 from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import (
-    AUTO,
-    Tool,
-    ToolChoice,
-    ToolFormat,
-    explained,
-    format_of,
-    with_single_calls,
-    with_thinking,
-)
+from neo_desktop.app.api.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.thoughts import CLOSING, OPENING
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine import grammar
 from neo_desktop.models import harmony
+from neo_desktop.models.marks import ChatText, Shield
+from neo_desktop.models.thoughts import CLOSING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -63,7 +56,7 @@ class Conversation:
 class Prepared(NamedTuple):
     """A conversation as the model sees it."""
 
-    prompt: str
+    prompt: ChatText
     tool_format: ToolFormat
     tools: Sequence[Tool]  # that may be called
     is_thinking: bool  # the prompt has begun a thought
@@ -79,33 +72,33 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     Raises:
         ApiError: it cannot be written, or what it asks for contradicts itself.
     """
-    tool_format = format_of(service.tokenizer.chat_template)
+    if conversation.continues_last:
+        _check_continued(conversation)
     choice = conversation.choice
     tools = _callable_tools(conversation)
-    messages = conversation.messages
+    tool_format = format_of(service.tokenizer.chat_template_for(has_tools=bool(tools)))
+    shield, tools_shown = _shielded(service.tokenizer, conversation, tools)
+    messages = paired(shield.messages(conversation.messages), single_calls=tool_format.single_calls)
     if tool_format.short_ids:
         messages = [_with_short_ids(message) for message in messages]
-    if tool_format.single_calls:
-        messages = with_single_calls(messages)
     if tool_format.on_channels:
         messages = with_thinking(messages)
     if not tool_format.in_template:
-        messages = explained(messages, tools)
-    shown = [tool.for_template() for tool in tools] if tool_format.in_template else []
-    fields = {**conversation.template_fields, "tools": shown or None}
+        messages = explained(messages, tools_shown)
+    fields = shield.broken(conversation.template_fields)
+    shown = [tool.for_template() for tool in tools_shown] if tool_format.in_template else []
+    fields["tools"] = shown or None
     if conversation.continues_last:
         fields["add_generation_prompt"] = False
     try:
-        prompt = await service.render_chat(messages, fields)
+        prompt = await service.render_chat(messages, fields, shield, is_continued=conversation.continues_last)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=conversation.field) from error
-    if conversation.continues_last:
-        prompt = _cut_after(prompt, messages[-1], conversation.field)
-    is_thinking = prompt.rstrip().endswith(OPENING)
+    is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")
     must_call = choice is not None and choice.is_required
     is_calling = must_call and not is_thinking and not tool_format.on_channels
     if is_calling:
-        prompt += tool_format.prompt_end()
+        prompt += service.tokenizer.marks.split(tool_format.prompt_end())
     try:
         # In a thread: schemas may be long.
         lark, after = await asyncio.to_thread(
@@ -244,11 +237,29 @@ def _with_short_ids(message: Json) -> Json:
     return result
 
 
-def _cut_after(prompt: str, message: Json, field: str) -> str:
-    """The prompt up to the end of the last message's text: without what the template ends a message with."""
-    text = message["content"].strip()
-    found = prompt.rfind(text) if text else -1
-    if found < 0:
-        reason = "there is no text to continue" if not text else "the chat template changes the text"
-        raise ApiError(400, f"the last message cannot be continued: {reason}", param=field)
-    return prompt[: found + len(text)]
+def _shielded(
+    tokenizer: Tokenizer, conversation: Conversation, tools: Sequence[Tool]
+) -> tuple[Shield, list[Tool]]:
+    """What breaks the marks in a conversation, and the tools without marks."""
+    definitions = [(tool.name, tool.description, tool.parameters) for tool in tools]
+    try:
+        shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=conversation.field) from error
+    return shield, [
+        replace(Tool(*shield.broken(definition)), is_strict=tool.is_strict)
+        for tool, definition in zip(tools, definitions, strict=True)
+    ]
+
+
+def _check_continued(conversation: Conversation) -> None:
+    """Raise ApiError where the last message is not text that could go on."""
+    last = conversation.messages[-1]
+    reason = None
+    if last.get("tool_calls"):
+        reason = "it ends with a tool call"
+    elif last.get("reasoning_content") and not last.get("content"):
+        reason = "it holds a thought and no text"
+    if reason is not None:
+        message = f"the last message cannot be continued: {reason}; add text or another message"
+        raise ApiError(400, message, param=conversation.field)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi.responses import JSONResponse, Response
 
-from neo_desktop.app.api.fields import Model, Only, Prompts, Unsupported
+from neo_desktop.app.api.fields import Label, Model, Only, Prompts, Unsupported
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.errors import ApiError
-from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
 
 
 class EmbeddingRequest(Model):
@@ -23,8 +23,8 @@ class EmbeddingRequest(Model):
     pooling: Literal["mean", "last"] | None = None  # over all tokens (the default), or the last one alone
 
     # They say nothing about the answer.
-    user: str | None = None
-    request_id: str | None = None
+    user: Label = None
+    request_id: Label = None
 
     add_special_tokens: Annotated[Any, Only(True)] = None
     normalize: Annotated[Any, Only(True)] = None  # vectors have length 1
@@ -38,6 +38,8 @@ async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
         found = await service.embed(body.input, body.pooling or "mean")
     except ContextLengthError as error:
         raise ApiError(400, str(error), param="input", code="context_length_exceeded") from error
+    except NoEmbeddingsError as error:
+        raise ApiError(400, str(error), param="model", code="no_embeddings") from error
     except ValueError as error:
         raise ApiError(400, str(error), param="input") from error
     num_dimensions = len(found[0][0])

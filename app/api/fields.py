@@ -1,15 +1,21 @@
 """What the bodies of all endpoints are made of.
 
-No field is ignored silently. A field is either used, or says nothing about the answer (`user`), or accepted
-only with values that change nothing (`store=False`); anything else is an error that names the field.
+Each field is one of these, see `Kind` and `table`; any other one is an error that names it.
+
+    honoured   it does what its name says
+    hint       it changes nothing that a client can see: labels, caching, display
+    left out   the answer does without it, and a warning beside the answer says so
+    refused    an error, unless its value asks for nothing (`store=False`)
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -21,9 +27,20 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from neo_desktop.app.web.warnings import warn
+
 MAX_TOOLS = 256
 
 Json = dict[str, Any]
+
+
+class Kind(StrEnum):
+    """How a field is treated."""
+
+    HONOURED = "honoured"
+    HINT = "hint"
+    LEFT_OUT = "left out"
+    REFUSED = "refused"
 
 
 class Model(BaseModel):
@@ -34,6 +51,8 @@ class Model(BaseModel):
 
 class Only:
     """For a feature that is not there: a field that takes only values that do not ask for it."""
+
+    kind = Kind.REFUSED
 
     def __init__(self, *accepted: object) -> None:
         self._accepted = (None, *accepted)
@@ -50,6 +69,38 @@ class Only:
         return value
 
 
+class LeftOut:
+    """For a wish that the answer does without: a warning says so, unless the value is one of `silent`."""
+
+    kind = Kind.LEFT_OUT
+
+    def __init__(self, what: str, *silent: object) -> None:
+        self._what = what
+        self._silent = (None, *silent)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: object) -> object:
+        if value not in self._silent:
+            warn(self._what)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Hint:
+    kind: Kind = Kind.HINT
+
+
+HINT = _Hint()
+Unsupported = Annotated[Any, Only()]
+Label = Annotated[str | None, HINT]
+Verbosity = Annotated[
+    Literal["low", "medium", "high"] | None,
+    LeftOut("verbosity is left out: no model here knows it", "medium"),
+]
+
+
 def described(what: str) -> WrapValidator:
     """One sentence in place of one error per alternative of a union."""
 
@@ -62,29 +113,211 @@ def described(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _joined_text(content: object) -> object:
-    """Text parts as one text, a line each."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            message = "must be text or text parts, got a part of type {kind}: this server reads text only"
-            raise PydanticCustomError("content_part", message, {"kind": repr(kind)})
-        texts.append(part["text"])
-    return "\n".join(texts)
+class Skipped(Model):
+    """A part of a body that the answer does without."""
+
+    type: str
 
 
-TEXT_PARTS = ("text", "input_text", "output_text")
-_TEXT_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA}]}
+# Written by what a value is, not by what it was read from.
+_AS_IT_IS = core_schema.plain_serializer_function_ser_schema(lambda value: value)
 
-Content = Annotated[str, BeforeValidator(_joined_text), WithJsonSchema(_CONTENT_SCHEMA)]
+
+class Tagged:
+    """A union of models that their field `type` tells apart.
+
+    Args:
+        models: each says in `type` what it is for.
+        refused: other types, `*` stands for anything → the sentence that refuses them.
+        left_out: further ones, which become `Skipped` → the warning, without its subject.
+        default: what a part without `type` is.
+        words: texts that may stand in place of an object.
+    """
+
+    def __init__(
+        self,
+        *models: type[Model],
+        refused: Mapping[str, str] = types.MappingProxyType({}),
+        left_out: Mapping[str, str] = types.MappingProxyType({}),
+        default: str | None = None,
+        words: Sequence[str] = (),
+    ) -> None:
+        self.models = {tag: model for model in models for tag in tags(model)}
+        self.refused = refused
+        self.left_out = left_out
+        self._default = default
+        self._words = words
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {in_marks(tag): handler.generate_schema(model) for tag, model in self.models.items()}
+        union = core_schema.tagged_union_schema(choices, discriminator=self._tag_in_marks)
+        return core_schema.no_info_wrap_validator_function(self._check, union, serialization=_AS_IT_IS)
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        if isinstance(value, str) and value in self._words:
+            return value
+        if not isinstance(value, dict):
+            what = " or ".join([*map(repr, self._words), "an object"])
+            raise PydanticCustomError("object", "must be {what}", {"what": what})
+        tag = value.get("type") or self._default
+        if not isinstance(tag, str):
+            reason = "is missing its type" if tag is None else "has a type that is not text"
+            raise PydanticCustomError("tag", reason)
+        if tag in self.models:
+            return handler(value if value.get("type") else value | {"type": tag})
+        if (warning := _matching(self.left_out, tag)) is not None:
+            warn(f"a part of type {tag!r} {warning}")
+            return Skipped(type=tag)
+        known = ", ".join(map(repr, self.models))
+        reason = _matching(self.refused, tag) or f"this server takes {known}"
+        raise PydanticCustomError("tag", "is of type {tag}: {what}", {"tag": repr(tag[:100]), "what": reason})
+
+    def _tag_in_marks(self, value: Json) -> str:
+        return in_marks(value["type"])
+
+
+def tags(model: type[Model]) -> tuple[str, ...]:
+    """The values of `type` that a model is for."""
+    annotation = model.model_fields["type"].annotation
+    return tuple(value for part in (annotation, *get_args(annotation)) for value in _literals(part))
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
+    return tuple(value for value in get_args(annotation) if isinstance(value, str))
+
+
+def in_marks(tag: str) -> str:
+    """A tag as it stands in the place of an error, which is no field of the body."""
+    return f"<{tag}>"
+
+
+def _matching(sentences: Mapping[str, str], tag: str) -> str | None:
+    found = (said for name, said in sentences.items() if name == tag or _is_beginning(name, tag))
+    return next(found, None)
+
+
+def _is_beginning(pattern: str, tag: str) -> bool:
+    return pattern.endswith("*") and tag.startswith(pattern[:-1])
+
+
+TEXT_ONLY = "this model reads text only"
+NOT_TEXT: Mapping[str, str] = dict.fromkeys(
+    [
+        *("image", "image_url", "input_image", "input_audio", "audio", "video", "video_url", "input_video"),
+        *("file", "input_file", "document", "container_upload", "computer_screenshot", "browser_state"),
+    ],
+    TEXT_ONLY,
+)
+
+
+class Joined:
+    """Text, or text parts, which become one text, a line each.
+
+    Args:
+        parts: models with a `text`.
+        refused: see `Tagged`.
+    """
+
+    def __init__(self, *parts: type[Model], refused: Mapping[str, str] = NOT_TEXT) -> None:
+        self.union = Tagged(*parts, refused=refused)
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        parts = core_schema.list_schema(handler.generate_schema(Annotated[Any, self.union]))
+        return core_schema.no_info_wrap_validator_function(self._check, parts, serialization=_AS_IT_IS)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        parts = handler(schema["schema"])
+        return {"anyOf": [{"type": "string"}, parts]}
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise PydanticCustomError("content", "must be text or a list of text parts")
+        return "\n".join(part.text for part in handler(value))
+
+
+class TextPart(Model):
+    """Text, with what clients put beside it."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Json] | None, HINT] = None
+    logprobs: Annotated[list[Json] | None, HINT] = None
+    cache_control: Annotated[Json | None, HINT] = None
+    prompt_cache_breakpoint: Annotated[Json | None, HINT] = None
+
+
+class RefusalPart(Model):
+    """Text with which the assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The same for every part."""
+        return self.refusal
+
+
+Content = Annotated[str, Joined(TextPart, RefusalPart)]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One field, or one type of a part, in the table."""
+
+    kind: Kind
+    is_open: bool = False  # it is treated as a whole, whatever it holds
+    annotation: Any = None  # of a hint: what it may be
+
+
+def table(model: type[Model]) -> dict[str, Entry]:
+    """All fields of a body, such as `messages[].content[]<text>.cache_control` → how each is treated."""
+    entries: dict[str, Entry] = {}
+    _enter_fields(entries, "", model)
+    return entries
+
+
+def _enter_fields(entries: dict[str, Entry], path: str, model: type[Model]) -> None:
+    for name, field in model.model_fields.items():
+        place = f"{path}.{field.alias or name}".lstrip(".")
+        entries.setdefault(place, Entry(Kind.HONOURED))
+        annotation: Any = field.annotation
+        _enter(entries, place, Annotated[annotation, *field.metadata] if field.metadata else annotation)
+
+
+def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
+    kind, args = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        for mark in args[1:]:
+            if isinstance(mark, Only | LeftOut | _Hint):
+                entries[path] = Entry(mark.kind, is_open=True, annotation=args[0])
+                return
+            if isinstance(mark, Tagged | Joined):
+                union, place = (mark, path) if isinstance(mark, Tagged) else (mark.union, f"{path}[]")
+                _enter_union(entries, place, union)
+                return
+        _enter(entries, path, args[0])
+    elif kind in (Union, types.UnionType):
+        for each in args:
+            _enter(entries, path, each)
+    elif kind is list:
+        _enter(entries, f"{path}[]", args[0])
+    elif kind is dict or annotation is Any:
+        entries[path] = replace(entries.get(path, Entry(Kind.HONOURED)), is_open=True)
+    elif isinstance(annotation, type) and issubclass(annotation, Model):
+        if "type" in annotation.model_fields:
+            entries |= {path + in_marks(tag): Entry(Kind.HONOURED) for tag in tags(annotation)}
+        _enter_fields(entries, path, annotation)
+
+
+def _enter_union(entries: dict[str, Entry], path: str, union: Tagged) -> None:
+    for sentences, kind in ((union.refused, Kind.REFUSED), (union.left_out, Kind.LEFT_OUT)):
+        entries |= {path + in_marks(name): Entry(kind, is_open=True) for name in sentences}
+    for tag, model in union.models.items():
+        entries[path + in_marks(tag)] = Entry(Kind.HONOURED)
+        _enter_fields(entries, path + in_marks(tag), model)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
@@ -117,8 +350,6 @@ _PROMPTS_SCHEMA = {
 }
 
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
-
-Unsupported = Annotated[Any, Only()]
 
 
 def given(fields: Mapping[str, Any]) -> Json:

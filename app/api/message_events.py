@@ -1,54 +1,35 @@
 """What Anthropic's clients get: a message in one piece, or the events that it grows by."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.json_stream import complete_members
 from neo_desktop.app.api.outputs import Answer, Outputs, TokensUsed
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service
-from neo_desktop.engine.batch import SampledToken
-from neo_desktop.models.tokenizer import Tokenizer
 
 _EMPTY_TEXT: Json = {"type": "text", "text": "", "citations": None}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Stops:
-    """Finds out which stop sequence ended the answer: the engine leaves it out of the text."""
-
-    def __init__(self, tokenizer: Tokenizer, sequences: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._sequences = sequences
-        self._num_chars = 0
-        self._token_ids: list[int] = []
-
-    def add(self, text: str, tokens: Sequence[SampledToken]) -> None:
-        """Take in more of the answer."""
-        if self._sequences:
-            self._num_chars += len(text)
-            self._token_ids += [token.token_id for token in tokens]
-
-    def reason(self, end: str | None) -> Json:
-        """Why the answer ended."""
-        rest = self._tokenizer.decode(self._token_ids)[self._num_chars :] if self._token_ids else ""
-        found = next((one for one in self._sequences if rest.startswith(one)), None)
-        if found is not None and end == "stop":
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
-        return {"stop_reason": STOP_REASONS[end or "stop"], "stop_sequence": None}
+def stop_reason(end: str | None, stopped_by: str | None) -> Json:
+    """Why an answer ended."""
+    if stopped_by is not None and end == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+    return {"stop_reason": STOP_REASONS[end or "stop"], "stop_sequence": None}
 
 
-async def message_events(outputs: Outputs, stops: Stops, model: str) -> AsyncIterator[bytes]:
+async def message_events(outputs: Outputs, model: str) -> AsyncIterator[bytes]:
     """Yield the answer while it grows; an error is the last event."""
     blocks = _BlockEvents()
     is_begun = False
     try:
         async for step in outputs:
-            stops.add(step.text, step.tokens)
             if not is_begun:
                 is_begun = True
                 yield _event("message_start", message=message_body(model, outputs.usage))
@@ -73,7 +54,7 @@ async def message_events(outputs: Outputs, stops: Stops, model: str) -> AsyncIte
                 for body in blocks.end():
                     yield body
                 usage = {"output_tokens": outputs.usage.num_output_tokens}
-                yield _event("message_delta", delta=stops.reason(step.end), usage=usage)
+                yield _event("message_delta", delta=stop_reason(step.end, step.stopped_by), usage=usage)
                 yield _event("message_stop")
     except ServiceError as error:
         yield event(anthropic_body(from_service(error)), "error")
@@ -149,12 +130,9 @@ def _tool_use(call_id: str, name: str) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments as an object; what is none, since it was cut or is no JSON, is passed on as it is."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
+    """Return the arguments as an object; of those that were cut, the members that are complete."""
+    value: Json = json.loads(complete_members(arguments))
+    return value
 
 
 def _event(name: str, **fields: Any) -> bytes:

@@ -7,121 +7,29 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, field_validator
 
 from neo_desktop.app.api.conversation import Conversation, prepare, thinking_fields
-from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, given
-from neo_desktop.app.api.message_events import Stops, blocks_of, message_body, message_events
+from neo_desktop.app.api.fields import HINT, MAX_TOOLS, Json, Label, LeftOut, Model, Only, Tagged, Unsupported
+from neo_desktop.app.api.message_blocks import (
+    AnthropicMessage,
+    AnthropicTool,
+    CacheControl,
+    SystemBlock,
+    ToolDefinition,
+    as_blocks,
+    system_text,
+)
+from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
 from neo_desktop.app.api.outputs import begin, collect
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
+from neo_desktop.app.api.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
 KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents send it; nothing is cleared
-
-
-class CacheControl(Model):
-    """What to keep; prompts are always kept, as long as there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class TextBlock(Model):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: Annotated[Any, Only([])] = None
-
-
-class ThinkingBlock(Model):
-    """What the model thought before it answered."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseBlock(Model):
-    """A call that the model made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Json
-    cache_control: CacheControl | None = None
-    caller: Annotated[Any, Only({"type": "direct"})] = None
-    toolset_name: Unsupported = None
-
-
-class ToolResultBlock(Model):
-    """What came of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Content = ""
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-
-
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-
-
-class AnthropicMessage(Model):
-    """One message: text, or blocks."""
-
-    role: Literal["user", "assistant"]
-    content: list[Block]
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
-    @classmethod
-    def _as_blocks(cls, content: object) -> object:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-    def for_template(self) -> list[Json]:
-        """The message as chat templates expect it: results of tools are messages of their own."""
-        results = [
-            {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "content": f"Error: {block.content}" if block.is_error else block.content,
-            }
-            for block in self.content
-            if isinstance(block, ToolResultBlock)
-        ]
-        calls = [
-            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-            for block in self.content
-            if isinstance(block, ToolUseBlock)
-        ]
-        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
-        thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
-        fields = {
-            "role": self.role,
-            "content": "\n".join(texts),
-            "tool_calls": calls or None,
-            "reasoning_content": "\n".join(thoughts) or None,
-        }
-        return results + ([given(fields)] if texts or calls or not results else [])
-
-
-class ToolDefinition(Model):
-    """A tool that the client runs."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    input_schema: Json  # JSON schema of an object
-    type: Literal["custom"] | None = None
-    strict: bool | None = None  # a call that must come always follows the schema
-    cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None  # arguments always come as they are written
-    input_examples: Annotated[Any, Only([])] = None
-    defer_loading: Annotated[Any, Only(False)] = None
-    allowed_callers: Annotated[Any, Only(["direct"])] = None
 
 
 class Choice(Model):
@@ -132,12 +40,16 @@ class Choice(Model):
     disable_parallel_tool_use: bool | None = None
 
 
+OTHER_THINKING = {"between_tools": "ask for adaptive"}
+
+
 class Thinking(Model):
     """Whether the model thinks first; how long is up to it, a budget is no limit here."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Annotated[Any, Only("summarized")] = None
+    budget_tokens: Annotated[Annotated[int, Field(ge=1)] | None, HINT] = None
+    display: Label = None  # thoughts are shown as they are
+    block_binding: Unsupported = None
 
 
 class OutputFormat(Model):
@@ -151,13 +63,14 @@ class OutputConfig(Model):
     """The answer's form, and how much thought goes into it."""
 
     format: OutputFormat | None = None
+    task_budget: Annotated[Json | None, HINT] = None  # of all requests of a task
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a hint; not all models know it
 
 
 class Metadata(Model):
     """Labels."""
 
-    user_id: str | None = None
+    user_id: Label = None
 
 
 class CountTokensRequest(Model):
@@ -165,14 +78,41 @@ class CountTokensRequest(Model):
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Content | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    system: list[SystemBlock] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    thinking: Thinking | None = None
+    thinking: Annotated[Thinking, Tagged(Thinking, refused=OTHER_THINKING)] | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-    context_management: Annotated[Any, Only({"edits": []}, {"edits": [KEEP_THOUGHTS]})] = None
+    context_management: Annotated[
+        Json | None,
+        LeftOut(
+            "context_management is left out: the conversation is read as it was sent",
+            {},
+            {"edits": []},
+            {"edits": [KEEP_THOUGHTS]},
+        ),
+    ] = None
     mcp_servers: Annotated[Any, Only([])] = None
+    compaction: Unsupported = None
+    thread: Unsupported = None
+
+    # Labels and hints: they say nothing about the answer.
+    cache_control: Annotated[CacheControl | None, HINT] = None
+    speed: Label = None  # there is one
+    betas: Annotated[list[str] | None, HINT] = None
+    anthropic_beta: Annotated[list[str] | None, HINT] = None
+    anthropic_version: Label = None
+    billing_policy: Annotated[Json | None, HINT] = None
+    diagnostics: Annotated[Json | None, HINT] = None
+    fallbacks: Annotated[Any, HINT] = None  # there is one model
+    fallback_credit_token: Annotated[Any, HINT] = None
+    user_profile_id: Label = None
+    workspace_id: Label = None
+
+    @field_validator("system", mode="before", json_schema_input_type=str | list[SystemBlock] | None)
+    @classmethod
+    def _as_blocks(cls, system: object) -> object:
+        return as_blocks(system)
 
     def conversation(self, template: str | None) -> Conversation:
         """The chat, for the model with this template.
@@ -180,7 +120,8 @@ class CountTokensRequest(Model):
         Raises:
             ApiError: the template cannot do what is asked for.
         """
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        prompt = system_text(self.system)
+        system = [{"role": "system", "content": prompt}] if prompt else []
         choice = self.tool_choice or Choice(type="auto")
         if (choice.type == "tool") != (choice.name is not None):
             raise ApiError(
@@ -195,7 +136,7 @@ class CountTokensRequest(Model):
             is_thinking = self.thinking.type == "enabled"
         return Conversation(
             messages=[*system, *(one for message in self.messages for one in message.for_template())],
-            tools=[Tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()],
+            tools=[tool.tool() for tool in self.tools or () if isinstance(tool, ToolDefinition)],
             choice={"auto": AUTO, "any": REQUIRED, "tool": ToolChoice(True, choice.name), "none": None}[
                 choice.type
             ],
@@ -216,11 +157,10 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     top_p: float | None = None
 
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: Annotated[Metadata | None, HINT] = None
+    service_tier: Label = None  # there is one
     container: Unsupported = None
     inference_geo: Unsupported = None
-    speed: Annotated[Any, Only("standard")] = None
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return what was asked for; what was left open is the model's own recommendation.
@@ -240,22 +180,32 @@ class MessagesRequest(CountTokensRequest):
 
 async def answer(service: EngineService, body: MessagesRequest, params: SamplingParams) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
-    outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
-    stops = Stops(service.tokenizer, body.stop_sequences or ())
+    conversation = body.conversation(service.tokenizer.chat_template)
+    try:
+        outputs = await begin(service, conversation, params, cuts_max_tokens=True)
+    except ApiError as error:
+        if isinstance(length := error.__cause__, ContextLengthError):
+            raise ApiError(400, _too_long(length), param="messages") from length
+        raise
     if body.stream:
-        return EventStream(message_events(outputs, stops, service.model_name), outputs)
+        return EventStream(message_events(outputs, service.model_name), outputs)
     (answer,) = await collect(outputs)
-    stops.add(answer.raw_text, answer.tokens)
     message = message_body(service.model_name, outputs.usage)
-    message |= {"content": blocks_of(answer), **stops.reason(answer.end)}
+    message |= {"content": blocks_of(answer), **stop_reason(answer.end, answer.stopped_by)}
     return JSONResponse(message)
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """Anthropic's words, which agents look for."""
+    more = "" if error.is_whole else " (in its beginning alone)"
+    return f"prompt is too long: {error.num_tokens} tokens > {error.limit - 1} maximum{more}"
 
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:
     """Tell how many tokens the prompt of a chat has."""
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
     try:
-        token_ids = await asyncio.to_thread(service.tokenizer.encode, prepared.prompt, False)
+        token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})

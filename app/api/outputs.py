@@ -9,16 +9,18 @@ from typing import Self
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.api.structure import Structure
+from neo_desktop.app.api.tools import Tool
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineFailedError
-from neo_desktop.app.thoughts import ThoughtSplitter
+from neo_desktop.app.service_errors import DeadEndError
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -31,6 +33,7 @@ class Step:
     tokens: Sequence[SampledToken]
     end: str | None  # "stop", "length" or "tool_calls"; None: more will follow
     text: str  # as the model wrote it, marks included
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 @dataclass(slots=True)
@@ -69,8 +72,15 @@ class Outputs:
         ServiceError, ApiError: while iterating, when the rest will not come.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        prepared: Prepared | None,
+        grammar_field: str,
+    ) -> None:
         self.usage = TokensUsed()
+        self._grammar_field = grammar_field or None  # of the body, which asked for a form
         self._generation = generation
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening
@@ -92,10 +102,10 @@ class Outputs:
         try:
             async for index, output in self._generation:
                 yield self._step(index, output)
-        except EngineFailedError as error:
-            if not str(error).startswith("grammar"):
-                raise
-            raise ApiError(400, str(error), param="grammar") from error
+        except DeadEndError as error:
+            raise ApiError(
+                400, f"the answer's {error}", param=self._grammar_field, code=error.code
+            ) from error
 
     def _step(self, index: int, output: RequestOutput) -> Step:
         reader, text = self._readers[index], output.text
@@ -107,9 +117,9 @@ class Outputs:
             self.usage.num_thought_tokens += len(output.tokens)
         end = None if output.finish_reason is None else str(output.finish_reason)
         if end is not None:
-            pieces += reader.flush()
+            pieces += reader.flush(is_cut=end == "length")
             end = "tool_calls" if reader.has_calls and end == "stop" else end
-        return Step(index, pieces, output.tokens, end, text)
+        return Step(index, pieces, output.tokens, end, text, output.stopped_by)
 
 
 class _Reader:
@@ -132,12 +142,12 @@ class _Reader:
             return [Text(text)] if text else []
         return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
 
-    def flush(self) -> list[Piece]:
-        """End the text."""
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        """End the text; `is_cut`: the model would have written more."""
         if self._thoughts is None:
             return []
         pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
-        return pieces + (self._told(self._calls.flush()) if self._calls else [])
+        return pieces + (self._told(self._calls.flush(is_cut=is_cut)) if self._calls else [])
 
     def _read(self, kind: str, text: str) -> list[Piece]:
         if kind == "thought":
@@ -156,7 +166,7 @@ class Call:
 
     call_id: str
     name: str
-    arguments: str = ""  # JSON, unless the model wrote something else
+    arguments: str = ""  # the text of a JSON object, or of the beginning of one that was cut
 
 
 @dataclass(slots=True)
@@ -168,7 +178,7 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     end: str | None = None
-    raw_text: str = ""
+    stopped_by: str | None = None
 
     def add(self, step: Step) -> None:
         """Take in what came."""
@@ -183,8 +193,7 @@ class Answer:
                 case CallArguments(number, text):
                     self.calls[number].arguments += text
         self.tokens += step.tokens
-        self.raw_text += step.text
-        self.end = step.end
+        self.end, self.stopped_by = step.end, step.stopped_by
 
 
 async def collect(outputs: Outputs) -> list[Answer]:
@@ -225,8 +234,17 @@ def _with_grammar(
         raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
 
 
-async def begin(service: EngineService, conversation: Conversation, params: SamplingParams) -> Outputs:
+async def begin(
+    service: EngineService,
+    conversation: Conversation,
+    params: SamplingParams,
+    *,
+    cuts_max_tokens: bool = False,
+) -> Outputs:
     """Queue the next message of a conversation.
+
+    Args:
+        cuts_max_tokens: see `Intake.prepare`.
 
     Raises:
         ApiError: the template, the grammar or the engine cannot take it.
@@ -236,11 +254,18 @@ async def begin(service: EngineService, conversation: Conversation, params: Samp
     forms = conversation.structure[0] if conversation.structure else "tools"
     if prepared.grammar is not None:
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    # The template has written the special tokens out.
+    params = dataclasses.replace(params, thoughts="open" if prepared.is_thinking else "possible")
     generation = await submit(
-        service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms
+        service,
+        [prepared.prompt],
+        params,
+        conversation.field,
+        add_special_tokens=False,
+        cuts_max_tokens=cuts_max_tokens,
+        grammar_field=forms,
+        tools=prepared.tools,
     )
-    return Outputs(generation, service.tokenizer, prepared)
+    return Outputs(generation, service.tokenizer, prepared, forms)
 
 
 async def submit(
@@ -251,19 +276,34 @@ async def submit(
     *,
     add_special_tokens: bool,
     grammar_field: str,
+    cuts_max_tokens: bool = False,
+    tools: Sequence[Tool] = (),
 ) -> Generation:
-    """Queue prompts; `field` of the body holds them.
+    """Queue prompts; `field` of the body holds them, calls of the tools are part of the grammar.
 
     Raises:
         ApiError: the engine cannot take them.
         ServiceError: the service takes no requests.
     """
     try:
-        return await service.submit(prompts, params, add_special_tokens=add_special_tokens)
+        return await service.submit(
+            prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
+        )
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:
+        blamed = await _blamed(service, tools) if error.field == "grammar" else None
         told = error.named({"grammar": grammar_field})
-        raise ApiError(400, str(told), param=told.field) from error
+        raise ApiError(400, blamed or str(told), param=told.field) from error
     except ValueError as error:
         raise ApiError(400, str(error), param=field) from error
+
+
+async def _blamed(service: EngineService, tools: Sequence[Tool]) -> str | None:
+    """Find the tool whose schema alone cannot be used; None: there is none."""
+    for tool in tools:
+        try:
+            await service.compile(from_enforceable(tool.enforced()))
+        except SettingError as error:
+            return f"tools cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
+    return None

@@ -204,6 +204,7 @@ class ModelCard(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str  # the model's own name; `id` may be an alias of it
     max_model_len: int
 
 

@@ -1,29 +1,45 @@
 """A response while it grows: its items, and the events that tell of them."""
 
+import json
 import time
 from typing import Any
+
+import pydantic_core
 
 from neo_desktop.app.api.calls import CallArguments, CallStart, Piece, Text
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.outputs import Step, TokensUsed
 from neo_desktop.app.api.replies import new_id, token_logprobs
+from neo_desktop.app.api.response_tools import ResponseTools, shell_action
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.models.tokenizer import Tokenizer
+
+# Kind of a call → the beginning of its id, and what it holds before its arguments.
+_CALLS: dict[str, tuple[str, Json]] = {
+    "function_call": ("fc_", {"arguments": ""}),
+    "custom_tool_call": ("ctc_", {"input": ""}),
+    "local_shell_call": ("lsh_", {"action": shell_action({})}),
+}
 
 
 class ResponseEvents:
     """Puts a response together; each call returns the events of what has changed.
 
         item added ──→ part added ──→ deltas ──→ part done ──→ item done      (messages and thoughts)
-        item added ──────────────────→ deltas ────────────────→ item done      (calls)
+        item added ──────────────────→ deltas ────────────────→ item done      (calls; shell's have no deltas)
 
     Args:
         response: as long as nothing has come; it is filled in place.
+        tools: of the request, which say how calls are told.
         with_logprobs: tell how probable tokens were.
     """
 
-    def __init__(self, response: Json, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+    def __init__(
+        self, response: Json, tools: ResponseTools, tokenizer: Tokenizer, with_logprobs: bool
+    ) -> None:
         self.response = response
+        self._tools = tools
+        self._arguments = ""  # of the call that grows, as the model writes them
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._item: Json | None = None  # the one that grows
@@ -72,11 +88,9 @@ class ResponseEvents:
 
     def _add_piece(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
         if isinstance(piece, CallStart):
-            return self._end_item() + self._begin_item("function_call", piece)
+            return self._end_item() + self._begin_call(piece)
         if isinstance(piece, CallArguments):
-            assert self._item is not None
-            self._item["arguments"] += piece.text
-            return [self._of_item("response.function_call_arguments.delta", delta=piece.text)]
+            return self._add_arguments(piece.text)
         kind = "message" if isinstance(piece, Text) else "reasoning"
         events = []
         if self._item is None or self._item["type"] != kind:
@@ -90,11 +104,50 @@ class ResponseEvents:
             delta = self._of_part("response.output_text.delta", delta=piece.text, logprobs=logprobs)
         return [*events, delta]
 
-    def _begin_item(self, kind: str, call: CallStart | None = None) -> list[Json]:
-        if call is not None:
-            fields = {"call_id": call.call_id, "name": call.name, "arguments": ""}
-            self._item = {"type": kind, "id": new_id("fc_"), "status": "in_progress"} | fields
-            return [self._of_item("response.output_item.added", item=dict(self._item))]
+    def _begin_call(self, call: CallStart) -> list[Json]:
+        route = self._tools.route(call.name)
+        prefix, empty = _CALLS[route.kind]
+        self._arguments = ""
+        self._item = {"type": route.kind, "id": new_id(prefix), "status": "in_progress"}
+        self._item |= {"call_id": call.call_id} | empty
+        if route.kind != "local_shell_call":
+            self._item["name"] = route.name
+            self._item |= {} if route.namespace is None else {"namespace": route.namespace}
+        return [self._of_item("response.output_item.added", item=dict(self._item))]
+
+    def _add_arguments(self, text: str) -> list[Json]:
+        assert self._item is not None
+        self._arguments += text
+        if self._item["type"] == "function_call":
+            self._item["arguments"] += text
+            return [self._of_item("response.function_call_arguments.delta", delta=text)]
+        if self._item["type"] == "custom_tool_call":
+            return self._add_input(_input_so_far(self._arguments))
+        return []
+
+    def _add_input(self, text: str) -> list[Json]:
+        assert self._item is not None
+        delta = text.removeprefix(self._item["input"])
+        if not delta or not text.startswith(self._item["input"]):
+            return []
+        self._item["input"] = text
+        return [self._of_item("response.custom_tool_call_input.delta", delta=delta)]
+
+    def _end_call(self) -> list[Json]:
+        item = self._item
+        assert item is not None
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            return [self._of_item("response.function_call_arguments.done", **done)]
+        arguments = _object(self._arguments)
+        if item["type"] == "local_shell_call":
+            item["action"] = shell_action(arguments)
+            return []
+        whole = arguments.get("input", self._arguments)
+        events = self._add_input(whole) if isinstance(whole, str) else []
+        return [*events, self._of_item("response.custom_tool_call_input.done", input=item["input"])]
+
+    def _begin_item(self, kind: str) -> list[Json]:
         self._item = {
             "type": kind,
             "id": new_id("msg_" if kind == "message" else "rs_"),
@@ -116,9 +169,8 @@ class ResponseEvents:
         item = self._item
         item["status"] = status
         events = []
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            events.append(self._of_item("response.function_call_arguments.done", **done))
+        if item["type"] in _CALLS:
+            events += self._end_call()
         else:
             part = item["content"][0]
             if item["type"] == "message":
@@ -150,3 +202,21 @@ class ResponseEvents:
         body = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
         return body
+
+
+def _input_so_far(arguments: str) -> str:
+    """The text that a custom tool is called with, as far as its JSON is written."""
+    try:
+        value = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return ""
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else ""
+
+
+def _object(arguments: str) -> Json:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

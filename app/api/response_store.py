@@ -56,6 +56,19 @@ class ResponseStore:
         self._responses.move_to_end(response_id)
         return self._responses[response_id][0]
 
+    def item(self, item_id: str) -> Item:
+        """Return an item of an answer by its id.
+
+        Raises:
+            ApiError: there is none.
+        """
+        for response, _ in reversed(self._responses.values()):
+            for item in reversed(response.items):
+                if getattr(item, "id", None) == item_id:
+                    return item
+        message = f"there is no item {item_id[:100]!r} in the responses that are stored: send the item itself"
+        raise ApiError(400, message, param="input")
+
     def remove(self, response_id: str) -> None:
         """Forget a response.
 

@@ -8,15 +8,28 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from neo_desktop.app.api.conversation import Conversation, thinking_fields
-from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Only, Unsupported, described
+from neo_desktop.app.api.fields import (
+    HINT,
+    MAX_TOOLS,
+    Json,
+    Label,
+    LeftOut,
+    Model,
+    Only,
+    Skipped,
+    Tagged,
+    Unsupported,
+    Verbosity,
+)
 from neo_desktop.app.api.outputs import Outputs, begin
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
-from neo_desktop.app.api.response_items import Item, MessageItem, for_template
+from neo_desktop.app.api.response_items import Item, ItemReference, MessageItem, for_template
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
+from neo_desktop.app.api.response_tools import FunctionTool, ResponseTool, ResponseTools
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
+from neo_desktop.app.api.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream, event
@@ -27,40 +40,55 @@ from neo_desktop.models.config import GenerationDefaults
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _LOGPROBS = "message.output_text.logprobs"
-
-
-class ResponseTool(Model):
-    """A tool that the client runs."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Json | None = None  # JSON schema
-    strict: bool | None = None  # a call that must come always follows the schema
+_NOT_THERE = "this server has no tools of its own; leave it out"
+NO_CHOICE = {
+    "allowed_tools": "leave the other tools out of tools instead",
+    **dict.fromkeys(
+        ("file_search", "web_search*", "computer*", "code_interpreter", "image_generation"), _NOT_THERE
+    ),
+    **dict.fromkeys(("mcp", "programmatic_tool_calling", "apply_patch", "shell"), _NOT_THERE),
+}
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    # Of items that never come.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class NamedTool(Model):
     """The tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
 class TextFormat(Model):
-    """The form of the answer."""
+    """Any text, or any JSON."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Json | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # the schema always holds
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Model):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: Label = None
+    description: Label = None
+    schema_: Json = Field(alias="schema")
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 class TextConfig(Model):
     """How the answer is written."""
 
-    format: TextFormat | None = None
-    verbosity: Annotated[Any, Only("medium")] = None
+    format: Annotated[TextFormat | SchemaFormat, Tagged(TextFormat, SchemaFormat)] | None = None
+    verbosity: Verbosity = None
 
 
 class Reasoning(Model):
@@ -68,14 +96,16 @@ class Reasoning(Model):
 
     # A hint; not all models know levels of thought.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Label = None
+    generate_summary: Label = None
+    context: Annotated[Any, Only("auto")] = None
+    mode: Annotated[Any, Only("standard")] = None
 
 
 class ResponseStreamOptions(Model):
     """Extras of a stream."""
 
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
 
 
 def _as_items(value: object) -> object:
@@ -92,7 +122,7 @@ class ResponsesRequest(Model):
     store: bool | None = None  # unless false, the response can be asked for and gone on with
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Includable] | None = None
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -104,27 +134,38 @@ class ResponsesRequest(Model):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        described('"none", "auto", "required" or {"type": "function", "name": …}'),
-    ] = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedTool,
+            Tagged(NamedTool, refused=NO_CHOICE, words=("none", "auto", "required")),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
 
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
+    context_management: Annotated[
+        list[Json] | None, LeftOut("context_management is left out: the conversation is read as it was sent")
+    ] = None
 
+    # Labels and hints: they say nothing about the answer.
+    metadata: Annotated[dict[str, str] | None, HINT] = None
+    client_metadata: Annotated[Json | None, HINT] = None
+    image: Annotated[Json | None, HINT] = None  # how images are read; there are none
+    max_tool_calls: Annotated[int | None, HINT] = None  # of tools of the server's own
+    prompt_cache_key: Label = None
+    prompt_cache_options: Annotated[Json | None, HINT] = None
+    prompt_cache_retention: Label = None
+    safety_identifier: Label = None
+    service_tier: Label = None  # there is one
+    truncation: Label = None  # what is too long is refused
+    user: Label = None
+
+    access_programs: Unsupported = None
     background: Annotated[Any, Only(False)] = None
-    context_management: Unsupported = None
+    background_options: Unsupported = None
     conversation: Unsupported = None
-    max_tool_calls: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
-    truncation: Annotated[Any, Only("disabled")] = None
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return what was asked for; what was left open is the model's own recommendation.
@@ -148,7 +189,9 @@ class ResponsesRequest(Model):
         except SettingError as error:
             raise error.named({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}) from error
 
-    def conversation_of(self, items: Sequence[Item], template: str | None) -> Conversation:
+    def conversation_of(
+        self, items: Sequence[Item], tools: ResponseTools, template: str | None
+    ) -> Conversation:
         """The conversation that goes on, for the model with this template.
 
         Raises:
@@ -161,13 +204,13 @@ class ResponsesRequest(Model):
             raise ApiError(400, "input must hold at least one item", param="input")
         choice: ToolChoice | None
         if isinstance(self.tool_choice, NamedTool):
-            choice = ToolChoice(is_required=True, name=self.tool_choice.name)
+            choice = ToolChoice(is_required=True, name=tools.full_name(self.tool_choice.name))
         else:
             choice = {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(
             messages=messages,
-            tools=[Tool(tool.name, tool.description, tool.parameters or {}) for tool in self.tools or ()],
+            tools=tools.tools,
             choice=choice,
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=thinking_fields(template, effort, is_hint=True),
@@ -177,20 +220,14 @@ class ResponsesRequest(Model):
 
     def _structure(self) -> tuple[str, Structure] | None:
         form = self.text.format if self.text else None
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return "text.format", Structure("json")
-        if form.schema_ is None:
-            raise ApiError(400, "text.format needs a schema", param="text.format")
-        return "text.format", Structure("json_schema", form.schema_)
+        if isinstance(form, SchemaFormat):
+            return "text.format", Structure("json_schema", form.schema_, bool(form.strict))
+        is_json = form is not None and form.type == "json_object"
+        return ("text.format", Structure("json")) if is_json else None
 
     def head(self, model: str, params: SamplingParams) -> Json:
         """The response as long as nothing has come: what was asked for, with what was left open filled in."""
-        tools = [
-            {"strict": None, "description": None, "parameters": {}} | tool.model_dump(exclude_none=True)
-            for tool in self.tools or ()
-        ]
+        tools = [_told(tool) for tool in self.tools or () if not isinstance(tool, Skipped)]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, Model) else self.tool_choice
         form = self.text.format if self.text else None
         form_body = form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
@@ -230,6 +267,13 @@ class ResponsesRequest(Model):
         }
 
 
+def _told(tool: Model) -> Json:
+    empty: Json = (
+        {"strict": None, "description": None, "parameters": {}} if isinstance(tool, FunctionTool) else {}
+    )
+    return empty | tool.model_dump(exclude_none=True, by_alias=True)
+
+
 async def answer(
     service: EngineService, store: ResponseStore, body: ResponsesRequest, params: SamplingParams
 ) -> Response:
@@ -237,17 +281,19 @@ async def answer(
     earlier: Sequence[Item] = ()
     if body.previous_response_id is not None:
         earlier = store.get(body.previous_response_id, "previous_response_id").items
-    items = [*earlier, *body.input]
-    conversation = body.conversation_of(items, service.tokenizer.chat_template)
+    new = [store.item(item.id) if isinstance(item, ItemReference) else item for item in body.input]
+    items = [*earlier, *new]
+    tools = ResponseTools(body.tools or ())
+    conversation = body.conversation_of(items, tools, service.tokenizer.chat_template)
     outputs = await begin(service, conversation, params)
     events = ResponseEvents(
-        body.head(service.model_name, params), service.tokenizer, params.logprobs is not None
+        body.head(service.model_name, params), tools, service.tokenizer, params.logprobs is not None
     )
 
     def keep() -> None:
         if body.store is not False:
             answer_items = _ITEMS.validate_python(events.response["output"])
-            store.add(StoredResponse(events.response, body.input, [*items, *answer_items]))
+            store.add(StoredResponse(events.response, new, [*items, *answer_items]))
 
     if body.stream:
         return EventStream(_streamed(outputs, events, keep), outputs)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.api.fields import Json, Model, Only, Unsupported, described, given
+from neo_desktop.app.api.fields import HINT, Json, Label, Model, Only, Unsupported, described, given
 from neo_desktop.app.api.structure import ResponseFormat, Structure, one_of
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -57,7 +57,7 @@ class StreamOptions(Model):
     """Extras of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
     continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
@@ -102,14 +102,13 @@ class GenerationRequest(Model):
     return_token_ids: bool | None = None  # vLLM's: beside the text, those of prompt and output
 
     # Labels and hints: they say nothing about the answer.
-    user: str | None = None
-    request_id: str | None = None
-    cache_prompt: bool | None = None  # prompts are always cached, which changes no token
+    user: Label = None
+    request_id: Label = None
+    cache_prompt: Annotated[bool | None, HINT] = None  # prompts are always cached, which changes no token
     return_progress: Annotated[Any, Only(False)] = None
     timings_per_token: Annotated[Any, Only(False)] = None
 
     # vLLM's and llama.cpp's defaults, which some clients send always.
-    add_special_tokens: Annotated[Any, Only(False, True)] = None
     allowed_token_ids: Unsupported = None
     bad_words: Annotated[Any, Only([])] = None
     dry_multiplier: Annotated[Any, Only(0, 0.0)] = None
@@ -170,8 +169,8 @@ class GenerationRequest(Model):
         asked |= {name: Structure("grammar", text) for name, text in given(grammars).items()}
         if outputs.json_object:
             asked["structured_outputs.json_object"] = Structure("json")
-        if self.response_format is not None and self.response_format.type != "text":
-            asked["response_format"] = Structure.from_response_format(self.response_format)
+        if self.response_format is not None:
+            asked |= given({"response_format": Structure.from_response_format(self.response_format)})
         return one_of(asked)
 
     def _sampling_params(

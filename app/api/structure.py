@@ -9,20 +9,24 @@ from typing import Literal
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
-from neo_desktop.app.api.fields import Json, Model
+from neo_desktop.app.api.fields import Json, Label, Model
 from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
+from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.json_schema.words import SchemaError
 
+_CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # the others are escaped in JSON
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class JsonSchemaFormat(Model):
     """A JSON schema by name."""
 
-    name: str | None = None
-    description: str | None = None
+    name: Label = None
+    description: Label = None
     schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # the schema always holds
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 class ResponseFormat(Model):
@@ -39,31 +43,44 @@ class Structure:
 
     kind: Literal["json", "json_schema", "regex", "grammar"]
     source: Json | str = ""
+    is_strict: bool = False  # refused rather than enforced in part
 
     @classmethod
     def choice(cls, texts: list[str]) -> "Structure":
         """One of these texts."""
         if not texts:
             raise ApiError(400, "a choice needs at least one text", param="guided_choice")
-        return cls("grammar", f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
+        return cls("grammar", f"start: {' | '.join(map(in_lark, texts))}")
 
     @classmethod
-    def from_response_format(cls, form: ResponseFormat) -> "Structure":
-        """What OpenAI's clients ask for, other than text."""
+    def from_response_format(cls, form: ResponseFormat) -> "Structure | None":
+        """What OpenAI's clients ask for; None: any text."""
+        if form.schema_ is not None and form.json_schema is not None:
+            message = "response_format has schema and json_schema: give one of them"
+            raise ApiError(400, message, param="response_format")
         schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+        if form.type == "text" and schema is not None:
+            message = "response_format has a schema, which its type text leaves out: use the type json_schema"
+            raise ApiError(400, message, param="response_format")
+        if form.type == "text":
+            return None
         if schema is not None:
-            return cls("json_schema", schema)
+            return cls("json_schema", schema, bool(form.json_schema and form.json_schema.strict))
         if form.type == "json_schema":
             raise ApiError(400, "response_format needs json_schema.schema", param="response_format")
         return cls("json")
 
     def schema(self) -> str | None:
-        """JSON text of the schema; None for other forms than JSON."""
-        if self.kind == "json":
-            return '{"type": "object"}'
-        if self.kind != "json_schema":
+        """JSON text of the enforceable part of the schema, for `%json` in Lark; None: the form is not JSON.
+
+        Raises:
+            ValueError: it cannot be enforced.
+        """
+        if self.kind not in ("json", "json_schema"):
             return None
-        return json.dumps(json.loads(self.source) if isinstance(self.source, str) else self.source)
+        source = {"type": "object"} if self.kind == "json" else self.source
+        schema = enforced(source, "", self.is_strict)
+        return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
     def grammar(self) -> str:
         """Return it as the engine enforces it.
@@ -74,7 +91,7 @@ class Structure:
         if self.kind == "json":
             return grammar.any_json()
         if self.kind == "json_schema":
-            return grammar.from_json_schema(self.source)
+            return grammar.from_enforceable(enforced(self.source, "", self.is_strict))
         assert isinstance(self.source, str)
         if self.kind == "regex":
             return grammar.from_regex(self.source)
@@ -91,6 +108,33 @@ def one_of(asked: Mapping[str, Structure]) -> tuple[str, Structure] | None:
         message = f"{' and '.join(asked)} each ask for a form of the answer: give one of them"
         raise ApiError(400, message, param=list(asked)[1])
     return next(iter(asked.items()), None)
+
+
+def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:
+    """Return the enforceable part of a schema; a warning names the rest.
+
+    Args:
+        whose: schema it is, for messages.
+
+    Raises:
+        ValueError: it cannot be enforced.
+    """
+    where = f"{whose}, " if whose else ""
+    try:
+        found = grammar.parsed_schema(schema, is_strict=is_strict)
+    except SchemaError as error:
+        raise ValueError(f"{where}{error.path}: {error.problem}") from error
+    except SettingError as error:
+        raise ValueError(f"{where}{error.reason}") from error
+    for one in found.unenforced:
+        warn(f"schema of {whose or 'an answer'}, {one}")
+    return found.schema
+
+
+def in_lark(text: str) -> str:
+    """Return a text as Lark writes it: as JSON does, with all control characters escaped."""
+    written = json.dumps(text, ensure_ascii=False)
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
 
 
 def _lark(source: str) -> str:

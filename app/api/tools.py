@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.structure import enforced, in_lark
+from neo_desktop.engine.grammar import json_rule
 from neo_desktop.models import harmony
 
 WHITE_SPACE = " \t\r\n"
@@ -18,6 +20,20 @@ class Tool:
     name: str
     description: str | None
     parameters: Json
+    is_strict: bool = False  # a schema that cannot be enforced in full is refused
+
+    def enforced(self) -> Json:
+        """The enforceable part of the schema of its arguments: an empty object where there is none.
+
+        Raises:
+            ValueError: it cannot be.
+        """
+        whose = f"tool {self.name!r}"
+        types = self.parameters.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            raise ValueError(f"{whose}, $: 'type' must be \"object\": arguments have names")
+        own = self.parameters or {"properties": {}}
+        return enforced(own | {"type": "object"}, whose, self.is_strict)
 
     def for_template(self) -> Json:
         """The tool as chat templates expect it."""
@@ -46,7 +62,7 @@ class ToolFormat:
 
     opening: str
     closing: str = ""
-    separators: str = WHITE_SPACE  # what else may stand between calls
+    separators: str = ""  # what else than white space may stand between calls
     arguments_key: str = "arguments"
     in_list: bool = False  # the objects stand in one list after one mark
     is_bare: bool = False  # a text that begins with "{" is a call without any mark
@@ -67,17 +83,20 @@ class ToolFormat:
             tools: which may be called, at least one.
             is_parallel: more than one call may be made.
             arguments_mark: `[ARGS]` in Lark, for names that stand before their arguments.
+
+        Raises:
+            ValueError: a tool's schema cannot be enforced.
         """
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
             if self.has_names:
-                rules.append(f"call_{i}: {name} {arguments_mark} arguments_{i}")
+                rules.append(f"call_{i}: {in_lark(tool.name)} {arguments_mark} arguments_{i}")
             else:
-                head = json.dumps(f'{{"name": {name}, "{self.arguments_key}": ', ensure_ascii=False)
+                name = json.dumps(tool.name, ensure_ascii=False)
+                head = in_lark(f'{{"name": {name}, "{self.arguments_key}": ')
                 rules.append(f'call_{i}: {head} arguments_{i} "}}"')
             # Its own grammar, so that references within the schema still hold.
-            rules.append(f"arguments_{i}: %json {json.dumps(_as_written(tool.parameters))}")
+            rules.append(f"arguments_{i}: %json {json_rule(tool.enforced())}")
         if self.closing:
             between = json.dumps(f"\n{self.closing}\n{self.opening}\n")
             end = json.dumps(f"\n{self.closing}")
@@ -95,12 +114,12 @@ HERMES = ToolFormat("<tool_call>", "</tool_call>")
 EXPLAINED = ToolFormat("<tool_call>", "</tool_call>", in_template=False)
 LLAMA = ToolFormat(
     "<|python_tag|>",
-    separators=f"{WHITE_SPACE};",
+    separators=";",
     arguments_key="parameters",
     is_bare=True,
     single_calls=True,
 )
-MISTRAL = ToolFormat("[TOOL_CALLS]", separators=f"{WHITE_SPACE},[]", in_list=True, short_ids=True)
+MISTRAL = ToolFormat("[TOOL_CALLS]", in_list=True, short_ids=True)
 MISTRAL_NAMES = ToolFormat("[TOOL_CALLS]", has_names=True, short_ids=True)
 HARMONY = ToolFormat(harmony.CALL, has_names=True, single_calls=True, on_channels=True)
 
@@ -118,85 +137,3 @@ def format_of(template: str | None) -> ToolFormat:
     if "<|start_header_id|>" in template and "parameters" in template:
         return LLAMA
     return EXPLAINED
-
-
-def with_single_calls(messages: Sequence[Json]) -> list[Json]:
-    """The same chat with one call per message, each before its result."""
-    result: list[Json] = []
-    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
-    told: set[object] = set()
-    for message in messages:
-        calls = message.get("tool_calls", ())
-        if len(calls) > 1:
-            for number, call in enumerate(calls):
-                result.append(message | {"tool_calls": [call]} | ({"content": ""} if number else {}))
-                if call["id"] in results and call["id"] not in told:
-                    result.append(results[call["id"]])
-                    told.add(call["id"])
-        elif message["role"] != "tool" or message.get("tool_call_id") not in told:
-            result.append(message)
-    return result
-
-
-def with_thinking(messages: Sequence[Json]) -> list[Json]:
-    """The same chat with the thoughts that led to calls where gpt-oss's template looks for them.
-
-    It takes them only where there is no text beside the call.
-    """
-    return [
-        message | {"thinking": message["reasoning_content"]}
-        if message.get("tool_calls") and message.get("reasoning_content") and not message["content"]
-        else message
-        for message in messages
-    ]
-
-
-_EXPLANATION = """\
-You can call tools. To call one, answer with its name and its arguments as JSON between these marks, and \
-with nothing else:
-<tool_call>
-{{"name": "the tool's name", "arguments": {{"an argument": "its value"}}}}
-</tool_call>
-The results come back between <tool_response> marks. Without a need for a tool, answer as usual.
-These are the tools, one per line:
-{tools}"""
-
-
-def explained(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json]:
-    """The same chat for a template that knows no tools: they are explained, calls and results are text.
-
-    The explanation stands in the system prompt or, where there is none, before the first message: some
-    templates have no place for a system prompt.
-    """
-    result: list[Json] = []
-    for message in messages:
-        role, text = message["role"], message.get("content") or ""
-        if role == "tool":
-            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-        calls = [_call_as_text(call["function"]) for call in message.get("tool_calls", ())]
-        text = "\n".join(part for part in (text, *calls) if part)
-        if result and role == "user" and message["role"] == "tool" and result[-1]["role"] == "user":
-            result[-1] = {"role": "user", "content": f"{result[-1]['content']}\n{text}"}
-        else:
-            kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-            result.append(kept | {"role": role, "content": text})
-    if tools:
-        lines = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
-        explanation = _EXPLANATION.format(tools=lines)
-        first = result[0]
-        order = [explanation, first["content"]]
-        if first["role"] == "system":
-            order.reverse()
-        result[0] = first | {"content": "\n\n".join(filter(None, order))}
-    return result
-
-
-def _call_as_text(function: Json) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-
-
-def _as_written(parameters: Json) -> Json:
-    """The schema of an object, with white space as models write it: an endless run of it would be valid."""
-    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"type": "object"} | parameters | {"x-guidance": spacing}

@@ -24,6 +24,7 @@ from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, 
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.thoughts import Thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,9 @@ class Answers:
             assert question_id is not None
             settings, way = await self._worker(self._store.way_to, question_id)
             prompt = await service.render_chat(to_send(way, settings))
-            prompt = growing.begin(prompt, service.model_name)
-            params = sampling_params(settings, service)
-            # The template has written the special tokens out.
-            growing.generation = await service.submit([prompt], params, add_special_tokens=False)
+            prompt = growing.begin(prompt, service.model_name, service.tokenizer.marks)
+            params = sampling_params(settings, service, growing.thoughts)
+            growing.generation = await service.submit([prompt], params)
             async with growing.generation:
                 async for _, output in growing.generation:
                     growing.add(output)
@@ -241,6 +241,8 @@ class Answers:
         self._news.tell(CHATS)
 
 
-def sampling_params(settings: Settings, service: EngineService) -> SamplingParams:
+def sampling_params(
+    settings: Settings, service: EngineService, thoughts: Thoughts = "possible"
+) -> SamplingParams:
     """The chat's settings, and the model's own where there are none; ValueError: one is out of range."""
-    return sampling.sampling_params(service.sampling_defaults, **settings.sampling())
+    return sampling.sampling_params(service.sampling_defaults, thoughts=thoughts, **settings.sampling())

@@ -92,18 +92,31 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
         raise StoreError(explain(error, file)) from error
 
 
+_IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class _DamagedError(sqlite3.DatabaseError):
+    """SQLite can read the file, and finds it damaged."""
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0 for errors of Python's own."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
 def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") -> str:
     """What went wrong, in a sentence for the person whose chats they are."""
-    text = str(error)
-    if "full" in text:
+    code = _code(error)
+    if code == sqlite3.SQLITE_FULL:
         return f"{file} could not be written: the disk is full. Make room on it"
-    if "locked" in text or "busy" in text:
+    if code in _IN_USE:
         return f"{file} is in use by another program for a long time: end that program"
-    if "readonly" in text or "read-only" in text:
+    if code == sqlite3.SQLITE_READONLY:
         return f"{file} may not be written: change its permissions"
     if _is_damage(error):
         return f"{file} is damaged: start neo-desktop anew, which puts the file aside"
-    return f"{file} cannot be used: {text}"
+    return f"{file} cannot be used: {error}"
 
 
 @contextlib.contextmanager
@@ -138,7 +151,7 @@ def _connect(file: Path) -> sqlite3.Connection:
     try:
         _set_up(connection)
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("malformed")
+            raise _DamagedError("its pages are damaged")
     except BaseException:
         connection.close()
         raise
@@ -155,7 +168,7 @@ def _set_up(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             break
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline_s:
+            if _code(error) not in _IN_USE or time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
     with _transaction(connection):
@@ -173,7 +186,7 @@ def _set_up(connection: sqlite3.Connection) -> None:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    return any(sign in str(error) for sign in ("malformed", "not a database", "corrupt"))
+    return isinstance(error, _DamagedError) or _code(error) in _DAMAGED
 
 
 def _put_aside(file: Path) -> Path:

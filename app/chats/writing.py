@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from neo_desktop.app.chats.messages import Figures, Message, State
 from neo_desktop.app.generation import Generation
-from neo_desktop.app.thoughts import CLOSING, OPENING, Part, ThoughtSplitter
 from neo_desktop.engine.request import RequestOutput
+from neo_desktop.models.marks import ChatText, Marks
+from neo_desktop.models.thoughts import CLOSING, OPENING, Part, Thoughts, ThoughtSplitter, is_open
 
 
 class GrowingAnswer:
@@ -24,6 +25,7 @@ class GrowingAnswer:
         self._earlier = message.figures or Figures()
         self._earlier_thought_s = message.thought_s
         self._splitter = ThoughtSplitter()
+        self.thoughts: Thoughts = "possible"  # in what the engine will write
         # On the clock of time.perf_counter:
         self._asked_s = time.perf_counter()
         self._thinks_since_s: float | None = None  # None: it does not think
@@ -31,13 +33,20 @@ class GrowingAnswer:
         self._last_s = 0.0  # the last one
         self._num_tokens = 0  # of this run
 
-    def begin(self, prompt: str, model: str) -> str:
-        """Return the prompt to submit: the chat as the template wrote it, then what is there already."""
-        is_open = prompt.rstrip().endswith(OPENING)
-        written = _as_written(self.message, is_open)
-        self._splitter = ThoughtSplitter(is_open)
+    def begin(self, prompt: ChatText, model: str, marks: Marks) -> ChatText:
+        """Return the prompt to submit: the chat as the template wrote it, then what is there already.
+
+        Args:
+            prompt: the chat.
+            model: its name.
+            marks: of its vocabulary; what is there already may hold those of thoughts and calls.
+        """
+        is_thinking = is_open(str(prompt))
+        written = _as_written(self.message, is_thinking)
+        self._splitter = ThoughtSplitter(is_thinking)
         # What comes depends on what is there; the beginning of a mark at its end is held back again.
         parts = list(self._splitter.feed(written)) if written else []
+        self.thoughts = "open" if self._splitter.is_thinking else "possible"
         figures = replace(self._earlier, model=model, finish_reason=None, tokens_per_s=None)
         self.message = replace(
             self.message,
@@ -45,7 +54,7 @@ class GrowingAnswer:
             text="".join(text for kind, text in parts if kind == "answer"),
             figures=figures,
         )
-        return prompt + written
+        return prompt + marks.split(written, is_spoken=True)
 
     def add(self, output: RequestOutput) -> None:
         """Take in what one iteration brought."""

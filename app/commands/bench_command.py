@@ -26,7 +26,7 @@ from neo_desktop.app.commands.bench_flags import (
 )
 from neo_desktop.app.commands.flags import Without, given, with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
-from neo_desktop.engine.options import BUILTIN, EngineOptions
+from neo_desktop.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from neo_desktop.app.bench import Report, SuiteOptions
@@ -117,6 +117,7 @@ def _suite_options(
     import torch
 
     from neo_desktop.app.bench.run import default_model, suite_options
+    from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.cuda.streams import open_streams
     from neo_desktop.engine.loading import choose_device
 
@@ -137,7 +138,7 @@ def _suite_options(
         seed=requests.seed,
     )
     return suite_options(
-        replace(engine, model=model or BUILTIN),
+        engine if model is None else with_model(engine, model),
         model_note=note,
         quick=len(names) > 1,
         cpu_attention=_given(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.commands.sentences import duration
+from neo_desktop.app.llamacpp.trial import TITLE, try_llamacpp
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
@@ -137,7 +138,7 @@ def run_doctor(
     if refresh:
         start_in_full()
     elif (kept := read_verdict(key)) is not None and not kept.is_quick:
-        return DoctorReport(kept, is_kept=True)
+        return DoctorReport(_with_llamacpp(kept, progress), is_kept=True)
 
     def tell(title: str, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -145,7 +146,14 @@ def run_doctor(
 
     verdict = new_verdict(key, run_trials(subject, listener=tell, child=child), is_quick=subject.is_quick)
     keep(verdict)
-    return DoctorReport(verdict, is_kept=False)
+    return DoctorReport(_with_llamacpp(verdict, progress), is_kept=False)
+
+
+def _with_llamacpp(verdict: Verdict, progress: Callable[[str], object]) -> Verdict:
+    """Add how llama.cpp does, where it is installed: that is not kept, since it may be installed anew."""
+    progress(TITLE)
+    outcome = try_llamacpp()
+    return verdict if outcome is None else replace(verdict, outcomes=(*verdict.outcomes, outcome))
 
 
 def _figures(figures: Figures) -> str:

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
 models = typer.Typer(
     help="The models on this computer: which there are, which fit, and how fast they will be.",
-    no_args_is_help=True,
     epilog="Example: neo-desktop models list",
 )
+
+
+@models.callback(invoke_without_command=True)
+def show(context: typer.Context) -> None:
+    """Show the list where no command follows."""
+    if context.invoked_subcommand is None:
+        list_models()
+
 
 NameOrPath = Annotated[
     str,
@@ -118,8 +125,9 @@ def info(
     """Show one model: what it is, what it takes, what it brings."""
     set_up_logging(debug)
     path = Path(name).expanduser()
-    loader = _loader(models_dirs, path if path.exists() else None, tensor_parallel)
-    model = loader.catalogue.get(loader.catalogue.first if path.exists() else name)
+    is_path = bool(name) and path.exists()
+    loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
+    model = loader.catalogue.get(loader.catalogue.first if is_path else name)
     fit, reason = _fit(loader, model)
     summary = model.summary
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -16,6 +16,7 @@ class ServerOptions:
         default_factory=EngineOptions
     )  # of all models; which one it names is ignored
     models_dirs: opt.ModelsDirs = None
+    model_aliases: opt.ModelAliases = None
     idle_unload: opt.IdleUnload = 0
     engine_process: opt.EngineInProcess = None
     backend: opt.Backend = "auto"

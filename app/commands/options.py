@@ -41,6 +41,16 @@ ModelsDirs = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+ModelAliases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-alias",
+        metavar="NAME",
+        help="Further name under which requests may ask for the model; * in it stands for any text "
+        "('gpt-*'); repeatable. Anthropic's API takes claude-* in any case.",
+        rich_help_panel=_MODEL,
+    ),
+]
 IdleUnload = Annotated[
     float,
     typer.Option(

@@ -54,6 +54,7 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
             api_key=options.api_key,
             allowed_hosts=options.allowed_hosts or (),
             allowed_origins=options.allowed_origins or (),
+            model_aliases=options.model_aliases or (),
             limits=options.limits,
             data_folder=data_folder() if with_page else None,
             loader=loader,

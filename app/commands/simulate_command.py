@@ -10,7 +10,7 @@ import typer
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
-from neo_desktop.engine.options import MAX_BATCH_REQUESTS, MAX_BATCH_TOKENS, MAX_TOKEN_MS, OPTIONS
+from neo_desktop.engine.options import MAX_BATCH_TOKENS, MAX_TOKEN_MS, OPTIONS
 
 EXAMPLES = """Examples:
 
@@ -268,8 +268,8 @@ class SimulationOptions:
         int, typer.Option(min=1, help="Tokens of an iteration at most.", rich_help_panel=_ENGINE)
     ] = MAX_BATCH_TOKENS["cuda"]
     max_batch_requests: Annotated[
-        int, typer.Option(min=1, help=OPTIONS["max_batch_requests"].help, rich_help_panel=_ENGINE)
-    ] = MAX_BATCH_REQUESTS
+        int | None, typer.Option(min=1, help=OPTIONS["max_batch_requests"].help, rich_help_panel=_ENGINE)
+    ] = None
     max_token_ms: Annotated[
         float,
         typer.Option(min=0, metavar="MS", help=OPTIONS["max_token_ms"].help, rich_help_panel=_ENGINE),

@@ -7,7 +7,7 @@ the engine ends.
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from neo_desktop.app.engines.served import ServedEngine
 from neo_desktop.engine.intake import Intake, PreparedRequest
@@ -94,6 +94,32 @@ class Status:
     """How the engine stands after commands."""
 
     stats: EngineStats
+
+
+class CrashReason(str):
+    """Why an engine ended, where a signal of its own code ended its process: `signal` is its name."""
+
+    signal: str
+
+    def __new__(cls, reason: str, signal: str) -> Self:
+        """Make the sentence."""
+        made = super().__new__(cls, reason)
+        made.signal = signal
+        return made
+
+
+class EngineCrashError(RuntimeError):
+    """The engine's process crashed while the model was loaded.
+
+    Args:
+        reason: as `Ended` tells.
+        stage: what it did, as it said last.
+    """
+
+    def __init__(self, reason: CrashReason, stage: str) -> None:
+        super().__init__(reason)
+        self.signal = reason.signal
+        self.stage = stage
 
 
 @dataclass(frozen=True, slots=True)

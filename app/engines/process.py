@@ -24,7 +24,9 @@ from typing import Any, Self
 from neo_desktop.app.engines.child import Beginning
 from neo_desktop.app.engines.messages import (
     Command,
+    CrashReason,
     Ended,
+    EngineCrashError,
     EngineFacts,
     EngineMaker,
     LoadFailed,
@@ -47,6 +49,7 @@ LOAD_PATIENCE_S = 900.0  # the longest step of loading that says nothing
 PATIENCE_S = {"cuda": 300.0, "cpu": 3600.0}
 CLOSE_S = 30.0  # for a trace of a long run to be written
 EXIT_S = 2.0  # from the end of the pipe to the end of the process
+_CRASHES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
 _PROGRAM = "from neo_desktop.app.engines.child import main; main()"
 
 
@@ -167,6 +170,8 @@ class EngineProcess:
                     return
                 case LoadFailed():
                     raise event.error
+                case Ended(CrashReason() as crash):
+                    raise EngineCrashError(crash, now.what)
                 case Ended():
                     raise RuntimeError(event.reason or "the engine ended while the model was loaded")
         reason = f"nothing went on for {LOAD_PATIENCE_S:g} s while it said: {now.what}"
@@ -231,6 +236,14 @@ class EngineProcess:
                 self._early.put(event)
 
 
+def crash_signal(status: int) -> str | None:
+    """Return the name of the signal that a process's own code ended it with; None: it ended otherwise."""
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-status).name
+        return name if name in _CRASHES else None
+    return None
+
+
 def what_ended(status: int) -> str:
     """Say how a process ended, by its exit status; a negative one is a signal."""
     if status >= 0:
@@ -241,4 +254,5 @@ def what_ended(status: int) -> str:
         name = f"signal {-status}"
     if name == "SIGKILL":
         return "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
-    return f"the engine's process crashed ({name})"
+    reason = f"the engine's process crashed ({name})"
+    return reason if crash_signal(status) is None else CrashReason(reason, name)

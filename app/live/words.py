@@ -50,10 +50,9 @@ def _of_workers(view: LiveView) -> list[str]:
     for place, state in view.workers.items():
         who = f"{place} at {state.address}"
         if state.lost is not None:
-            lost = state.lost.removeprefix(f"{place} is lost: ").removesuffix(f" ({state.address})")
             said.append(
-                f"{who} is lost ({lost}): its chats are computed again elsewhere, and it is used again as "
-                "soon as it answers."
+                f"{who} is lost ({state.lost}): its chats are computed again elsewhere, and it is used again "
+                "as soon as it answers."
             )
             continue
         num = sum(request.place == place for request in view.requests)

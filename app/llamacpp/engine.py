@@ -16,7 +16,7 @@ from neo_desktop.app.live.words import LLAMACPP_NOTE
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.engine.engine import new_requests
-from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.errors import NoEmbeddingsError
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import PoolUsage
@@ -35,12 +35,22 @@ class LlamaCppIntake(Intake):
     """Refuses what llama.cpp is not asked for here."""
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
-        """See `Intake`. SettingError also for embeddings."""
+        """See `Intake`. NoEmbeddingsError: embeddings are asked for."""
         if params.pooling is not None:
-            raise SettingError("pooling", "is not to be had: llama.cpp computes this model, for answers only")
-        return super().prepare(prompt, params, add_special_tokens=add_special_tokens)
+            raise NoEmbeddingsError(
+                "llama.cpp computes this model, for answers only: for embeddings, choose a model that "
+                "neo-desktop's own engine runs"
+            )
+        return super().prepare(
+            prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
+        )
 
 
 class LlamaCppEngine:
@@ -233,10 +243,10 @@ def _sampling_defaults(model: LlamaModel) -> GenerationDefaults:
         return None if value is None else float(value)
 
     top_k = number("top_k")
-    return GenerationDefaults(
-        temperature=number("temp"),
-        top_k=None if top_k is None else int(top_k),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("penalty_repeat"),
-    )
+    values = {
+        "temperature": number("temp"),
+        "top_p": number("top_p"),
+        "min_p": number("min_p"),
+        "repetition_penalty": number("penalty_repeat"),
+    }
+    return GenerationDefaults.within_bounds(values, top_k=None if top_k is None else int(top_k))

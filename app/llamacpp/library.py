@@ -5,7 +5,9 @@ debug messages; its last errors are told when something fails.
 """
 
 import ctypes
+import functools
 import logging
+import operator
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -136,10 +138,10 @@ class LlamaModel:
             return "it has no decoder"
         return "it is a diffusion model" if self._api.llama_model_is_diffusion(self.handle) else None
 
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source."""
-        template = self._api.llama_model_chat_template(self.handle, None)
+    def chat_template(self, name: str | None = None) -> str | None:
+        """Return Jinja source: of the template with a name, or of the model's main one."""
+        encoded = None if name is None else name.encode()
+        template = self._api.llama_model_chat_template(self.handle, encoded)
         return None if template is None else template.decode(errors="replace")
 
     def metadata(self, key: str) -> str | None:
@@ -158,12 +160,18 @@ class LlamaModel:
         text: bytes = self._api.llama_vocab_get_text(self._vocabulary, token_id)
         return text.decode(errors="replace")
 
-    def control_tokens(self) -> frozenset[int]:
-        """Return the tokens that are no text."""
+    def tokens_with(self, *attributes: str) -> frozenset[int]:
+        """Return the tokens with one of these attributes, in the words of llama.h: "CONTROL"."""
         api, vocabulary = self._api, self._vocabulary
-        mask = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
+        mask = functools.reduce(
+            operator.or_, (getattr(api, f"LLAMA_TOKEN_ATTR_{name}") for name in attributes)
+        )
         tokens = range(self.num_tokens)
         return frozenset(i for i in tokens if api.llama_vocab_get_attr(vocabulary, i) & mask)
+
+    def control_tokens(self) -> frozenset[int]:
+        """Return the tokens that are no text."""
+        return self.tokens_with("CONTROL", "UNKNOWN")
 
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that end an answer, the one that the file names first."""
@@ -171,13 +179,18 @@ class LlamaModel:
         ends = [i for i in range(self.num_tokens) if self._api.llama_vocab_is_eog(self._vocabulary, i)]
         return tuple(dict.fromkeys(([] if eos is None else [eos]) + ends))
 
-    def tokenise(self, text: bytes, *, add_special: bool) -> list[int]:
-        """Return the tokens of a text in UTF-8, in which special tokens are recognised."""
+    def tokenise(self, text: bytes, *, add_special: bool, parse_special: bool = True) -> list[int]:
+        """Return the tokens of a text in UTF-8.
+
+        Args:
+            add_special: put the tokens around it that the vocabulary wants.
+            parse_special: recognise control tokens that are written out.
+        """
         size = len(text) + 2  # with those at both ends
         for _ in range(2):
             found = (self._api.llama_token * size)()
             count = self._api.llama_tokenize(
-                self._vocabulary, text, len(text), found, size, add_special, True
+                self._vocabulary, text, len(text), found, size, add_special, parse_special
             )
             if count >= 0:
                 return list(found[:count])

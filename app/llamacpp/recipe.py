@@ -17,6 +17,16 @@ logger = logging.getLogger(__name__)
 CONTEXT_TOKENS = 16_384  # unless asked for otherwise: llama.cpp takes all memory for it at once
 LEAST_CONTEXT_TOKENS = 512
 _KV_SHARE = 0.5  # of the host memory that is left beside the weights
+TRYING = "Trying llama.cpp on this processor"
+TRIED_TOKENS = 33  # at once: more than one tile of any kernel for several rows
+
+
+def try_out(model: LlamaModel, context: LlamaContext, batch_tokens: int) -> None:
+    """Compute a token and some at once: code that crashes on this processor does so while loading."""
+    token = model.role_token("bos") or 0
+    for count in (1, min(TRIED_TOKENS, batch_tokens)):
+        context.evaluate([token] * count)
+        context.truncate(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,8 @@ class LlamaCppRecipe:
         tokens = self._context_tokens(model)
         batch = min(self.options.max_batch_tokens or MAX_BATCH_TOKENS["cpu"], tokens)
         context = LlamaContext(model, tokens, batch, native.num_usable_cpus())
+        progress(1.0, TRYING)
+        try_out(model, context, batch)
         engine = LlamaCppEngine(model, context, tokens, batch, gpu=gpu)
         engine.model_name = self.name
         place = "GPU" if gpu else "CPU"

@@ -10,21 +10,24 @@ Names are looked up here and never made into paths.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
 from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.engine.loading import BUILTIN_NAME, model_path
-from neo_desktop.engine.options import BUILTIN
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.models.gguf.checkpoint import gguf_files, model_name
+from neo_desktop.models.missing import why_missing
 from neo_desktop.models.shapes import shape as published_shape
 
 MAX_FOLDERS = 2000  # looked at in one folder of models, however many there are
 MAX_MODELS = 500
 MAX_DEPTH = 3
+
+Options = TypeVar("Options", bound=EngineOptions)
 
 
 class UnknownModelError(ValueError):
@@ -105,7 +108,7 @@ class Catalogue:
             self.first = f"{shape} (random weights)"
         elif model not in (BUILTIN, BUILTIN_NAME):
             path = model_path(model)
-            if path.exists():
+            if model and path.exists():
                 self._path = path.absolute()
                 self.first = model_name(path) if path.is_file() else path.resolve().name or str(path)
             else:
@@ -139,8 +142,7 @@ class Catalogue:
         models = {model.name: model for model in self.models()}
         wanted = BUILTIN_NAME if name == BUILTIN else name
         if wanted not in models:
-            known = ", ".join(list(models)[:20])
-            raise UnknownModelError(f"{name} is neither a folder nor a model on this computer ({known})")
+            raise UnknownModelError(why_missing(name, list(models)))
         return models[wanted]
 
     def _candidates(self) -> Iterator[tuple[str, Path]]:
@@ -149,6 +151,12 @@ class Catalogue:
         yield BUILTIN_NAME, model_path(BUILTIN)
         for folder in self.folders:
             yield from _models_in(folder.expanduser().absolute())
+
+
+def with_model(options: Options, name: str) -> Options:
+    """Return the options for a model of this computer; UnknownModelError where there is none of that name."""
+    catalogue = Catalogue(model=name)
+    return replace(options, model=catalogue.get(catalogue.first).source)
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:

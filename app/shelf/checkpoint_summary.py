@@ -15,10 +15,11 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.missing import is_model_folder, why_no_model
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
-from neo_desktop.models.traced.config import TracedConfig, read_config
+from neo_desktop.models.traced.config import TracedConfig
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
 MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
@@ -68,7 +69,11 @@ def summarize(path: Path) -> Summary:
     try:
         if models:
             raise _UnusableError(f"it has {len(models)} GGUF models: name the file that is meant")
+        if not is_model_folder(path):
+            raise _UnusableError(why_no_model(path))
         if "config.json" not in names:
+            if "adapter_config.json" in names:
+                raise _UnusableError("it is an adapter of PEFT: merge it into its base model")
             raise _UnusableError("it has no config.json: complete the download")
         raw = _read_json(path / "config.json")
     except _UnusableError as error:
@@ -86,9 +91,9 @@ def summarize(path: Path) -> Summary:
             found = replace(found, dtype=_NAMES.get(stored, stored))
         config = _config(path, raw)
         if "quantization_config" in raw or "compression_config" in raw:
-            found = _with_quantised(found, path, config)
-        else:
-            _check_floats(config, parameters, stored)
+            found = _checked(found, path, config)
+        elif not _are_all(config, parameters, stored):
+            found = replace(_checked(found, path, config), dtype=found.dtype)
         if "tokenizer.json" not in names:
             raise _UnusableError("it has no tokenizer.json: complete the download")
     except _UnusableError as error:
@@ -217,7 +222,7 @@ def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
     if generation.exists():
         _read_json(generation)  # not too large
     try:
-        return read_config(path)
+        return SafetensorsFolder(path).config()
     except ModelError as error:
         # Its folder is known: what matters is what is wrong.
         raise _UnusableError(str(error).replace(f"{path}/", "its ").rstrip(".")) from None
@@ -225,8 +230,11 @@ def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
         raise _UnusableError(f"its config.json cannot be used ({type(error).__name__}: {error})") from None
 
 
-def _with_quantised(found: Summary, path: Path, config: ModelConfig) -> Summary:
-    """Complete the summary of a folder with quantised matrices, of which several tensors make one."""
+def _checked(found: Summary, path: Path, config: ModelConfig) -> Summary:
+    """Complete the summary of a folder whose tensors have to be compared with its weights one by one.
+
+    Several tensors make one quantised matrix, and some tensors are no weights.
+    """
     try:
         weights = check_model(SafetensorsFolder(path), config)
         form = stored_form(weights, config)
@@ -243,19 +251,19 @@ def _with_quantised(found: Summary, path: Path, config: ModelConfig) -> Summary:
     )
 
 
-def _check_floats(config: ModelConfig, parameters: int, stored: str) -> None:
-    # A tied head may be stored, too, and old checkpoints have some buffers.
-    spare = config.vocab_size * config.hidden_size + config.num_parameters // 50
-    if not config.num_parameters <= parameters <= config.num_parameters + spare:
+def _are_all(config: ModelConfig, parameters: int, stored: str) -> bool:
+    """Return whether a folder holds as many numbers as a model has, as floats, and not many more.
+
+    Raises _UnusableError where it holds less.
+    """
+    if parameters < config.num_parameters:
         raise _UnusableError(
             f"its config.json describes {config.num_parameters:,} parameters, but its files hold "
             f"{parameters:,}: complete the download"
         )
-    if stored not in ("F32", "F16", "BF16"):
-        raise _UnusableError(
-            f"its weights are stored as {stored}, which is not supported: choose the float16 or bfloat16 "
-            "version"
-        )
+    # A tied head may be stored, too, and old checkpoints have some buffers.
+    spare = config.vocab_size * config.hidden_size + config.num_parameters // 50
+    return parameters <= config.num_parameters + spare and stored in ("F32", "F16", "BF16")
 
 
 def _weights(path: Path, names: frozenset[str]) -> tuple[int, str]:

@@ -81,7 +81,9 @@ def fit(
         stored: the form of its matrices on a CPU where some are quantised.
     """
     device, rank = choose_device(options.device), Rank(0, options.tensor_parallel)
-    whole_bytes = partial(config.weight_bytes, form=kept_form(stored, options, device))
+    whole_bytes = partial(
+        config.weight_bytes, form=kept_form(stored, options, device, config, free.gpu_bytes)
+    )
     reason = None
     try:
         part = config_of_rank(config, rank)
@@ -90,11 +92,11 @@ def fit(
     # From here on a rank's: each takes as much, of a GPU of its own and of its share of the host's memory.
     config, stored = part, form_of_rank(stored, config, rank)
     free = replace(free, host_bytes=free.host_bytes // rank.count)
-    form = kept_form(stored, options, device)
+    form = kept_form(stored, options, device, config, free.gpu_bytes)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
-    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
+    places, most_chats = get_policy(options.policy).places, options.most_requests
     plan, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
@@ -108,7 +110,7 @@ def fit(
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
-            (*PLACES, *(place for place in places if place.is_swapped)),
+            places,
             rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
         )
     except MemoryError as error:

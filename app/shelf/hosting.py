@@ -275,7 +275,7 @@ class ModelHost:
         if service is not self._service or self._task is not None:  # another model takes its place already
             return reason
         name, self._service = self.name or service.model_name, None
-        self._restarts.ended(reason)
+        self._restarts.ended(reason, service.stats.backend)
         loading = Loading(name, 0.0, "Waiting a moment", reason)
         if self._restarts.pause_s is None:
             told = self._restarts.verdict(name, service.stats.device)
@@ -302,8 +302,9 @@ class ModelHost:
                         if isinstance(error, LoadStoppedError):
                             raise
                         logger.warning("%s could not be started again: %s", name, sentence(error))
-                        self._restarts.ended(f"it could not be started again: {sentence(error)}")
+                        self._restarts.failed(f"it could not be started again: {sentence(error)}")
                 if service is not None:
+                    self._restarts.loaded()
                     await self._take_over(name, service)
                 else:
                     self.name, self._is_gone = None, True

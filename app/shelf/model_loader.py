@@ -12,6 +12,7 @@ from neo_desktop.app.engines.messages import EngineLink, EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
+from neo_desktop.app.llamacpp.crash import load_llamacpp
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
@@ -85,7 +86,8 @@ class ModelLoader:
             has_process = self.has_process
         link: EngineLink
         if has_process:
-            link = self._process = EngineProcess.load(make, progress)
+            load = load_llamacpp if isinstance(make, LlamaCppRecipe) else EngineProcess.load
+            link = self._process = load(make, progress)
         else:
             link = EngineThread(make(progress))
         self.note = link.facts.note

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.missing import PACKAGED
 
-NAME = "smollm2-135m-instruct"
+NAME = PACKAGED
 TITLE = "SmolLM2 135M Instruct"
 LICENCE = "Apache-2.0"
 SIZE_BYTES = 98_362_432

@@ -4,8 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from neo_desktop.app.engines.messages import CrashReason
+from neo_desktop.app.llamacpp.crash import crashed, what_to_do
 from neo_desktop.engine.doctor.safe_start import careful_rungs
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.stats import LLAMACPP, NEO
 
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
 WINDOW_S = 600.0  # in which they are counted
@@ -23,17 +26,39 @@ class Restarts:
         self._clock = clock
         self._starts_s: deque[float] = deque()
         self._reasons: list[str] = []  # each of them once, the newest last
+        self._num_failed = 0  # starts in a row
+        self._is_hopeless = False
 
     @property
     def pause_s(self) -> float | None:
         """How long to wait before it is started again; None: it is not."""
+        if self._is_hopeless or self._num_failed >= len(PAUSES_S):
+            return None
         while self._starts_s and self._starts_s[0] <= self._clock() - WINDOW_S:
             self._starts_s.popleft()
         return PAUSES_S[len(self._starts_s)] if len(self._starts_s) < len(PAUSES_S) else None
 
-    def ended(self, reason: str) -> None:
-        """It ended, or could not be started."""
+    def ended(self, reason: str, backend: str = NEO) -> None:
+        """It ended.
+
+        Args:
+            reason: why.
+            backend: whose engine it was. What crashes llama.cpp twice crashes it again: nothing of it can be
+                left out in a careful start.
+        """
+        self._is_hopeless = self._is_hopeless or (
+            backend == LLAMACPP and isinstance(reason, CrashReason) and reason in self._reasons
+        )
         self._reasons = [*(each for each in self._reasons if each != reason), reason][-MAX_REASONS:]
+
+    def failed(self, reason: str) -> None:
+        """It could not be started again. However long that took, it counts until a start succeeds."""
+        self.ended(reason)
+        self._num_failed += 1
+
+    def loaded(self) -> None:
+        """It was started again."""
+        self._num_failed = 0
 
     def begun(self) -> None:
         """It is started again."""
@@ -54,10 +79,14 @@ class Restarts:
         """A person has chosen: what was before does not count."""
         self._starts_s.clear()
         self._reasons.clear()
+        self._num_failed, self._is_hopeless = 0, False
 
     def verdict(self, name: str, device: str) -> str:
         """Say why it is not started again, and how to go on; without a full stop."""
         reasons = "; before that: ".join(reversed(self._reasons))
+        if self._is_hopeless:
+            crash = next(each for each in reversed(self._reasons) if isinstance(each, CrashReason))
+            return f"{name} is not started again: {crashed(crash.signal, '')}. {what_to_do()}"
         advice = (
             "to go on without the GPU, start the program with --device cpu (neo-desktop chat --device cpu)"
             if device == "cuda"

@@ -5,6 +5,7 @@ from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.app.simulate.workers import add_workers
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.options import most_requests
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -78,8 +79,9 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
 
 
 def _limits(options: SimulationOptions) -> SchedulerLimits:
+    most = options.max_batch_requests or most_requests(options.max_batch_tokens)
     try:
-        return SchedulerLimits(options.max_batch_tokens, options.max_batch_requests, options.max_token_ms)
+        return SchedulerLimits(options.max_batch_tokens, most, options.max_token_ms)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

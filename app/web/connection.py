@@ -7,10 +7,12 @@ from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.web.inflate import inflate
 
 BODY_TIMEOUT_S = 20.0  # until a body is there ...
 MIN_BYTES_PER_S = 16_384  # ... and this much longer for large ones
@@ -40,7 +42,11 @@ class ClientConnection:
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _HeadOnly(send)
         try:
-            body = await self._read_body(receive, self._exceptions.get(scope["path"], self._max_body_bytes))
+            max_bytes = self._exceptions.get(scope["path"], self._max_body_bytes)
+            body = await self._read_body(receive, max_bytes)
+            encoding = Headers(scope=scope).get("content-encoding", "")
+            if body and encoding:
+                body = await asyncio.to_thread(inflate, body, encoding, max_bytes)
         except ApiError as refusal:
             await refusal.response(scope["path"])(scope, receive, send)
             return

@@ -1,13 +1,16 @@
 """Errors in the shapes that OpenAI's and Anthropic's clients understand."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core.core_schema import ErrorType
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from neo_desktop.app.service_errors import EngineFailedError, EngineRestartingError, ServiceError
 
@@ -70,18 +73,53 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+_OWN_WORDS = {
+    "missing": "is missing",
+    "string_type": "must be text",
+    "string_unicode": "must be text in whole characters",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have {min_length} characters or more",
+    "string_too_long": "must have {max_length} characters or fewer",
+    "too_short": "must hold {min_length} or more, got {actual_length}",
+    "too_long": "must hold {max_length} or fewer, got {actual_length}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "extra_forbidden": "is not a field that this server knows; leave it out",
+}
+_PYDANTICS = frozenset(get_args(ErrorType))
+_MAX_FIELD_CHARS = 200
+_TAG = re.compile("<.*>", re.DOTALL)  # which alternative of a union it is: no part of the body
+
+
 def from_validation(error: ValidationError) -> ApiError:
-    """Name the first field of a body that cannot be used."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    """Name the first field of a body that cannot be used, in words of this program."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field} is not a field that this server knows; leave it out", param=field)
-    reason = first["msg"].removeprefix("Input ")
-    subject = field or "the body"
-    message = f"{subject} {reason}" if reason[0].islower() else f"{subject}: {reason}"
-    return ApiError(400, message, param=field or None)
+        return ApiError(400, f"the body is not valid JSON: {context['error']}")
+    field = _field(first["loc"])
+    reason = first["msg"]  # of the models' own checks
+    if first["type"] in _PYDANTICS:
+        reason = _OWN_WORDS.get(first["type"], "has a value that cannot be used").format(**context)
+    return ApiError(400, f"{field or 'the body'} {reason}", param=field or None)
+
+
+def _field(place: Sequence[int | str]) -> str:
+    """`messages[0].content`; names come from the client and may hold anything."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if not _is_tag(part)]
+    field = "".join(parts).lstrip(".")[:_MAX_FIELD_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in field)
+
+
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and _TAG.fullmatch(part) is not None
 
 
 def from_service(error: ServiceError) -> ApiError:
@@ -89,6 +127,15 @@ def from_service(error: ServiceError) -> ApiError:
     if isinstance(error, EngineFailedError) and not isinstance(error, EngineRestartingError):
         return ApiError(500, str(error), code=error.code)
     return ApiError(503, str(error), code=error.code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _allowed(app: FastAPI, request: Request) -> str:
+    """Return the methods of a path's routes; HEAD is one of them if GET is."""
+    found: set[str] = set()
+    for route in app.router.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
 
 
 def install(app: FastAPI) -> None:
@@ -108,7 +155,10 @@ def install(app: FastAPI) -> None:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, error.detail)
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _allowed(app, request)
+        return ApiError(error.status_code, message, headers=headers).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> JSONResponse:

@@ -8,11 +8,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from neo_desktop.app.web.open_files import allow_open_files
+from neo_desktop.app.web.open_files import allow_open_files, num_open_files
 
 MAX_CONNECTIONS = 16_384  # enough to answer 503 to those that the queue has no room for
+ACCEPTS_PER_TURN = 16  # of the event loop at most, so that it sees to others as well
 SLICE_S = 0.004  # of each turn of the event loop for reading requests
-OTHER_FILES = 256  # open ones of the model, the page and the system
+OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 _URGENT = (b"GET /health ", b"HEAD /health ")
 _BUSY = (
     b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":null}}'
@@ -145,7 +146,15 @@ class LimitedProtocol(H11Protocol):
         """Answer it as plain HTTP; no client may fill the log."""
 
 
-def allow_connections() -> int:
-    """Let this process have many connections, as far as the system lets it, and return how many."""
-    num_files = allow_open_files(MAX_CONNECTIONS + OTHER_FILES)
-    return min(MAX_CONNECTIONS, max(num_files - OTHER_FILES, num_files // 2))
+def allow_connections() -> tuple[int, int]:
+    """Let this process have many connections, as far as the system lets it.
+
+    Of the files that may still be opened, connections leave `OTHER_FILES` to all else, or half of them.
+
+    Returns:
+        How many connections are kept; and how many are accepted in one turn of the event loop. One that is
+        refused takes some turns to close, and none may take a file from everything else.
+    """
+    num_free = allow_open_files(MAX_CONNECTIONS + 2 * OTHER_FILES) - num_open_files()
+    kept_back = min(OTHER_FILES, num_free // 2)
+    return min(MAX_CONNECTIONS, max(num_free - kept_back, 1)), max(min(ACCEPTS_PER_TURN, kept_back // 8), 1)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d+|:\*)?")
 _PORT = re.compile(r"(?::\d+)?")
 PREFLIGHT_MAX_AGE_S = 600
-_EXPOSED = b"retry-after, x-request-id"
+_EXPOSED = b"retry-after, x-request-id, x-neo-desktop-warning"
 
 Header = tuple[bytes, bytes]
 

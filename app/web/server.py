@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
 from neo_desktop.app.api import create_api, docs_page
 from neo_desktop.app.chats.chats import Chats
@@ -38,10 +40,18 @@ from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
-from neo_desktop.app.web.http_protocol import LimitedProtocol, Turnstile, allow_connections
+from neo_desktop.app.web.http_protocol import (
+    ACCEPTS_PER_TURN,
+    LimitedProtocol,
+    Turnstile,
+    allow_connections,
+)
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
+from neo_desktop.app.web.open_files import OncePerSecond
+from neo_desktop.app.web.request_target import RequestTarget
 from neo_desktop.app.web.security import AccessGuard
+from neo_desktop.app.web.warnings import Warnings
 
 GRACE_S = 1  # at the end, clients get this long to read what they were told
 COUNTED_PATHS = (
@@ -50,8 +60,8 @@ COUNTED_PATHS = (
     "/openapi.json",
 )
 KEEP_ALIVE_S = 30  # a connection without a request
-ACCEPTS_PER_TURN = 16  # of the event loop, so that it sees to others as well
 BACKLOG = 4096  # connections that the system holds until they are accepted
+_once_per_second = OncePerSecond()
 GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
 
 
@@ -65,6 +75,7 @@ def create_app(
     api_key: str | None = None,
     allowed_hosts: Collection[str] = (),
     allowed_origins: Collection[str] = (),
+    model_aliases: Collection[str] = (),
     limits: ServerLimits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
@@ -77,6 +88,7 @@ def create_app(
         api_key: needed for /v1 and /stats when given.
         allowed_hosts: names, beside those of loopback, under which the server may be addressed.
         allowed_origins: sites whose pages may use the server, see `AllowedOrigins`.
+        model_aliases: further names of the loaded model, see `create_api`.
         limits: what requests may take; those of the service are its own.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
@@ -116,15 +128,13 @@ def create_app(
     errors.install(app)
     app.state.host = host
     app.state.page = page
-    # The one added last sees a request first.
-    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
-    app.add_middleware(
-        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
-    )
     http_registry = CollectorRegistry()
     ProcessCollector(registry=http_registry)
-    app.add_middleware(HttpMetrics, registry=http_registry, paths=COUNTED_PATHS)
-    app.mount("/v1", create_api(host, max_messages=limits.max_messages))
+    guard = partial(
+        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
+    )
+    _add_layers(app, guard, http_registry, limits)
+    app.mount("/v1", create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases))
     docs_page.install(app)
 
     @app.get("/health")
@@ -158,6 +168,17 @@ def create_app(
         return host.service.stats.to_json()
 
     return app
+
+
+def _add_layers(
+    app: FastAPI, guard: Callable[[ASGIApp], ASGIApp], registry: CollectorRegistry, limits: ServerLimits
+) -> None:
+    """Add what sees requests before routes do; the layer added last sees them first."""
+    app.add_middleware(Warnings)
+    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(guard)
+    app.add_middleware(HttpMetrics, registry=registry, paths=COUNTED_PATHS)
+    app.add_middleware(RequestTarget)
 
 
 def _health(service: EngineService) -> dict[str, str]:
@@ -198,21 +219,28 @@ def serve(app: FastAPI, sock: socket.socket, on_ready: Callable[[], None] | None
         on_ready: called once when requests are answered.
     """
     sys.setswitchinterval(GIL_SWITCH_S)
-    LimitedProtocol.max_connections = allow_connections()
-    Server(app, on_ready).run(sockets=[sock])
+    LimitedProtocol.max_connections, accepts_per_turn = allow_connections()
+    for name in ("asyncio", "uvicorn.error", errors.__name__):
+        logging.getLogger(name).addFilter(_once_per_second)
+    Server(app, on_ready, accepts_per_turn).run(sockets=[sock])
 
 
 class Server(uvicorn.Server):
     """uvicorn, except that requests are ended rather than waited for, and signals are not raised again."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        on_ready: Callable[[], None] | None = None,
+        accepts_per_turn: int = ACCEPTS_PER_TURN,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, Turnstile())),
                 ws="none",  # nothing here speaks WebSocket
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=ACCEPTS_PER_TURN,
+                backlog=accepts_per_turn,
                 log_config=None,
                 log_level="error",  # what clients do wrong is theirs; it must not fill the log
                 access_log=False,

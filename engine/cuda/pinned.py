@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from neo_desktop import native
 from neo_desktop.engine.cuda.errors import is_lost
+from neo_desktop.engine.huge_pages import ask_for_huge_pages, check_huge_pages
 from neo_desktop.engine.ladder import ladder
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class _Pages(mmap.mmap):
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
+_weights: WeakSet[_Pages] = WeakSet()  # of the models that are loaded
+
+
 class PinnedPieces:
     """Host memory of several parts, each pinned in pieces, so that the last ones can be given back.
 
@@ -74,7 +78,7 @@ class PinnedPieces:
         self.piece_blocks = max(-(-self.num_blocks // (unit * NUM_PIECES)), 1) * unit
         self._block_bytes = block_bytes
         part_bytes = self.num_blocks * block_bytes
-        self._pages, memory = _advised(num_parts * part_bytes, is_private=True)
+        self._pages, memory = _advised(num_parts * part_bytes)
         # [parts, bytes] uint8; those of blocks from `num_pinned` on are not to be used.
         self.memory = memory.view(num_parts, part_bytes)
         self.changes = 0  # how often what is pinned became another
@@ -149,33 +153,37 @@ class PinnedPieces:
 
 def weight_bytes(nbytes: int) -> Tensor:
     """Return bytes for weights, likewise; of those that are not pinned `execute.weight_stream` knows."""
-    memory, refusal = _pinned(nbytes)
+    pages, memory = _advised(nbytes)
+    _weights.add(pages)
+    refusal = None
+    if ladder.rung("host_memory") == "pinned":
+        refusal = pages.pin(memory.data_ptr(), len(pages))
     if refusal is not None:
         logger.debug("%.1f GB of weights are not pinned: %s", nbytes / 1e9, refusal)
     return memory
 
 
-def _pinned(nbytes: int) -> tuple[Tensor, RuntimeError | None]:
-    """Return memory, and why it could not be pinned, if it was tried in vain."""
-    pages, memory = _advised(nbytes)
-    if ladder.rung("host_memory") != "pinned":
-        return memory, None
-    return memory, pages.pin(memory.data_ptr(), len(pages))
+def check_weight_pages() -> None:
+    """Tell whether the weights that were loaded have the huge pages that they asked for."""
+    if _weights:
+        check_huge_pages([torch.frombuffer(pages, dtype=torch.uint8) for pages in _weights])
 
 
-def _advised(nbytes: int, *, is_private: bool = False) -> tuple[_Pages, Tensor]:
+def _advised(nbytes: int) -> tuple[_Pages, Tensor]:
     """Return memory that is not pinned, and what keeps it.
 
-    Args:
-        nbytes: its size.
-        is_private: whether no child process shares it; only then does the system take pages back for good.
+    It is private: shared memory gets no huge pages, and the system does not take its pages back for good.
+    After a fork, a process that writes to a private page gets another one than the GPU reads. So children do
+    not have this memory.
     """
-    if is_private and sys.platform != "win32":
-        pages = _Pages(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
+    if sys.platform == "win32":
         pages = _Pages(-1, max(nbytes, 1))
+    else:
+        pages = _Pages(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            pages.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-    native.advise_huge_pages(memory)
+    ask_for_huge_pages(memory)
     return pages, memory
 
 

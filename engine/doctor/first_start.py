@@ -11,9 +11,8 @@ from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_key
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.loading import choose_dtype, model_path
+from neo_desktop.engine.loading import choose_dtype, open_model
 from neo_desktop.engine.progress import Progress
-from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.shapes import shape as published_shape
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def subject_key(subject: Subject, device: torch.device) -> dict[str, object]:
     if subject.shape is not None:
         config = published_shape(subject.shape)
     else:
-        config = open_checkpoint(model_path(subject.model)).config()
+        config = open_model(subject.model).config()
     return verdict_key(device, config, choose_dtype(subject.dtype, config, device))
 
 

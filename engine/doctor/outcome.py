@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from neo_desktop.engine.ladder import MECHANISMS
 
+MODEL, ANSWERS, MEMORY = "model", "answers", "memory"  # names of checks, or their beginnings
+
 Figure = float | int | str
 Figures = Mapping[str, Figure]  # units are in the names: `error`, `bound`, `ms`, `used_bytes`
 
@@ -50,6 +52,11 @@ class Outcome:
     def has_failed(self) -> bool:
         """Whether what was tried cannot be relied on."""
         return self.result not in (Result.OK, Result.NO_MEMORY)
+
+    @property
+    def needs_model(self) -> bool:
+        """True if the check takes the memory of a model."""
+        return self.name.partition("-")[0] in (MODEL, ANSWERS, MEMORY)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -38,8 +38,12 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there was memory for all checks."""
-        return all(outcome.result is not Result.NO_MEMORY for outcome in self.outcomes)
+        """Whether there was memory for all checks; for quick ones those of answers do not count.
+
+        A model that has no room beside others will have none at the next start.
+        """
+        missed = (outcome for outcome in self.outcomes if outcome.result is Result.NO_MEMORY)
+        return all(self.is_quick and outcome.needs_model for outcome in missed)
 
     @property
     def lost(self) -> list[Outcome]:

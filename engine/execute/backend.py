@@ -1,5 +1,6 @@
 """What runs programs: threads, where the model runs on the CPU, or a GPU's streams and graphs."""
 
+import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -63,6 +64,8 @@ class Backend(Protocol):
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
         """Block until nothing is under way, of a program that was broken off or of others.
+
+        After a stall the device is waited for once more: it may have been given what it waited for.
 
         Returns:
             Why nothing can be done any more, if so.
@@ -264,8 +267,7 @@ class StreamBackend:
         tape = self._tape
         with torch.cuda.stream(self._device):
             try:
-                # Other threads may use CUDA meanwhile, a server's or a benchmark's.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._begin_capture(graph)
                 tape.is_capturing, tape.spans = True, []
                 tape.number += 1
                 try:
@@ -274,18 +276,54 @@ class StreamBackend:
                     self._join()
                 except BaseException:
                     with suppress(RuntimeError):  # what broke the capture is the error to tell
-                        graph.capture_end()
+                        self._join()  # a capture with streams of its own outside cannot end
+                    with suppress(RuntimeError):
+                        self._end_capture(graph)
                     raise
                 finally:
                     tape.is_capturing = False
                     tape.number += 1
-                graph.capture_end()
+                self._end_capture(graph)
             except BaseException:
                 self.forget()  # since this one goes
                 self._has_failed = True
                 raise
         keep_workspaces(self)
         return _Graph(graph, tape.spans)
+
+    def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._end_allocation()
+            _keep_for_ever(graph)
+            raise
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            if self._end_allocation():
+                _keep_for_ever(graph)
+            raise
+
+    def _end_allocation(self) -> bool:
+        """Tell torch's allocator that a capture is over which the driver did not begin or end.
+
+        torch does so only after the driver. An allocator that waits for the end of a capture never frees
+        cached blocks to serve a request.
+
+        Returns:
+            Whether the allocator did not know.
+        """
+        index = self._device.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        except RuntimeError:
+            return False
+        return True
 
     def _fork(self) -> None:
         """Let all streams wait for the device's: so a capture includes them."""
@@ -301,6 +339,15 @@ class StreamBackend:
         for lane, stream in self._streams.items():
             if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
                 self._device.wait_event(stream.record_event())
+
+
+def _keep_for_ever(graph: torch.cuda.CUDAGraph) -> None:
+    """Never free a graph whose capture did not begin or end, not even when the process ends.
+
+    torch's allocator of pinned memory may still ask it. And where there was no memory for the state of its
+    random numbers, torch (2.11) aborts the process when it is freed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
 
 
 def open_backend(

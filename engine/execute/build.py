@@ -130,8 +130,7 @@ def check_flags(backend: Backend, flags: Tensor) -> None:
                 raise StreamMemoryError(f"a word that was to be written to host memory {way} did not arrive")
     except DeviceStalledError as error:
         flags.fill_(1)  # which is all that the GPU may be waiting for
-        backend.wait()
-        raise StreamMemoryError(
+        raise backend.abandon(error) or StreamMemoryError(
             f"a stream that waits for a word in host memory waits for ever: {error}"
         ) from error
     except (StreamMemoryError, EngineLostError):

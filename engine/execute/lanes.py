@@ -21,7 +21,7 @@ from typing import Self
 
 import torch
 
-from neo_desktop.engine.cuda.errors import DeviceLostError, EngineLostError
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, EngineLostError
 from neo_desktop.engine.execute.lane import HostLane, HostStep, Lane, Signal, Work, WorkLane
 from neo_desktop.engine.execute.stream_lane import PATIENCE_WITH_RELAYS, RelayLane, StreamLane, Tape
 from neo_desktop.engine.execute.thread_lane import ThreadLane
@@ -215,14 +215,16 @@ class Lanes:
         """Drop what has not begun and block until the rest has ended, whether or not it fails.
 
         Args:
-            error: that led here, if one did.
+            error: that led here, if one did. After a stall streams are waited for once more: their flags may
+                have been raised meanwhile.
 
         Returns:
             Why nothing can be done any more: it, or what does not end now; None: all can be used again.
         """
         for lane in self._all:
             lane.cancel()
-        lost = error if isinstance(error, EngineLostError) else None
+        may_end = isinstance(error, DeviceStalledError)
+        lost = error if isinstance(error, EngineLostError) and not may_end else None
         for lane in self._all:
             if isinstance(lost, DeviceLostError):
                 break  # threads wait for it in vain, too

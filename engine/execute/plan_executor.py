@@ -301,8 +301,6 @@ class PlanExecutor(Executor):
         try:
             # A GPU that only waits for flags goes on now.
             with self._backend.on_device():
-                if isinstance(error, DeviceStalledError):
-                    return self._backend.abandon(RuntimeError(str(error)))
                 return self._backend.abandon(device_lost(error) if is_device_lost(error) else error)
         except RuntimeError as another:  # of a GPU that does not take streams any more
             if not is_device_lost(another):

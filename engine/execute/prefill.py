@@ -1,4 +1,4 @@
-"""Attention of prompt chunks, with the best kernel that torch has for a device and the ladder allows.
+"""Attention of prompt chunks: our own kernel on a CPU, on a GPU the best of torch that the ladder allows.
 
 Chunks are attended to in groups, whose contexts lie one after the other:
 
@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.execute.prefill_kernels import (
@@ -129,14 +130,13 @@ class PrefillGroup:
             RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
-        if softcap is not None:  # torch has no kernel that knows of it
-            self._attend_with(PrefillKernel.MATH, q, contexts, out, scale, window, sinks, softcap)
-            return
         while True:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
+            if softcap is not None and kernel is not PrefillKernel.NATIVE:
+                kernel = PrefillKernel.MATH  # no kernel of torch caps scores
             try:
-                self._attend_with(kernel, q, contexts, out, scale, window, sinks)
+                self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
                 return
             except RuntimeError as error:
                 below = BELOW.get(kernel)
@@ -155,10 +155,23 @@ class PrefillGroup:
         sinks: Tensor | None,
         softcap: float | None = None,
     ) -> None:
-        """Attend with a kernel; only products know of a softcap."""
+        """Attend with a kernel; only products and the native kernel know of a softcap."""
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
+        if kernel is PrefillKernel.NATIVE:
+            native.prompt_attention(
+                q[self.rows],
+                contexts[0],
+                contexts[1],
+                self.ends,
+                scale,
+                out[self.rows],
+                window=window or 0,
+                sinks=None if sinks is None else sinks.float().contiguous(),
+                softcap=softcap or 0.0,
+            )
+            return
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
             found, lse = flash(

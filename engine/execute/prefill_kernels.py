@@ -1,4 +1,4 @@
-"""What torch has for the attention of a prompt's chunk, and which of it a device takes."""
+"""What computes the attention of a prompt's chunk, and which of it a device takes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last
 class PrefillKernel(StrEnum):
     """What computes prefill attention."""
 
+    NATIVE = "native"  # ours, on a CPU: a row has the same bits in any chunk, and as a decode
     FLASH = "flash"  # all chunks of a group in one launch
     EFFICIENT = "efficient"  # memory-efficient, one launch for each chunk
     SDPA = "sdpa"  # whatever torch chooses, with a mask
@@ -35,7 +36,7 @@ BELOW = {
 def choose_kernel(
     capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
 ) -> PrefillKernel:
-    """Return the best kernel.
+    """Return the best kernel; a CPU has one on all rungs.
 
     SDPA's own choice is not relied on, since beside a mask, and with grouped queries below 8.0, it falls back
     to a kernel that writes all scores to memory.
@@ -47,10 +48,10 @@ def choose_kernel(
         windowed: whether a window hides part of the context.
         rung: of the ladder: no better one is used.
     """
+    if capability is None:
+        return PrefillKernel.NATIVE
     if rung == "math":
         return PrefillKernel.MATH
-    if capability is None:
-        return PrefillKernel.SDPA
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     if rung == "flash" and capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
         return PrefillKernel.FLASH
@@ -175,33 +176,23 @@ def causal_attention(
         window: how many of the last tokens each query sees, itself included; None: all.
         sinks: see `PrefillGroup.attend`.
     """
-    if sinks is not None and q.device.type != "cpu":
+    if sinks is not None:
         return by_products(q, k, v, scale, window, sinks)
     is_whole = len(q) == len(k) and (window is None or window >= len(k))
     if is_whole:
-        return _sdpa(q, k, v, None, scale, sinks)
+        return _sdpa(q, k, v, None, scale)
     parts = []
-    # On a CPU torch writes no scores to memory; on a GPU it may.
-    most = len(q) * len(k) if q.device.type == "cpu" else PIECE_SCORES // q.shape[1]
-    for piece in _pieces(len(q), len(k), most, window):
+    for piece in _pieces(len(q), len(k), PIECE_SCORES // q.shape[1], window):
         mask = piece.mask(window, q.device)
-        parts.append(_sdpa(q[piece.queries], k[piece.keys], v[piece.keys], mask, scale, sinks))
+        parts.append(_sdpa(q[piece.queries], k[piece.keys], v[piece.keys], mask, scale))
     return torch.cat(parts)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attend where a mask [queries, keys] allows it; None: to all tokens up to the query's."""
     heads, is_causal = _by_kv_head(q, k, v), mask is None
-    if sinks is None:
-        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
-        return out.permute(2, 0, 1, 3).flatten(1, 2)
-    # What SDPA calls on a CPU, which does not tell of the sum.
-    bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads, is_causal=is_causal, attn_mask=bias, scale=scale
-    )
-    out, lse = out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
-    return with_sinks(out, lse, sinks)
+    out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def by_products(

@@ -43,7 +43,7 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
     return serve
 
 
-# What they do is said where torch does it. For rows of KV, caches are contiguous, and slots int64.
+# What they do is said where torch does it. For rows of KV, caches are contiguous.
 paged_decode = _kernel("paged_decode", in_torch.paged_decode)
 rope = operators.rope  # there is no kernel for it: on a GPU all rows have slots
 rope_append = _kernel("rope_append", operators.rope_append)

@@ -43,7 +43,7 @@ MULTIPROCESSORS: Mapping[int, Multiprocessor] = MappingProxyType(
     }
 )
 
-# Of decode attention (4 query heads per KV head, head_dim 128, 16 bits), as Triton 3.9 compiles it: where
+# Of decode attention (4 query heads per KV head, head_dim 128, 16 bits), as Triton 3.7 compiles it: where
 # nothing is known of the kernel that runs.
 USUAL_PROGRAMS: Mapping[int, int] = MappingProxyType({75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2})
 PROGRAMS_ELSEWHERE = 4

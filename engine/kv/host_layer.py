@@ -3,19 +3,17 @@
 import math
 import mmap
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.pages import give_back
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.native.relay import RelayLayer
 
-HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
 
@@ -127,27 +125,6 @@ class HostLayer(KVLayer):
             sinks=self.sinks,
             softcap=self.softcap or 0.0,
         )
-
-
-def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Ask for them behind memory that was not written to yet, as far as the ladder allows it.
-
-    Args:
-        tensor: made by `empty_aligned`.
-    """
-    if ladder.rung("huge_pages") == "small" or tensor.nbytes < mmap.PAGESIZE:
-        return
-    if not native.advise_huge_pages(tensor):
-        ladder.limit("huge_pages", "small", "the system has no huge pages to give")
-    elif "[never]" in _huge_page_policy():
-        ladder.limit("huge_pages", "small", f"the system is set to give none: {HUGE_PAGE_POLICY} says never")
-
-
-def _huge_page_policy() -> str:
-    try:
-        return HUGE_PAGE_POLICY.read_text(encoding="ascii")
-    except OSError:
-        return ""
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

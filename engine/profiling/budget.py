@@ -18,7 +18,7 @@ import torch
 
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
-from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES
+from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, kernel_on
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
@@ -68,7 +68,7 @@ class MemoryCaps:
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
     """Return what an iteration may hold."""
-    most = options.max_batch_requests
+    most = options.most_requests
     return SchedulerLimits(
         max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
         max_batch_requests=most,
@@ -115,7 +115,7 @@ def pool_blocks(
         cpu_cache_dtype: of KV in host memory; None: the model's.
         free: to reckon with; None: what is.
         weight_bytes: of the loaded model; None: as if all were of `dtype`.
-        places: whether KV is swapped: then a part of the memory of the other places is for it.
+        places: where KV may live. If some of it is swapped, a part of the others' memory is for that.
         bus_share: of what the GPU reads of its memory, that comes over the bus in the same time; None: nobody
             knows.
 
@@ -123,7 +123,7 @@ def pool_blocks(
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
     free = free or FreeMemory.now(device)
-    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes)
+    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes, device)
     weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
@@ -133,6 +133,8 @@ def pool_blocks(
                 config, dtype, limits, places, available, free, cache_tokens, weights, bus_share
             )
     for place, bytes_ in available.items():
+        if place not in places:
+            continue
         kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
         bytes_per_token = bytes_per_block // BLOCK_SIZE
@@ -209,6 +211,7 @@ def kv_bytes(
     free: FreeMemory,
     caps: MemoryCaps,
     weight_bytes: int | None = None,
+    device: torch.device | None = None,
 ) -> dict[Place, int]:
     """Return `place -> bytes for KV`; see `pool_blocks`."""
     host, buffers = free.host_bytes, host_buffer_bytes(config, limits, dtype)
@@ -220,7 +223,8 @@ def kv_bytes(
         if place.in_host_memory:
             return max(_host_bytes(host, cap) - buffers, 0)
         weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
-        return _device_bytes(config, dtype, limits, free.gpu_bytes, free.iteration_bytes, cap, weights)
+        activations = activation_bytes(config, limits, dtype, device)
+        return _device_bytes(activations, free.gpu_bytes, free.iteration_bytes, cap, weights)
 
     return {place: bytes_of(place) for place in PLACES}
 
@@ -287,18 +291,24 @@ def smaller_form(
     return ""
 
 
-def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
+def activation_bytes(
+    config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype, device: torch.device | None = None
+) -> int:
     """Return the most memory that one iteration needs beside weights and KV.
 
     Linear stages work in memory that is kept (`Workspace`). A chunk of a long prompt, or several of short
-    ones, need the KV before them in one piece, twice while it is put together, and a mask; where the model
-    caps scores, they need a piece of scores and of weights in float32, too. Each sampled request has its
-    logits in the model's dtype and in float32, and the sampler copies of some of them.
+    ones, need the KV before them in one piece, twice while it is put together, and a mask unless the kernel
+    needs none. Where the model caps scores, they need a piece of scores and of weights in float32, too. Each
+    sampled request has its logits in the model's dtype and in float32, and the sampler copies some of them.
+
+    Args:
+        device: whose kernels attend; None, or a GPU that is not here: any kernels, with masks.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
-    attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
+    mask_bytes = tokens * (1 + dtype.itemsize) if device is None or _needs_masks(config, dtype, device) else 0
+    attention = context * (2 * layer_kv_bytes + mask_bytes)
     if config.attention_softcap is not None:
         scores = min(tokens * context * config.group_size, PIECE_SCORES)
         attention += 2 * torch.float32.itemsize * scores
@@ -310,22 +320,32 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     return attention + head + device_bytes(config, dtype, capacity, MANY_PROGRAMS)
 
 
+def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether attention of prompts is given masks in any layer."""
+    if config.attention_softcap is not None or not torch.cuda.is_available():
+        return True
+    rung = ladder.rung("prompt_attention")
+    return any(
+        kernel_on(device, dtype, config.head_dim, is_windowed, rung)
+        in (PrefillKernel.SDPA, PrefillKernel.MATH)
+        for is_windowed in {window is not None for window in config.layer_windows}
+    )
+
+
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
     """Return the host memory that transfers go through: q, k, v and output of two sub-batches."""
     return 2 * limits.max_batch_tokens * 2 * config.qkv_rows * dtype.itemsize
 
 
 def _device_bytes(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    limits: SchedulerLimits,
+    activations: int,
     free: int,
     seen: int | None,
     cap: int | None,
     weights: int,
 ) -> int:
     # The longest contexts are reckoned only: to see them would take as much KV.
-    activations = max(activation_bytes(config, limits, dtype), seen or 0)
+    activations = max(activations, seen or 0)
     needed = activations + (DEVICE_RESERVE_BYTES if seen is None else DEVICE_MARGIN_BYTES)
     if free < needed:
         raise MemoryError(

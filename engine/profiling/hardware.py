@@ -4,6 +4,7 @@ Nothing here fails because something is missing: a GPU, its driver, a file of th
 not be found out.
 """
 
+import errno
 import os
 import platform
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.wsl import is_wsl
 
 _ROOT = Path("/")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 # CUDA cores of one multiprocessor by compute capability, from NVIDIA's programming guide; 128 in all others.
 _CORES_PER_SM = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 
@@ -317,16 +319,35 @@ def numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.node))
 
 
+_last_memory: dict[Path, HostMemory] = {}  # root -> what was found last
+
+
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """Return the memory that this process can have: the machine's, or its container's if that is less."""
+    """Return the memory that this process can have: the machine's, or its container's if that is less.
+
+    While the system has no file or memory left to look with, this is what was found last.
+
+    Raises:
+        OSError: the system cannot be asked, and never was.
+    """
+    try:
+        found = _last_memory[root] = _look_at_memory(root)
+    except OSError:
+        if root not in _last_memory:
+            raise
+        return _last_memory[root]
+    return found
+
+
+def _look_at_memory(root: Path) -> HostMemory:
     memory = psutil.virtual_memory()
     total, available, limit = memory.total, memory.available, None
     for folder, limit_file, used_file in _memory_cgroups(root):
-        text = _read(folder / limit_file)
+        text = _read(folder / limit_file, surely=True)
         if not text.isdigit() or int(text) >= memory.total:  # "max", or the huge number of cgroup v1
             continue
-        used = _read(folder / used_file)
-        stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        used = _read(folder / used_file, surely=True)
+        stat = dict(line.split() for line in _read(folder / "memory.stat", surely=True).splitlines())
         # What it holds of files that were read once is given back when somebody needs the room.
         reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         room = int(text) - (int(used) if used.isdigit() else 0) + reclaimable
@@ -342,7 +363,7 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
     mounted top is the container's own group.
     """
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read(root / "proc/self/cgroup", surely=True).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
             top, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
@@ -362,10 +383,16 @@ def _process_name(pid: int) -> str:
         return "unknown"
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, surely: bool = False) -> str:
+    """Return what a file of the system says; "" where there is none, or it cannot be read.
+
+    With `surely`, OSError where the system has nothing left to read with: the file may be there.
+    """
     try:
         return path.read_text(encoding="utf-8").strip()
-    except OSError:
+    except OSError as error:
+        if surely and error.errno in _EXHAUSTED:
+            raise
         return ""
 
 

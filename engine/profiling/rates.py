@@ -24,7 +24,8 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.native.relay import RelayStalledError
 
 COLUMNS = 4096
-ROWS = 8192  # of weights: enough that no cache holds them
+ROWS = 8192  # of weights, for products that are arithmetic
+WEIGHT_BYTES = 512 * 1024**2  # of others: more than any cache holds, also that of a large GPU
 MANY = 64  # rows of a product that is arithmetic
 COPY_BYTES = 64 * 1024**2
 READ_BYTES = 256 * 1024**2
@@ -92,9 +93,9 @@ def measured_bus_share(device: torch.device) -> float:
 
     Once in a process.
     """
-    near, far = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    own_s = _least_s(partial(near.copy_, far), device) / 2  # it reads and writes
-    return own_s / _least_s(_copy(device), device)
+    near, far = (torch.empty(WEIGHT_BYTES // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    own_s = _least_s(partial(near.copy_, far), device) / WEIGHT_BYTES  # a byte: it reads and writes
+    return own_s / (_least_s(_copy(device), device) / COPY_BYTES)
 
 
 def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
@@ -123,17 +124,21 @@ def _hand_off_ms(device: torch.device) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[float, float, int]:
-    """Return the seconds of a product of one row and of many, and the bytes of the weights."""
-    linear: Linear = DENSE.empty(ROWS, COLUMNS, has_bias=False, dtype=dtype, device=device)
-    piece = torch.randn(ROWS // 16, COLUMNS, device=device)
-    for first in range(0, ROWS, len(piece)):
-        linear.load(first, piece)
-    seconds = []
-    for rows in (1, MANY):
-        x = torch.randn(rows, COLUMNS, device=device).to(dtype)
-        out = torch.empty(rows, ROWS, dtype=dtype, device=device)
-        seconds.append(_least_s(partial(linear.multiply, x, out), device))
-    return seconds[0], seconds[1], sum(linear.memory().values())
+    """Return the seconds of a product of one row and of many, and the bytes of the weights of the first."""
+    few_s, nbytes = _product(device, dtype, 1, WEIGHT_BYTES // (COLUMNS * dtype.itemsize))
+    many_s, _ = _product(device, dtype, MANY, ROWS)
+    return few_s, many_s, nbytes
+
+
+def _product(device: torch.device, dtype: torch.dtype, count: int, rows: int) -> tuple[float, int]:
+    """Return the seconds of a product with so many rows of weights, and their bytes."""
+    linear: Linear = DENSE.empty(rows, COLUMNS, has_bias=False, dtype=dtype, device=device)
+    piece = torch.randn(min(rows, ROWS // 16), COLUMNS, device=device)
+    for first in range(0, rows, len(piece)):
+        linear.load(first, piece[: rows - first])
+    x = torch.randn(count, COLUMNS, device=device).to(dtype)
+    out = torch.empty(count, rows, dtype=dtype, device=device)
+    return _least_s(partial(linear.multiply, x, out), device), sum(linear.memory().values())
 
 
 def _copy(device: torch.device) -> Callable[[], Tensor]:

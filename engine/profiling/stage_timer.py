@@ -392,6 +392,7 @@ class StageTimer:
 
     def _fill(self, state: State, tokens: int) -> None:
         positions = torch.arange(tokens, dtype=torch.int32, device=self._decoder.device)
+        positions %= self._config.max_context_tokens  # learned positions end there
         self._stages.embed(torch.zeros_like(positions), positions, state)
         state.residual.copy_(self._hidden[:tokens])
         state.attention.copy_(self._q[:tokens])

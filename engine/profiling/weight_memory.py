@@ -106,7 +106,7 @@ class _Memory:
         cap = MemoryCaps.of(options).gpu_bytes
         assert free.gpu_bytes is not None
         gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
-        needed = activation_bytes(config, limits, dtype) + DEVICE_RESERVE_BYTES
+        needed = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
         self._room = gpu_bytes - needed  # for weights and KV
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes

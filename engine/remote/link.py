@@ -24,11 +24,22 @@ CPU = torch.device("cpu")
 
 
 class WorkerLostError(RuntimeError):
-    """A worker does not answer, and what it held is lost."""
+    """A worker does not answer, and what it held is lost.
 
-    def __init__(self, worker: str, reason: str) -> None:
-        super().__init__(f"{worker} is lost: {reason}")
+    Args:
+        worker: its name.
+        reason: why, without its name and address.
+        address: where it listened; empty: it is not known.
+    """
+
+    def __init__(self, worker: str, reason: str, address: str = "") -> None:
+        super().__init__(worker, reason, address)
         self.worker = worker
+        self.reason = reason
+        self.address = address
+
+    def __str__(self) -> str:
+        return f"{self.worker} is lost: {self.reason}" + (f" ({self.address})" if self.address else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +239,7 @@ class WorkerLink:
     def _using(self, channel: Channel | None, lock: threading.Lock) -> Iterator[Channel]:
         with lock:
             if self._lost is not None:
-                raise WorkerLostError(self.name, str(self._lost)) from self._lost
+                raise WorkerLostError(self.name, self._lost.reason, self._lost.address) from self._lost
             if channel is None:
                 raise WorkerLostError(self.name, "it is not connected")
             try:
@@ -242,7 +253,7 @@ class WorkerLink:
             reason = f"it has not answered for {self._trust.timeout_s:g} s"
         lost = self._lost
         if lost is None:
-            lost = self._lost = WorkerLostError(self.name, f"{reason} ({self.address})")
+            lost = self._lost = WorkerLostError(self.name, reason, str(self.address or ""))
         self.close()
         return lost
 

@@ -12,7 +12,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.cluster import Cluster
 from neo_desktop.engine.remote.greeting import RefusedError
 from neo_desktop.engine.remote.heads import HeadGroup, check_heads
-from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
+from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.pool import AnyLink, RemotePool
 from neo_desktop.engine.remote.rank_link import EngineRank, RankLink
 from neo_desktop.engine.remote.shape import AttentionShape
@@ -29,7 +29,7 @@ class WorkerState:
     """What people are told of a worker."""
 
     address: str
-    lost: str | None  # why it is lost; None: it attends
+    lost: str | None  # why it is lost, without its name and address; None: it attends
     num_losses: int
 
 
@@ -168,12 +168,15 @@ class Workers:
                 for place, link in self._links.items()
             }
 
-    def lose(self, name: str, reason: str) -> Place:
+    def lose(self, error: WorkerLostError) -> Place:
         """Take in that a worker is lost, and try to reach it again; return its place."""
-        (place,) = (place for place in self._links if place.name == name)
+        (place,) = (place for place in self._links if place.name == error.worker)
         link = self._links[place]
+        # Several workers may be one place: the reason says which of them.
+        which = "" if error.address in ("", str(link.address)) else f" ({error.address})"
+        reason = error.reason + which
         link.close()
-        logger.warning("%s; its requests are computed again", reason)
+        logger.warning("%s is lost: %s; its requests are computed again", error.worker, reason)
         with self._changes:
             self._losses[place] += 1
         self._await(place, reason)

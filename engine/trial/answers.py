@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 
 from neo_desktop.engine.cuda.streams import open_streams
-from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.doctor.outcome import ANSWERS, MEMORY, MODEL, CheckError, Figure, Figures
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
@@ -19,13 +19,15 @@ from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.rig import Rig, on_rungs
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 LOADING_DEADLINE_S = 900.0  # large weights from a slow disk; the first answers on a slow computer
 LEAST_DEADLINE_S = 60.0  # for all other answers: what is compiled then takes a while
 DEADLINE_FACTOR = 10  # and so many times what the first ones took
-QUICK_LAYERS = 2
+QUICK_LAYERS = 2  # of a quick check, likewise the next: it has to fit beside other programs
+QUICK_EXPERTS, QUICK_VOCABULARY, QUICK_INTERMEDIATE = 8, 32_768, 8192
 PROMPT_TOKENS = (1, 17, 40, 200)
 ANSWER_TOKENS = 12
 CACHE_TOKENS = 2048
@@ -54,12 +56,12 @@ class AnswerChecks:
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks: the model is loaded, the reference, each rung alone, all as they stand."""
-        yield Check("model", "Loading the model", None, None, LOADING_DEADLINE_S, self._load, is_needed=True)
+        yield Check(MODEL, "Loading the model", None, None, LOADING_DEADLINE_S, self._load, is_needed=True)
         if not self.is_loaded:  # for want of memory, say: that is told, and no rung is to blame
             return
         title = "Answers with everything on its lowest rung"
         yield Check(
-            "answers-lowest", title, None, None, LOADING_DEADLINE_S, self._answer_lowest, is_needed=True
+            f"{ANSWERS}-lowest", title, None, None, LOADING_DEADLINE_S, self._answer_lowest, is_needed=True
         )
         if self._lowest_s is None:
             return
@@ -67,7 +69,7 @@ class AnswerChecks:
         for name in self._rungs_to_try():
             for rung in MECHANISMS[name].rungs[:-1]:
                 yield Check(
-                    f"answers-{name}-{rung.name}",
+                    f"{ANSWERS}-{name}-{rung.name}",
                     f"Answers: {MECHANISMS[name].title}, {rung.what}",
                     name,
                     rung.name,
@@ -75,7 +77,7 @@ class AnswerChecks:
                     partial(self._compare, alone(name, rung.name, self.mechanisms)),
                 )
         title = "Answers with everything as it stands"
-        yield Check("answers", title, None, None, deadline_s, self._compare)
+        yield Check(ANSWERS, title, None, None, deadline_s, self._compare)
 
     def _rungs_to_try(self) -> Sequence[str]:
         if self._rig.subject.is_quick:  # a first start: kernels have been checked alone
@@ -96,8 +98,7 @@ class AnswerChecks:
                     gpu_slice=subject.gpu_slice,
                 )
             )
-        layers = min(QUICK_LAYERS, rig.config.num_layers)
-        config = replace(rig.config, num_layers=layers, layer_windows=rig.config.layer_windows[:layers])
+        config = quick_shape(rig.config)
         streams = open_streams(rig.device, subject.gpu_slice)
         with streams.on_device():
             decoder = random_model(config, dtype=rig.dtype, device=rig.device)
@@ -163,7 +164,7 @@ class AnswerChecks:
 
     def memory_check(self) -> Check:
         """Return the check of a GPU's memory: what was promised against what is used."""
-        return Check("memory", "GPU memory: promised and used", None, None, LOADING_DEADLINE_S, self._measure)
+        return Check(MEMORY, "GPU memory: promised and used", None, None, LOADING_DEADLINE_S, self._measure)
 
     def _measure(self) -> Figures:
         device, config = self._rig.device, self.model.config
@@ -171,7 +172,8 @@ class AnswerChecks:
         free = FreeMemory.now(device).gpu_bytes or 0
         parts = self._memory("gpu-only")
         kv_bytes = parts.tokens_in(host_memory=False) * config.kv_bytes_per_token(self._rig.dtype)
-        promised = kv_bytes + activation_bytes(config, parts.limits, self._rig.dtype) + DEVICE_RESERVE_BYTES
+        activations = activation_bytes(config, parts.limits, self._rig.dtype, device)
+        promised = kv_bytes + activations + DEVICE_RESERVE_BYTES
         with Engine.from_parts(parts, "gpu-only") as engine:
             engine.generate([[1] * 100], GREEDY)
             used = free - (FreeMemory.now(device).gpu_bytes or 0)
@@ -183,6 +185,30 @@ class AnswerChecks:
                 figures,
             )
         return figures
+
+
+def quick_shape(config: ModelConfig) -> ModelConfig:
+    """Return a shape whose weights are few, and on which attention and the hand-overs have as much to do."""
+    layers = min(QUICK_LAYERS, config.num_layers)
+    experts = config.experts
+    if experts is not None:
+        experts = replace(
+            experts,
+            count=min(experts.count, max(QUICK_EXPERTS, experts.per_token)),
+            intermediate_size=min(experts.intermediate_size, QUICK_INTERMEDIATE // QUICK_EXPERTS),
+            layers=tuple(layer for layer in experts.layers if layer < layers),
+            order=None,
+        )
+    return replace(
+        config,
+        num_layers=layers,
+        layer_windows=config.layer_windows[:layers],
+        vocab_size=min(config.vocab_size, QUICK_VOCABULARY),
+        intermediate_size=min(config.intermediate_size, QUICK_INTERMEDIATE),
+        experts=experts,
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
 
 
 def lowest(mechanisms: Iterable[str]) -> dict[str, str]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.loading import choose_device, choose_dtype, model_path
-from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.engine.loading import choose_device, choose_dtype, open_model
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape as published_shape
 
@@ -41,7 +40,7 @@ class Rig:
         """The model's shape."""
         if self.subject.shape is not None:
             return published_shape(self.subject.shape)
-        return open_checkpoint(model_path(self.subject.model)).config()
+        return open_model(self.subject.model).config()
 
     @cached_property
     def dtype(self) -> torch.dtype:

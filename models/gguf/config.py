@@ -13,7 +13,7 @@ from neo_desktop.models.config import (
     stretched_tokens,
 )
 from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
-from neo_desktop.models.gguf.container import GGUFFile
+from neo_desktop.models.gguf.container import GGUFFile, NumberArray
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
@@ -51,18 +51,38 @@ FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
     "qwen3moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
     "gpt-oss": _Family("GptOssForCausalLM"),
 }
+_PER_LAYER = frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length"))
 _MIXTRAL = _Family("MixtralForCausalLM")  # "llama" with experts
-# What other architectures have; of these models, it leaves the numbers as they are.
-_NEUTRAL = (
-    *(
-        "logit_scale",
-        "residual_scale",
-        "embedding_scale",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
+# What other architectures have, and the values with which it leaves the numbers of these models as they are.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        (
+            *("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
+            *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"),
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
+            *("expert_weights_scale", "expert_weights_norm", "expert_gating_func"),  # a softmax, normalised
+            *("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"),
+            *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
+            "moe_every_n_layers",
+        ),
+        (0, 1),
     ),
-    *("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
-    *("expert_weights_scale", "expert_weights_norm", "expert_gating_func"),  # a softmax, normalised
+    **dict.fromkeys(("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "attention.causal": (True,),
+}
+# The entries that are read, or that change nothing here.
+_KNOWN = frozenset(
+    (
+        *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+        *("attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window"),
+        *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type"),
+        *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned"),
+        *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+        *("attention.layer_norm_epsilon", "use_parallel_residual", "tensor_data_layout", "pooling_type"),
+    )
 )
 
 
@@ -74,16 +94,14 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
     name = _architecture(metadata)
-    prefix = f"{name}."
-    values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
-    own = JsonFile(path, values)
+    own = entries_of(metadata, name)
     places = {place.name: place for file in files for place in file.tensors.values()}
     _refuse_unsupported(own)
     hidden_size = own.integer("embedding_length", maximum=MAX_HIDDEN_SIZE)
     num_heads = own.integer("attention.head_count", maximum=MAX_HEADS)
     num_kv_heads = own.integer("attention.head_count_kv", num_heads, maximum=MAX_HEADS)
     head_dim = own.integer("attention.key_length", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
-    check_heads(path, num_heads, num_kv_heads, head_dim)
+    check_heads(path, num_heads, num_kv_heads, head_dim, UnsupportedModelError)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.integer(key, head_dim) != head_dim:
             raise UnsupportedModelError(
@@ -97,7 +115,8 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     if rope.theta <= 1:
         raise ModelError(f"{path} has a rope.freq_base of {rope.theta:g}, which is not above 1: correct it.")
     max_context_tokens = stretched_tokens(trained_tokens, rope)
-    window = own.integer("attention.sliding_window", 0, minimum=0)
+    # llama.cpp reads it of gpt-oss alone.
+    window = own.integer("attention.sliding_window", 0, minimum=0) if is_gpt_oss else 0
     is_windowed = 0 < window < max_context_tokens
     experts = _experts(own, name, num_layers, hidden_size, places.keys())
     family = _MIXTRAL if name == "llama" and experts is not None else FAMILIES[name]
@@ -121,7 +140,7 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
         rope=rope,
         tie_word_embeddings="output.weight" not in places,
         layer_windows=tuple(
-            window if is_windowed and not (is_gpt_oss and layer % 2) else None for layer in range(num_layers)
+            window if is_windowed and layer % 2 == 0 else None for layer in range(num_layers)
         ),
         dtype=stored_dtype(files),
         qkv_bias="blk.0.attn_q.bias" in places,
@@ -148,6 +167,30 @@ def _architecture(metadata: JsonFile) -> str:
     return name
 
 
+def entries_of(metadata: JsonFile, architecture: str) -> JsonFile:
+    """Return the entries of an architecture, without the prefix; one that is the same in all layers is one.
+
+    Raises:
+        UnsupportedModelError: layers have different sizes.
+        ModelError: there are not as many numbers as layers.
+    """
+    path, prefix = metadata.path, f"{architecture}."
+    values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
+    own = JsonFile(path, values)
+    for key, value in values.items():
+        if key not in _PER_LAYER or not isinstance(value, NumberArray):
+            continue
+        numbers, num_layers = value.data.tolist(), own.integer("block_count", maximum=MAX_LAYERS)
+        if len(numbers) != num_layers:
+            raise ModelError(
+                f"{path} has {len(numbers)} numbers of {key} for {num_layers} layers: download it again."
+            )
+        if len(set(numbers)) > 1:
+            raise UnsupportedModelError(f"{path} has layers with different {key}, which is not supported.")
+        values[key] = numbers[0]
+    return own
+
+
 def check_is_model(metadata: JsonFile) -> None:
     """Raise ModelError for a file that belongs to a model, but is none."""
     if metadata.text("general.type", "model") != "model":
@@ -160,7 +203,7 @@ def _experts(
     count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if count == 0:
         return None
-    if name not in ("llama", "qwen3moe", "gpt-oss") or own.integer("expert_shared_count", 0, minimum=0) > 0:
+    if name not in ("llama", "qwen3moe", "gpt-oss"):
         raise UnsupportedModelError(
             f"{own.path} has a mixture of experts as Mixtral's and Qwen3's are none, which is not supported: "
             "choose another model."
@@ -183,8 +226,9 @@ def _experts(
 
 
 def _refuse_unsupported(own: JsonFile) -> None:
-    for key in _NEUTRAL:
-        if own.raw(key) not in (None, 0, 1):
+    for key, value in own.values.items():
+        is_number = isinstance(value, int | float)
+        if key not in _KNOWN and not (is_number and value in _NEUTRAL.get(key, ())):
             raise UnsupportedModelError(
                 f"{own.path} sets {key}, which is not supported: choose another model."
             )
@@ -193,6 +237,35 @@ def _refuse_unsupported(own: JsonFile) -> None:
 def _scaling(
     own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int, *, truncate: bool
 ) -> Scaling | None:
+    kind = own.text("rope.scaling.type", "linear")  # as in llama.cpp
+    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    factor = 1.0 if own.raw(key) in (None, 0) else own.number(key)
+    attention_factor = own.number("rope.scaling.attn_factor", 1.0)
+    factors = _factors(files, head_dim)
+    is_stretched = kind == "yarn" or (kind == "linear" and factor != 1)
+    if (factors is not None and is_stretched) or (kind != "yarn" and attention_factor != 1):
+        raise UnsupportedModelError(f"{own.path} stretches rotations in two ways, which is not supported.")
+    match kind:
+        case "none":
+            return factors
+        case "linear":
+            return factors if factor == 1 else LinearScaling(factor)
+        case "yarn":
+            original = own.integer("rope.scaling.original_context_length", trained_tokens)
+            factor = own.number("rope.scaling.factor", trained_tokens / original)
+            return YarnScaling(
+                factor=factor,
+                original_max_tokens=original,
+                beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
+                truncate=truncate,
+                attention_factor=attention_factor * yarn_temperature(factor),
+            )
+    raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
+
+
+def _factors(files: list[GGUFFile], head_dim: int) -> FactorScaling | None:
+    """Return the factors of frequencies that a file holds; None: it holds none."""
     for file in files:
         place = file.tensors.get(ROPE_FACTORS)
         if place is not None:
@@ -205,25 +278,7 @@ def _scaling(
             if not ((factors > 1e-6) & (factors < 1e9)).all():
                 raise ModelError(f"{file.path} has {ROPE_FACTORS} that are no factors: download it again.")
             return FactorScaling(tuple(factors.tolist()))
-    kind = own.text("rope.scaling.type", "none" if "rope.scale_linear" not in own else "linear")
-    match kind:
-        case "none":
-            return None
-        case "linear":
-            factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0))
-            return None if factor == 1 else LinearScaling(factor)
-        case "yarn":
-            original = own.integer("rope.scaling.original_context_length", trained_tokens)
-            factor = own.number("rope.scaling.factor", trained_tokens / original)
-            return YarnScaling(
-                factor=factor,
-                original_max_tokens=original,
-                beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
-                beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
-                truncate=truncate,
-                attention_factor=own.number("rope.scaling.attn_factor", 1.0) * yarn_temperature(factor),
-            )
-    raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
+    return None
 
 
 def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
@@ -243,10 +298,12 @@ def generation_defaults(metadata: JsonFile) -> GenerationDefaults:
         return None if key not in metadata else metadata.number(key, allow_zero=True)
 
     top_k = "general.sampling.top_k"
-    return GenerationDefaults(
-        temperature=number("temp"),
-        top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("penalty_repeat"),
+    values = {
+        "temperature": number("temp"),
+        "top_p": number("top_p"),
+        "min_p": number("min_p"),
+        "repetition_penalty": number("penalty_repeat"),
+    }
+    return GenerationDefaults.within_bounds(
+        values, top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0)
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError, check_size
+from neo_desktop.models.missing import why_no_model
 from neo_desktop.models.read_ahead import ReadAhead
 
 MAGIC = b"GGUF"
@@ -94,8 +95,9 @@ class GGUFFile:
         self.path = path
         self._bytes = _mapped(path)
         reader = _Reader(path, self._bytes)
-        if reader.take(4) != MAGIC:
-            raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}.")
+        if not MAGIC.startswith(self._bytes[: len(MAGIC)]):
+            raise ModelError(f"{why_no_model(path)}.")
+        reader.take(len(MAGIC))
         version = reader.integer("I")
         if version not in VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from neo_desktop.models.gguf.pre_tokenizers import BEGIN_WITH_BOS, PRE_TOKENIZERS, WHOLE_WORDS, pre_tokenizer
 from neo_desktop.models.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
-from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.tokenizer import Tokenizer, choose_templates
 
 MAX_PIECE = 512  # characters of a token that is joined by scores; those of SentencePiece have 16
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -19,7 +19,7 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     _add_special_tokens(backend, vocabulary)
     roles = {role: vocabulary.token_id(key) for key, role in _ROLES.items()}
     special_tokens = {role: vocabulary.tokens[token] for role, token in roles.items() if token is not None}
-    return Tokenizer(backend, special_tokens, vocabulary.chat_template)
+    return Tokenizer(backend, special_tokens, *choose_templates(vocabulary.templates))
 
 
 def check_kind(vocabulary: Vocabulary) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neo_desktop.models.gguf.config import check_is_model, generation_defaults, stored_dtype
+from neo_desktop.models.gguf.config import check_is_model, entries_of, generation_defaults, stored_dtype
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray
 from neo_desktop.models.gguf.tensors import GGUFTensor, checked
 from neo_desktop.models.gguf.vocabulary import Vocabulary
@@ -307,9 +307,8 @@ def _names(architecture: str, config: TracedConfig) -> dict[str, str]:
 
 def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str, Any]:
     """Return what the config.json of the model would say. Raises ModelError."""
-    path, prefix = files[0].path, f"{name}."
-    entries = files[0].metadata.items()
-    own = JsonFile(path, {key[len(prefix) :]: value for key, value in entries if key.startswith(prefix)})
+    path = files[0].path
+    own = entries_of(JsonFile(path, dict(files[0].metadata)), name)
     for key, value in own.values.items():
         is_known = key in _COMMON or key in family.keys or key == family.eps[0]
         if not is_known and not (key in _NONE_IF_ZERO and value == 0):

@@ -12,6 +12,7 @@ from neo_desktop.models.limits import MAX_VOCAB_SIZE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 _PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 
 # Files name one or two tokens that end an answer; that others do, llama.cpp sees from their texts, too.
 _ENDS = frozenset(
@@ -29,12 +30,12 @@ class Vocabulary:
 
     Args:
         entries: of the metadata, without `tokenizer.ggml.`
-        chat_template: Jinja source.
+        templates: name → Jinja source of a chat template.
     """
 
     path: Path
     entries: JsonFile
-    chat_template: str | None
+    templates: dict[str, str]
 
     @classmethod
     def read(cls, file: GGUFFile) -> "Vocabulary":
@@ -44,10 +45,15 @@ class Vocabulary:
             for key, value in file.metadata.items()
             if key.startswith(_PREFIX)
         }
-        template = file.metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelError(f"{file.path} has a chat_template that is not text: download it again.")
-        return cls(file.path, JsonFile(file.path, entries), template)
+        templates: dict[str, str] = {}
+        for key, template in file.metadata.items():
+            name = key.removeprefix(_TEMPLATE)
+            if name == key or (name and name[0] != "."):
+                continue
+            if not isinstance(template, str):
+                raise ModelError(f"{file.path} has a chat_template that is not text: download it again.")
+            templates[name.removeprefix(".") or "default"] = template
+        return cls(file.path, JsonFile(file.path, entries), templates)
 
     @property
     def model(self) -> str:

@@ -4,6 +4,7 @@ Matrices keep the model's dtype; norms and biases are float32, as llama.cpp want
 up, without special tokens, so that no token ends an answer: llama.cpp is given token ids, and tells them.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,13 +51,14 @@ def check_expressible(config: ModelConfig) -> None:
         raise ValueError(f"llama.cpp cannot be given this model, because of {reason}: leave --baseline out")
 
 
-def write_gguf(gguf: Any, decoder: Decoder, path: Path) -> None:
+def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = None) -> None:
     """Write the model; one matrix at a time is held twice.
 
     Args:
         gguf: the module of that name.
         decoder: a model of which `check_expressible` does not complain.
         path: of the new file.
+        type_name: of matrices, as "Q4_1"; None: the model's dtype.
 
     Raises:
         OSError: it cannot be written.
@@ -66,18 +68,33 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path) -> None:
         _add_metadata(writer, gguf, decoder)
         outline = Decoder(decoder.config, dtype=decoder.dtype, device=torch.device("meta"))
         for name, tensor in _tensors(outline):
-            kind = gguf.GGMLQuantizationType[_TYPES[tensor.dtype]]
-            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType[_type(tensor, type_name)]
+            shape, num_bytes = tensor.shape, tensor.nbytes
+            if type_name is not None:  # a shape in bytes is what the writer wants of quantised tensors
+                shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+                num_bytes = math.prod(shape)
+            numbers = np.dtype(np.float32 if type_name is None else np.uint8)
+            writer.add_tensor_info(name, shape, numbers, num_bytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for _, tensor in _tensors(decoder):
-            writer.write_tensor_data(tensor.cpu().contiguous().view(torch.uint8).numpy())
+            data = tensor.cpu().contiguous()
+            if type_name is None:
+                writer.write_tensor_data(data.view(torch.uint8).numpy())
+            else:
+                kind = gguf.GGMLQuantizationType[_type(tensor, type_name)]
+                writer.write_tensor_data(gguf.quants.quantize(data.float().numpy(), kind).view(np.uint8))
         writer.flush()
         for file in writer.fout:
             os.fsync(file.fileno())  # so that the disk is idle when llama.cpp is measured
     finally:
         writer.close()
+
+
+def _type(tensor: Tensor, type_name: str | None) -> str:
+    """Return the name of a tensor's type; what is no matrix keeps its own."""
+    return _TYPES[tensor.dtype] if type_name is None or tensor.ndim == 1 else type_name
 
 
 def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:

@@ -17,7 +17,7 @@ from neo_desktop.models.experts_config import ExpertNames
 from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.safetensors.tensor import SafeTensor
-from neo_desktop.models.weights import StoredTensor
+from neo_desktop.models.stored_tensor import StoredTensor
 
 _MXFP4 = next(stored for stored in TYPES.values() if stored.name == "MXFP4")
 _BLOCK = 32  # numbers that share a scale

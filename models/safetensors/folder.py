@@ -15,10 +15,12 @@ from neo_desktop.models.safetensors.experts import take_experts
 from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
-from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
+from neo_desktop.models.safetensors.tensor import SafeTensor
+from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import read_config
-from neo_desktop.models.weights import StoredTensor, Weights
+from neo_desktop.models.weights import Weights
 
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -39,8 +41,16 @@ class SafetensorsFolder:
     def name(self) -> str:  # noqa: D102
         return self.path.resolve().name
 
-    def config(self) -> ModelConfig:  # noqa: D102
-        return read_config(self.path)
+    def config(self) -> ModelConfig:
+        """Read config.json; what it ties is not tied where the files hold two different weights."""
+        _refuse_adapter(self.path)
+        config = read_config(self.path)
+        if not ties_of(config):
+            return config
+        try:
+            return self.weights().untied(config)
+        except ModelError:  # is raised again by what checks the weights
+            return config
 
     def tokenizer(self) -> Tokenizer:  # noqa: D102
         return Tokenizer.from_pretrained(self.path)
@@ -69,13 +79,24 @@ class SafetensorsFolder:
             matrices = take_experts(tensors, expert_names(family.architecture))
         if isinstance(scheme, Packed | Scaled):
             matrices |= _take_matrices(tensors, scheme)
-        for tensor in tensors.values():
-            if tensor.type_name not in FLOATS:
-                raise ModelError(
-                    f"{tensor.name} in {tensor.file} is stored as {tensor.type_name}, which is not "
-                    "supported: choose the original float16 or bfloat16 checkpoint of this model."
-                )
-        return Weights(self.path, "config.json", tensors | matrices)
+        is_tied = description.raw("tie_word_embeddings") is True
+        return Weights(self.path, "config.json", tensors | matrices, says_tied=is_tied)
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Raise ModelError for an adapter of PEFT: transformers applies it to a model, this engine does not."""
+    file = path / "adapter_config.json"
+    if not file.exists():
+        return
+    base = JsonFile.read(file).raw("base_model_name_or_path")
+    of = f" for {base[:100]}" if isinstance(base, str) and base else ""
+    advice = "merge it into its base model with `merge_and_unload` of peft, and load what that saves"
+    if (path / "config.json").exists():
+        raise ModelError(
+            f"{path} holds a model and an adapter of PEFT{of}, which this engine does not apply: {advice}, "
+            "or remove adapter_config.json to run the model without it."
+        )
+    raise ModelError(f"{path} is an adapter of PEFT{of}, and no model of its own: {advice}.")
 
 
 def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> dict[str, StoredTensor]:

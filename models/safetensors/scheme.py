@@ -48,6 +48,9 @@ class Mxfp4:
 Scheme = Packed | Scaled | Mxfp4
 
 
+_OF_MLX = frozenset(("group_size", "bits", "mode"))  # all that it says, but for single modules
+
+
 def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
     """Read `quantization_config` of config.json; None: there is none.
 
@@ -68,6 +71,8 @@ def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
         "compressed-tensors": _compressed_tensors,
         **({"mxfp4": lambda _: Mxfp4()} if has_experts_in_one else {}),
     }
+    if "quant_method" not in section and {"group_size", "bits"} <= section.values.keys() <= _OF_MLX:
+        raise _unsupported(section, "MLX")
     # GPTQModel writes both names, and calls the first one old.
     name = "method" if section.raw("quant_method") is None and "method" in section else "quant_method"
     method = section.text(name, "compressed-tensors" if "config_groups" in section else None)

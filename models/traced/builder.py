@@ -325,6 +325,9 @@ class Builder:
                 if len(rows_of) > 1:
                     place = (-1, sum(rows_of[:part]), rows_of[part])
                     known[node] = graph.call_function(torch.narrow, (result, *place))
+                bias = _nodes_of(node)[2:3]
+                if bias and self._product(node) is self._products.get(self._outline.embedding):
+                    known[node] = graph.call_function(torch.add, (result, find(bias[0])))
             else:
                 copied = graph.node_copy(node, find)
                 copied.args = self._here(copied.args)

@@ -189,6 +189,9 @@ def attend(
     if heads % kv_heads:
         raise CannotCutError(f"{heads} heads cannot share {kv_heads} key-value heads")
     scale = head_dim**-0.5 if scale is None else float(scale)
+    if calls.attention and scale != calls.attention[0].scale:  # the kernels have one for all layers
+        query = query * (scale / calls.attention[0].scale)
+        scale = calls.attention[0].scale
     calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap))
     out: Tensor = attention(query, key, value, len(calls.attention) - 1)
     return out.transpose(1, 2)[..., :width]
@@ -234,7 +237,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
             raise CannotCutError("its tokens attend to later ones")
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
-                raise CannotCutError(f"its attention is given {name}")
+                raise CannotCutError(f"its attention is given {name}, which this engine does not know")
         out = attend(
             calls,
             query,

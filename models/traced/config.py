@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, generation_file
-from neo_desktop.models.families import Family, stored_dtype, written_family
-from neo_desktop.models.json_file import JsonFile
-from neo_desktop.models.limits import MAX_HEADS, MAX_HIDDEN_SIZE, MAX_LAYERS, MAX_VOCAB_SIZE
+from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
+from neo_desktop.models.families import stored_dtype, written_family
+from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
+from neo_desktop.models.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+)
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
@@ -76,13 +83,24 @@ class TracedConfig(ModelConfig):
 def read_config(path: Path) -> ModelConfig:
     """Read a folder's configuration: of a decoder that is written here, or else of one of transformers.
 
+    A written decoder serves what it computes all of; the code of transformers has the rest.
+
     Raises:
         ModelError: as `ModelConfig.from_pretrained` and `read_traced` do.
     """
     config_json = path / "config.json"
     if path.is_dir() and config_json.exists() and written_family(JsonFile.read(config_json)) is None:
         return read_traced(path)
-    return ModelConfig.from_pretrained(path)
+    try:
+        return ModelConfig.from_pretrained(path)
+    except NotWrittenError as error:
+        if find_spec("transformers") is None:
+            raise
+        not_written = error.reason
+    try:
+        return read_traced(path)
+    except ModelError as error:
+        raise ModelError(f"{not_written} The code of transformers does not help: {error}") from None
 
 
 def read_traced(path: Path) -> TracedConfig:
@@ -95,26 +113,33 @@ def read_traced(path: Path) -> TracedConfig:
     config_json = path / "config.json"
     file = JsonFile.read(config_json)
     read_scheme(file, has_experts_in_one=False)
+    text = file.section("text_config") or file
     # Before anything is made of such sizes.
     for key, most in (
         ("num_hidden_layers", MAX_LAYERS),
         ("hidden_size", MAX_HIDDEN_SIZE),
         ("num_attention_heads", MAX_HEADS),
         ("vocab_size", MAX_VOCAB_SIZE),
+        ("max_position_embeddings", MAX_CONTEXT_TOKENS),
     ):
-        if key in file:
-            file.integer(key, maximum=most)
-    context = file.integer("max_position_embeddings", 2048)
+        for each in (file, text):
+            if key in each:
+                each.integer(key, maximum=most)
+    from neo_desktop.models.traced.outline import description, outline  # noqa: PLC0415 - rarely needed
+
+    source, modified_ns = Source(path), config_json.stat().st_mtime_ns
+    outline(source, modified_ns)  # complains of what is not supported
+    described = description(source, modified_ns)
     generation = generation_file(path)
-    eos_token_ids = file.token_ids("eos_token_id", ())
+    eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
     return traced_config(
-        Source(path),
-        config_json.stat().st_mtime_ns,
+        source,
+        modified_ns,
         architecture=_architecture(file),
-        max_context_tokens=context,
-        dtype=stored_dtype(file, Family("", "", context)),
-        eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
-        bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
+        max_context_tokens=described.context_tokens,
+        dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=next(iter(described.bos_token_ids), None),
         generation=GenerationDefaults.from_json(generation),
     )
 
@@ -143,6 +168,8 @@ def traced_config(
     from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
 
     found = outline(source, modified_ns)
+    check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
+    max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
         architecture=architecture,
         vocab_size=found.vocab_size,
@@ -166,6 +193,21 @@ def traced_config(
         generation=generation,
         source=source,
         of_model=found,
+    )
+
+
+def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
+    """Return the configuration of a model of which some parameters are not tied; see `Source`."""
+    source = replace(config.source, untied=names)
+    return traced_config(
+        source,
+        source.named.stat().st_mtime_ns,
+        architecture=config.architecture,
+        max_context_tokens=config.max_context_tokens,
+        dtype=config.dtype,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        generation=config.generation,
     )
 
 

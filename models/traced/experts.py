@@ -1,7 +1,7 @@
 """Mixtures of experts in models of `transformers`: where their matrices are, and how they are multiplied."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         raise CannotCutError("its experts have matrices of unusual shapes")
     if hidden % EXPERT_UNIT or intermediate % EXPERT_UNIT:
         raise CannotCutError(f"its experts are no multiples of {EXPERT_UNIT} numbers")
-    gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), device="cpu")
-    found = module._apply_gate(torch.cat((gate, up), dim=-1))
-    if found.shape != gate.shape or not torch.allclose(found, silu(gate) * up, rtol=1e-4, atol=1e-5):
+    if not _is_silu(module._apply_gate):
         raise CannotCutError("its experts' gates are not SiLU")
     parameters = names[id(gate_up)], names[id(down)]
     stored = _of_each(model, parameters, count)
@@ -63,6 +61,15 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
             for kind, (rows, columns) in rows_columns.items()
         ),
     )
+
+
+def _is_silu(apply_gate: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether silu(gate) * up comes out, of numbers of all sizes, so that limits show."""
+    sizes = torch.logspace(-3, 4, 65, device="cpu")
+    numbers = torch.cat((-sizes, torch.zeros(1, device="cpu"), sizes))
+    gate, up = torch.meshgrid(numbers, numbers, indexing="ij")
+    found = apply_gate(torch.cat((gate, up), dim=-1))
+    return found.shape == gate.shape and torch.allclose(found, silu(gate) * up, rtol=1e-4, atol=1e-5)
 
 
 def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
-from neo_desktop.models.traced.outline import cannot_cut, empty_model, is_wide, parameters_of, run
+from neo_desktop.models.traced.outline import empty_model, is_wide, parameters_of, run
+from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
 
@@ -18,7 +19,7 @@ ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
 # fmt: off
 _FRESH = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
-_IN_PLACE = frozenset(("add_", "sub_", "mul_", "div_"))
+_IN_PLACE = frozenset(("add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"))
 _SAME = frozenset(("to", "type_as", "contiguous", "expand_as", "broadcast_to"))  # that may make no numbers
 _VIEWS = frozenset((
     "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
@@ -187,13 +188,19 @@ def _use_what_is_written(graph: fx.Graph) -> None:
 
 
 def _write_nothing(graph: fx.Graph) -> None:
-    """Turn sums and the like in place of numbers that nothing else reads into ones that make new numbers."""
+    """Turn sums and the like in place of numbers that are read later alone into ones with new numbers."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         name, x = name_of(node), node.args[0] if node.args else None
-        if name not in _IN_PLACE or not isinstance(x, fx.Node) or set(x.users) != {node}:
+        if name not in _IN_PLACE or not isinstance(x, fx.Node):
+            continue
+        readers = set(x.users) - {node}
+        if any(order[reader] < order[node] for reader in readers):
             continue
         if x.op == "call_function" and name_of(x) not in _VIEWS | _SAME:
             node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
+            for reader in readers:
+                reader.replace_input_with(x, node)
 
 
 def _skip_idle(graph: fx.Graph) -> None:

@@ -1,7 +1,6 @@
 """What a model of `transformers` consists of, found out by a run without numbers."""
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.families import FAMILIES
+from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -22,10 +22,16 @@ from neo_desktop.models.traced.capture import (
     Catching,
     intercepted,
 )
+from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
-from neo_desktop.models.traced.sizes import Fused, Outline
+from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
+from neo_desktop.models.traced.sizes import Description, Fused, Outline
 from neo_desktop.models.traced.source import Source
 
+# Attributes of configurations with the number of positions; most classes map a name of theirs to the first.
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_UNKNOWN_CONTEXT = 2048
+_CHANGING = ("dynamic", "longrope")  # rotations whose frequencies depend on a prompt's length
 ROWS = 5  # of the run; any number that is no size of a model
 
 
@@ -55,6 +61,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             f"{source.named} describes a model that only transformers knows: install "
             "neo-desktop[transformers], or choose another model."
         ) from None
+    config: Any = None
     with _quiet():
         try:
             config = source.config()
@@ -66,16 +73,17 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
                 except KeyError:  # its attention is chosen from a list of its own
                     model = make.from_config(config, attn_implementation="sdpa", **others)
         except Exception as error:  # of whatever kind: it is other people's code
-            raise ModelError(
-                f"{source.named} describes a model that is not supported: transformers cannot "
-                f"make it ({_shortly(error)})."
-            ) from None
-    names = config.architectures or [type(model).__name__]
-    if type(model).__name__ not in names:
+            raise not_made(source, config, error) from None
+    names = config.architectures
+    if not is_language_model(names) and type(model).__name__ not in names:
         raise ModelError(
-            f"{source.named} describes {str(names[0])[:50]!r}, of which transformers knows no "
-            "decoder: choose another model."
+            f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
+            "model: choose another model."
         )
+    for name in source.untied:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     return model.eval()
 
 
@@ -88,58 +96,81 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with _quiet(), intercepted(calls), Catching(calls):
+    with _quiet(), intercepted(calls), Catching(calls), _steady(model):
         logits: Tensor = model(**given).logits
     return logits
 
 
-@lru_cache(maxsize=32)
-def outline(source: Source, _modified_ns: int) -> Outline:
+def outline(source: Source, modified_ns: int) -> Outline:
     """Return the outline of a model.
 
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
     """
+    return examined(source, modified_ns)[0]
+
+
+def conversions_of(source: Source) -> Conversions:
+    """Return how the parameters of a model come out of its checkpoint; raises as `outline` does."""
+    return examined(source, source.named.stat().st_mtime_ns)[1]
+
+
+@contextmanager
+def _steady(model: nn.Module) -> Iterator[None]:
+    """Keep the frequencies of rotations that change once a prompt is long; see `Outline.most_tokens`."""
+    modules: list[Any] = [each for each in model.modules() if hasattr(each, "rope_type")]
+    kept = [each.rope_type for each in modules]
+    for each in modules:
+        each.rope_type = _without_change(each.rope_type)
+    try:
+        yield
+    finally:
+        for each, before in zip(modules, kept, strict=True):
+            each.rope_type = before
+
+
+def _without_change(rope_type: Any) -> Any:
+    if isinstance(rope_type, dict):
+        return {kind: _without_change(each) for kind, each in rope_type.items()}
+    return "default" if rope_type in _CHANGING else rope_type
+
+
+def _most_tokens(config: Any) -> int | None:
+    """Return how many tokens leave all frequencies as they are; None: any number."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    found = [
+        int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for each in sections
+        if each.get("rope_type") in _CHANGING
+    ]
+    return min(found, default=None)
+
+
+@lru_cache(maxsize=32)
+def examined(source: Source, _modified_ns: int) -> tuple[Outline, Conversions]:
+    """Return both of what a model tells without numbers; kept for the models that were asked for last."""
     with TRACING:
-        return _traced(source)
+        return _run_without_numbers(source)
 
 
-def _traced(source: Source) -> Outline:
+def _run_without_numbers(source: Source) -> tuple[Outline, Conversions]:
     model, calls = empty_model(source, torch.float32), Calls()
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
+        if (part := missing_part(model)) is not None:
+            raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
-        return _outline(model, calls, logits)
+        return _outline(model, calls, logits), Conversions(model)
     except Exception as error:  # of whatever kind: it is other people's code
         raise cannot_cut(source, model, error) from None
-
-
-def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
-    """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
-    said = _shortly(error)
-    if not isinstance(error, CannotCutError) and isinstance(model, nn.Module) and _has_experts(model):
-        known = ", ".join(family.model_type for family in FAMILIES if family.experts)
-        said = f"it is a mixture of experts of a kind that is not supported, as those of {known} are"
-    elif not isinstance(error, CannotCutError):
-        said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
-    name = getattr(model, "architecture", type(model).__name__)
-    return ModelError(
-        f"{source.named} describes {name}, which cannot be cut into stages at attention: {said}."
-    )
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(type(module).__name__.endswith("Experts") for module in model.modules())
 
 
 def is_wide(model: Any, name: str) -> bool:
     """Return whether something of a model is kept in float32, whatever the others' dtype."""
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
-
-def _shortly(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:100].rstrip(".")
 
 
 def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
@@ -172,7 +203,7 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
             groups.setdefault((id(each.x), each.bias is None), []).append(each)
     matrices = tuple(_fused(group, names) for group in groups.values())
     is_tied = id(last.weight) in looked_up
-    if times[id(last.weight)] > 1 or (is_tied and last.bias is not None):
+    if times[id(last.weight)] > 1:
         raise CannotCutError("its head is used elsewhere, too")
     head = None if is_tied else _fused([last], names)
     mixtures = tuple(mixed(model, call, names) for call in calls.experts)
@@ -189,7 +220,6 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
-        renamed=_renamed(model),
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
@@ -198,19 +228,7 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         softcap=first.softcap,
         mixtures=mixtures,
         wide=tuple(name for name in buffers if is_wide(model, name)),
-    )
-
-
-def _renamed(model: Any) -> tuple[tuple[str, str], ...]:
-    """Return how names of checkpoints become those of parameters, where they are not the same."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-    from transformers.core_model_loading import WeightRenaming  # noqa: PLC0415
-
-    found = [each for each in get_model_conversion_mapping(model) if type(each) is WeightRenaming]
-    return tuple(
-        (source, target)
-        for each in found
-        for source, target in zip(each.source_patterns, each.target_patterns, strict=False)
+        most_tokens=_most_tokens(model.config),
     )
 
 
@@ -226,21 +244,21 @@ def _fused(products: list[Any], names: dict[int, str]) -> Fused:
 def _same_attention(model: Any, calls: Calls) -> Any:
     """Return the first layer's attention, of which the others differ by windows at most."""
     layers = model.config.get_text_config().num_hidden_layers
-    if len(calls.attention) != layers:
+    if len(calls.attention) < layers:
         raise CannotCutError(
-            f"{len(calls.attention)} of its {layers} layers have attention that can be told apart"
+            f"{layers - len(calls.attention)} of its {layers} layers have no attention that this engine knows"
         )
+    if len(calls.attention) > layers:
+        raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
     first = calls.attention[0]
     for call in calls.attention:
         sizes = (call.heads, call.kv_heads, call.head_dim)
         if sizes != (first.heads, first.kv_heads, first.head_dim):
-            raise CannotCutError("its layers have attention of different sizes")
-        if not math.isclose(call.scale, first.scale):
-            raise CannotCutError("its layers scale scores of attention differently")
+            raise CannotCutError("its layers have heads of different numbers or sizes")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
         if call.sinks is not None:
-            raise CannotCutError("its attention has sinks")
+            raise CannotCutError("its attention has sinks, which this engine knows of gpt-oss alone")
     if first.head_dim % 2:
         raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
     return first
@@ -252,3 +270,31 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter
+
+
+@lru_cache(maxsize=32)
+def description(source: Source, _modified_ns: int) -> Description:
+    """Return what a configuration says of a model's text that its code does not show.
+
+    The model's outline is known: so the configuration can be read.
+
+    Raises:
+        ModelError: the context is absurd.
+    """
+    with _quiet():
+        config = source.config()
+    text = config.get_text_config(decoder=True)
+    contexts = (getattr(text, name, None) for name in _CONTEXT)
+    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    if not 1 <= context <= MAX_CONTEXT_TOKENS:
+        raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
+
+    def ids(name: str) -> tuple[int, ...]:
+        for each in (config, text):
+            value = getattr(each, name, None)
+            found = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < text.vocab_size for token in found):
+                return tuple(found)
+        return ()
+
+    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))

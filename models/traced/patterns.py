@@ -1,14 +1,16 @@
 """What a piece of a graph computes by several operators, and the decoders' operators compute by one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from neo_desktop.models.traced.rows import name_of
+from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.rows import name_of, row_dim
 
+P = TypeVar("P", bound="Pattern")
 _MOVES = frozenset(("view", "transpose", "alias", "reshape", "to"))  # that make no numbers
 
 
@@ -84,13 +86,21 @@ def find_patterns(
     """
     found = _Finder(nodes, set(constants), set(rotations), carried, handed_on, parts, dtype)
     norms = found.norms(nodes)
-    ropes = [rope for node in nodes if (rope := found.rope(node, norms)) is not None]
+    ropes = [rope for node in nodes if (rope := _tried(found.rope, node, norms)) is not None]
     merged = {id(rope.norm) for rope in ropes}
-    gates = [gate for node in nodes if (gate := found.gate(node)) is not None]
+    gates = [gate for node in nodes if (gate := _tried(found.gate, node)) is not None]
     left = [norm for norm in norms if id(norm) not in merged]
     for norm in left:
         found.add_residual(norm, left)
     return [*left, *gates, *ropes]
+
+
+def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
+    """Look for a pattern; operators whose arguments have another form are none."""
+    try:
+        return find(*given)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, CannotCutError):
+        return None
 
 
 class _Finder:
@@ -113,7 +123,7 @@ class _Finder:
         """Return all norms, in order; of those that end alike, the longest."""
         found, covered = list[Norm](), set[fx.Node]()
         for node in reversed(nodes):
-            norm = None if node in covered else self.norm(node)
+            norm = None if node in covered else _tried(self.norm, node)
             if norm is not None:
                 found.insert(0, norm)
                 covered |= norm.covered
@@ -217,7 +227,11 @@ class _Finder:
         if not self._is_slice(low, x, 0, size // 2) or not self._is_slice(high, x, size // 2, size):
             return None
         covered = {root, *root.args, swapped, minus, low, high}
+        # Of [1, heads, rows, head_dim]; some code rotates [1, rows, heads, head_dim].
+        rows_of_cos = row_dim(cos)
+        are_rows_third = row_dim(x) == 2 and rows_of_cos is not None and len(_shape(cos)) - rows_of_cos == 2
         is_turned = {cos, sin} <= self._rotations and size == _shape(cos)[-1] == _shape(sin)[-1]
+        is_turned = is_turned and are_rows_third
         is_typed = _shape(x) == _shape(root) and _dtype(x) is self._dtype
         if not is_turned or not is_typed or not self._is_closed(covered, root):
             return None

@@ -21,7 +21,8 @@ ELEMENTWISE = frozenset((
     "lift_fresh_copy", "getitem", "view", "reshape", "_unsafe_view", "transpose", "permute",
     "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as", "broadcast_to",
     "flatten", "unflatten", "t", "movedim", "add_",
-    "mul_", "div_", "sub_", "silu_", "relu_", "bitwise_not", "isfinite", "nan_to_num",
+    "mul_", "div_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "silu_", "relu_", "bitwise_not",
+    "isfinite", "nan_to_num",
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
     "polar", "view_as_complex", "view_as_real",
 ))

@@ -42,7 +42,6 @@ class Outline:
     vocab_size: int
     hidden_size: int  # that the head multiplies
     aliases: dict[str, str] = field(hash=False)  # another name of a parameter -> its name
-    renamed: tuple[tuple[str, str], ...]  # (regular expression of a name in files, what stands for it)
     heads: int
     kv_heads: int
     head_dim: int
@@ -51,6 +50,8 @@ class Outline:
     softcap: float | None = None
     mixtures: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
+    # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
+    most_tokens: int | None = None
 
     @property
     def all_matrices(self) -> tuple[Fused, ...]:
@@ -58,4 +59,19 @@ class Outline:
         return (*self.matrices, *(fused for each in self.mixtures for fused in each.matrices))
 
 
-NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())
+NOTHING = Outline({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a configuration says of a model's text that its code does not show.
+
+    Args:
+        context_tokens: positions that the model has.
+        bos_token_ids: none, or one.
+        eos_token_ids: tokens after which it stops.
+    """
+
+    context_tokens: int
+    bos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]

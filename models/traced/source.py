@@ -13,10 +13,12 @@ class Source:
     Args:
         path: of the folder, or of the file.
         config_json: of a file: what a config.json would say; None: it is a folder.
+        untied: parameters that are weights of their own, though the configuration ties them to others.
     """
 
     path: Path
     config_json: str | None = None
+    untied: tuple[str, ...] = ()
 
     @property
     def named(self) -> Path:

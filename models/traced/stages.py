@@ -20,8 +20,8 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.division import divide
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
-from neo_desktop.models.traced.outline import cannot_cut
 from neo_desktop.models.traced.places import NotRowsError
+from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import width_of
 from neo_desktop.models.traced.segments import Segment, segments
 from neo_desktop.native import RowProgram
@@ -58,13 +58,13 @@ class TracedStages(Stages):
         except CannotCutError as error:
             raise cannot_cut(config.source, config, error) from None
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
-        builder = Builder(graph, found, decoder, operators or on_cpu, sums)
+        self._operators = operators or on_cpu
+        builder = Builder(graph, found, decoder, self._operators, sums)
         self._is_checking = True
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
         self._programs: dict[int, RowProgram] = {}  # by turn, on a CPU, where steps over rows compute it all
-        self._use(pieces)
-        if not self._is_right(builder):
+        if not self._takes_operators(builder, pieces):
             logger.warning("%s: its operators are not what they look like: it is slower", config.architecture)
             self._rotate = builder.rotation(is_plain=True)
             pieces = [builder.piece(index, is_plain=True) for index in every]
@@ -102,6 +102,15 @@ class TracedStages(Stages):
         """Add up what all ranks give, unless this one looks at its own part alone."""
         if self._reduce is not None and not self._is_checking:
             self._reduce(part)
+
+    def _takes_operators(self, builder: Builder, pieces: list[fx.GraphModule]) -> bool:
+        """Use pieces with operators, and return whether they compute what they should."""
+        try:
+            self._use(pieces)
+            return self._is_right(builder)
+        except Exception as error:  # of whatever kind: without operators, all of it is torch's
+            logger.debug("operators fail (%s: %s)", type(error).__name__, error)
+            return False
 
     def _is_right(self, builder: Builder) -> bool:
         """Return whether pieces of each kind compute with operators and as programs what they do without."""
@@ -181,7 +190,7 @@ class TracedStages(Stages):
         """Put keys and values into a cache; None: there is none, as behind the last layer."""
         if store is not None:
             _, keys, values = self.heads(state)
-            in_torch.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
+            self._operators.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
 
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None

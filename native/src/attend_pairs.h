@@ -13,20 +13,20 @@
 // where they are neighbours in a page, as the engine lays them, memory is read in longer pieces:
 //
 //   scores   q·k of every token and head, in 2^... base
-//   softmax  online: running maximum (the same in all lanes) and sum (per lane) of each head
+//   softmax  online (tile_softmax.h): running maximum and sum of each head
 //   values   acc += weight * v
+//
+// Tiles end at multiples of kPairTile tokens of the context, also behind a window.
 //
 // How the products are made is the business of a class M, such as PairMath (pair_math.h).
 #pragma once
 
 #include "pair_tiles.h"
 #include "simd_common.h"
+#include "tile_softmax.h"
 
 namespace neo_desktop {
 namespace {
-
-// Below every score, but so that differences of two scores stay finite.
-constexpr float kLowest = -0x1p127f;
 
 // One tile of one KV head for Q query heads.
 template <class M, int Q>
@@ -38,10 +38,7 @@ class PairStep {
 
  public:
   static void start(float* state) {
-    for (int g = 0; g < Q; ++g) {
-      V::store(max_of(state, g), V::broadcast(kLowest));
-      V::store(sum_of(state, g), V::zero());
-    }
+    for (int g = 0; g < Q; ++g) TileSoftmax<V>::start(max_of(state, g), sum_of(state, g));
   }
 
   static void run(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries,
@@ -51,7 +48,10 @@ class PairStep {
     if constexpr (kScaled) multiply(tile, tile.k_scale, weights);
     if (task.softcap > 0) cap(task, tile, weights);
     if (tile.first > 0 || tile.count < kPairTile) mask(tile, kLowest, weights);
-    softmax(task, weights, queries.state, queries.acc);
+    for (int g = 0; g < Q; ++g) {
+      TileSoftmax<V>::run(weights + g * kPairTile, max_of(queries.state, g), sum_of(queries.state, g),
+                          queries.acc + g * task.padded_head_dim, task.padded_head_dim);
+    }
     if constexpr (kScaled) {
       multiply(tile, tile.v_scale, weights);
       if (tile.first > 0 || tile.count < kPairTile) mask(tile, 0, weights);
@@ -62,8 +62,7 @@ class PairStep {
   static void finish(const QueryTile& queries) {
     for (int g = 0; g < smaller(queries.left, Q); ++g) {
       queries.max[g] = max_of(queries.state, g)[0];
-      queries.sum[g] = 0;
-      for (int i = 0; i < V::kLanes; ++i) queries.sum[g] += sum_of(queries.state, g)[i];
+      queries.sum[g] = TileSoftmax<V>::total(sum_of(queries.state, g));
     }
   }
 
@@ -94,49 +93,6 @@ class PairStep {
     for (int g = 0; g < Q; ++g) {
       for (int t = 0; t < tile.first; ++t) weights[g * kPairTile + t] = value;
       for (int t = tile.count; t < kPairTile; ++t) weights[g * kPairTile + t] = value;
-    }
-  }
-
-  static void softmax(const AttendTask& task, float* weights, float* state, float* acc) {
-    bool greater = false;
-    for (int g = 0; g < Q; ++g) {
-      greater |= V::any_greater(tile_max(weights + g * kPairTile), V::load(max_of(state, g)));
-    }
-    if (greater) {  // seldom, after a request's first tiles
-      for (int g = 0; g < Q; ++g) raise_max(task, tile_max(weights + g * kPairTile), state, acc, g);
-    }
-    for (int g = 0; g < Q; ++g) {
-      const Reg max = V::load(max_of(state, g));
-      Reg sum = V::load(sum_of(state, g));
-#pragma GCC unroll 16
-      for (int i = 0; i < kPairTile; i += V::kLanes) {
-        float* at = weights + g * kPairTile + i;
-        const Reg weight = V::exp2(V::subtract(V::load(at), max));
-        V::store(at, weight);
-        sum = V::add(sum, weight);
-      }
-      V::store(sum_of(state, g), sum);
-    }
-  }
-
-  static Reg tile_max(const float* scores) {
-    Reg max = V::load(scores);
-#pragma GCC unroll 16
-    for (int i = V::kLanes; i < kPairTile; i += V::kLanes) max = V::max(V::load(scores + i), max);
-    return max;
-  }
-
-  static void raise_max(const AttendTask& task, Reg candidate, float* state, float* acc, int g) {
-    const Reg old = V::load(max_of(state, g));
-    const Reg max = V::template max_within<V::kLanes>(V::max(candidate, old));
-    V::store(max_of(state, g), max);
-    const Reg sum = V::load(sum_of(state, g));
-    if (!V::any_differs(sum, V::zero())) return;  // the first tile: nothing to scale down yet
-    const Reg factor = V::exp2(V::subtract(old, max));
-    V::store(sum_of(state, g), V::multiply(sum, factor));
-    float* row = acc + g * task.padded_head_dim;
-    for (int i = 0; i < task.padded_head_dim; i += V::kLanes) {
-      V::store(row + i, V::multiply(V::load(row + i), factor));
     }
   }
 };

@@ -19,6 +19,7 @@
 #include "neo_desktop/packed_experts.h"
 #include "neo_desktop/packed_linear.h"
 #include "neo_desktop/paged_attention.h"
+#include "neo_desktop/prompt_attention.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/row_program.h"
@@ -294,6 +295,17 @@ PYBIND11_MODULE(_native, m) {
         paged_attention_decode(arguments(decode), view("k_cache", k_cache), view("v_cache", v_cache),
                                pointer(k_scale_view), pointer(v_scale_view), window, pointer(sinks_view),
                                num_threads, isa_from_name(isa));
+      },
+      without_gil);
+  m.def(
+      "prompt_attention",
+      [](const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ends, const Tensor& out,
+         int64_t window, const std::optional<Tensor>& sinks, float scale, float softcap, int num_threads,
+         const std::string& isa) {
+        const auto sinks_view = view("sinks", sinks);
+        prompt_attention({view("q", q), view("k", k), view("v", v), view("ends", ends), view("out", out),
+                          window, pointer(sinks_view), scale, softcap},
+                         num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(

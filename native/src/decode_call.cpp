@@ -14,27 +14,17 @@
 #include <tuple>
 #include <vector>
 
+#include "attention_order.h"
 #include "decode_schedule.h"
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/paged_cache.h"
 #include "neo_desktop/thread_pool.h"
+#include "scratch.h"
 #include "slot_writer.h"
 
 namespace neo_desktop {
 namespace {
 
-int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
-// So that what follows in memory begins with a vector.
-int64_t whole_vectors(int64_t floats) { return rounded_up(floats, kMaxLanes); }
-
-// A processor brings what follows in memory before it is asked for, as far as a page goes, and takes it away
-// from the core that writes there. So each thread works in pages of its own: on two dies of a Zen 5 that is
-// worth up to a sixth of the speed.
-constexpr int64_t kPageBytes = 4096;
-int64_t whole_pages(int64_t floats) { return rounded_up(floats, kPageBytes / sizeof(float)); }
-
-// Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
 class Scratch {
  public:
   // Of this thread. Only the thread that calls uses it to make and run a DecodeCall; workers see pointers.
@@ -54,22 +44,9 @@ class Scratch {
     return counters_.get();
   }
 
-  // Begins with a page.
-  float* floats(int64_t count) {
-    if (count > capacity_) {
-      memory_.reset();
-      memory_.reset(new (std::align_val_t{kPageBytes}) float[count]);
-      capacity_ = count;
-    }
-    return memory_.get();
-  }
+  ScratchFloats floats;
 
  private:
-  struct Free {
-    void operator()(float* p) const { operator delete[](p, std::align_val_t{kPageBytes}); }
-  };
-  std::unique_ptr<float[], Free> memory_;
-  int64_t capacity_ = 0;
   std::unique_ptr<std::atomic<int>[]> counters_;
   int64_t num_counters_ = 0;
 };
@@ -110,7 +87,7 @@ class DecodeCall {
     Scratch& scratch = Scratch::own();
     const int threads = schedule_.threads();
     thread_memory_ =
-        scratch.floats(threads * thread_floats_ + schedule_.partial_heads() * partial_head_floats_);
+        scratch.floats.take(threads * thread_floats_ + schedule_.partial_heads() * partial_head_floats_);
     partial_memory_ = thread_memory_ + threads * thread_floats_;
     unfinished_ = scratch.counters(schedule_.head_ranges());
     for (const DecodeRequest& request : schedule_.requests()) {
@@ -262,19 +239,18 @@ class DecodeCall {
   }
 
   void merge(const DecodeItem& item, int row, const Partial& result) const {
-    const int64_t chunks = item.request->chunks;
-    float& max = result.max[row];
-    max = partial_of(item, 0).max[row];
-    for (int64_t c = 1; c < chunks; ++c) max = std::max(max, partial_of(item, c).max[row]);
     float* acc = result.acc + row * padded_head_dim_;
-    std::fill(acc, acc + cache_.head_dim, 0.0f);
-    result.sum[row] = 0;
-    for (int64_t c = 0; c < chunks; ++c) {
+    for (int64_t c = 0; c < item.request->chunks; ++c) {
       const Partial part = partial_of(item, c);
-      const float weight = std::exp2(part.max[row] - max);
       const float* values = part.acc + row * padded_head_dim_;
-      result.sum[row] += weight * part.sum[row];
-      for (int i = 0; i < cache_.head_dim; ++i) acc[i] += weight * values[i];
+      if (c == 0) {
+        std::copy_n(values, padded_head_dim_, acc);
+        result.max[row] = part.max[row];
+        result.sum[row] = part.sum[row];
+        continue;
+      }
+      kernels_.merge(values, part.max[row], part.sum[row], acc, &result.max[row], &result.sum[row],
+                     padded_head_dim_);
     }
   }
 
@@ -284,11 +260,8 @@ class DecodeCall {
         const int row = h * padded_group_ + g;
         const float* acc = result.acc + row * padded_head_dim_;
         const int64_t at = b * out_.stride(0) + ((head + h) * group_ + g) * out_.stride(1);
-        float sum = result.sum[row];
-        if (sinks_ != nullptr) {
-          const float score = sinks_[(head + h) * group_ + g] * std::numbers::log2e_v<float>;
-          sum += std::exp2(score - result.max[row]);
-        }
+        const float* sink = sinks_ == nullptr ? nullptr : sinks_ + (head + h) * group_ + g;
+        const float sum = denominator(result.max[row], result.sum[row], sink);
         kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at), cache_.head_dim,
                                                       1.0f / sum);
       }

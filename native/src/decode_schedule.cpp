@@ -2,17 +2,10 @@
 
 #include <algorithm>
 
-#include "neo_desktop/kernels.h"
+#include "attention_order.h"
 
 namespace neo_desktop {
 namespace {
-
-// A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
-// alone must keep all threads busy. And its result, a row of fp32 per query head, goes through memory: it
-// should be little beside the keys and values that its query heads share.
-constexpr int64_t kMinChunkTokens = 1024;
-constexpr int64_t kMinChunkTokensPerQuery = 256;
-constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
@@ -27,11 +20,17 @@ constexpr int64_t kBatchesPerThread = 3;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Chunks end where segments do: in dimension pairs a segment is read as a whole, and while one thread writes
-// the newest token's key there, no other may read next to it.
-int64_t first_of_segment(int64_t token) { return token / kSegmentTokens * kSegmentTokens; }
+int64_t length_of(const DecodeRequest& request) { return request.end - request.begin; }
 
-int64_t length_of(const DecodeRequest& request) { return request.end - request.first_chunk; }
+// Tokens attended to before a chunk.
+int64_t tokens_before(const DecodeRequest& request, int64_t chunk) {
+  return std::max<int64_t>(0, request.first_chunk + chunk * request.chunk_tokens - request.begin);
+}
+
+// The chunk of the token that follows so many attended ones.
+int64_t chunk_after(const DecodeRequest& request, int64_t tokens) {
+  return (request.begin - request.first_chunk + tokens) / request.chunk_tokens;
+}
 
 int64_t longest_chunk(const DecodeRequest& request) {
   return std::min(request.chunk_tokens, length_of(request));
@@ -47,15 +46,14 @@ DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64
     if (context_lens[b] == 0) continue;
     DecodeRequest request{};
     request.b = b;
-    request.end = context_lens[b];
-    request.begin = window > 0 ? std::max<int64_t>(0, request.end - window) : 0;
-    request.first_chunk = first_of_segment(request.begin);
-    const int64_t length = length_of(request);
-    const int64_t least = std::max(kMinChunkTokens, shape.group * kMinChunkTokensPerQuery);
-    request.chunk_tokens = divide_up(length, least * kMaxChunks) * least;
-    request.chunks = divide_up(length, request.chunk_tokens);
+    const ContextChunks chunks = ContextChunks::of(context_lens[b], window, shape.group);
+    request.begin = chunks.begin;
+    request.end = chunks.end;
+    request.first_chunk = chunks.first;
+    request.chunk_tokens = chunks.tokens;
+    request.chunks = chunks.count;
     requests_.push_back(request);
-    work_ += length * kv_heads_;
+    work_ += length_of(request) * kv_heads_;
   }
   // The longest items first, so that no thread is left with one at the end.
   std::sort(requests_.begin(), requests_.end(), [](const DecodeRequest& x, const DecodeRequest& y) {
@@ -122,7 +120,7 @@ int64_t DecodeSchedule::work_up_to(int64_t item) const {
   const DecodeRequest& request = last_that_begins(&DecodeRequest::items_before, item);
   const int64_t index = item - request.items_before;
   const int64_t length = length_of(request);
-  const int64_t tokens = index / request.chunks * length + index % request.chunks * request.chunk_tokens;
+  const int64_t tokens = index / request.chunks * length + tokens_before(request, index % request.chunks);
   return request.work_before + tokens * request.heads_per_item;
 }
 
@@ -131,7 +129,7 @@ int64_t DecodeSchedule::item_with(int64_t work) const {
   const DecodeRequest& request = last_that_begins(&DecodeRequest::work_before, work);
   const int64_t length = length_of(request);
   const int64_t tokens = (work - request.work_before) / request.heads_per_item;
-  return request.items_before + tokens / length * request.chunks + tokens % length / request.chunk_tokens;
+  return request.items_before + tokens / length * request.chunks + chunk_after(request, tokens % length);
 }
 
 // The last request whose `beginning`, an item or an amount of work, is not behind the given one.

@@ -23,7 +23,7 @@ struct DecodeRequest {
   int64_t b;      // row of the batch
   int64_t begin;  // first token attended to
   int64_t end;
-  int64_t first_chunk;  // the token that the first chunk begins with: that of `begin`'s segment
+  int64_t first_chunk;  // the token that the first chunk begins with, a multiple of chunk_tokens
   int64_t chunk_tokens;
   int64_t chunks;
   int64_t heads_per_item;

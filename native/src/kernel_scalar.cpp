@@ -1,9 +1,11 @@
 // The reference: plain loops that any CPU runs, and that the vector kernels are tested against.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "dense_tiles.h"
+#include "merge_partials.h"
 #include "neo_desktop/half.h"
 #include "neo_desktop/kernels.h"
 #include "operator_rows.h"
@@ -13,6 +15,23 @@ namespace {
 
 // An infinite score becomes NaN, as in the other kernels.
 float capped(float score, float cap) { return cap * std::tanh(score / cap) + 0 * score; }
+
+// Takes one more token into the running softmax of a query head.
+[[gnu::noinline]] void add_token(const float* q, const float* key, const float* value, int dim, float softcap,
+                                 float* max, float* sum, float* acc) {
+  float score = 0;
+  for (int i = 0; i < dim; ++i) score += q[i] * key[i];
+  if (softcap > 0) score = capped(score, softcap);
+  if (score > *max) {  // false for NaN, which then reaches the output through the weight
+    const float correction = std::exp2(*max - score);
+    *max = score;
+    *sum *= correction;
+    for (int i = 0; i < dim; ++i) acc[i] *= correction;
+  }
+  const float weight = std::exp2(score - *max);
+  *sum += weight;
+  for (int i = 0; i < dim; ++i) acc[i] += weight * value[i];
+}
 
 template <class T, bool pairs>
 void attend_head(const AttendTask& task, int head) {
@@ -50,18 +69,7 @@ void attend_head(const AttendTask& task, int head) {
     for (int g = 0; g < task.group; ++g) {
       const float* q = queries + g * task.padded_head_dim;
       float* acc = accs + g * task.padded_head_dim;
-      float score = 0;
-      for (int i = 0; i < dim; ++i) score += q[i] * key[i];
-      if (task.softcap > 0) score = capped(score, task.softcap);
-      if (score > max[g]) {  // false for NaN, which then reaches the output through the weight
-        const float correction = std::exp2(max[g] - score);
-        max[g] = score;
-        sum[g] *= correction;
-        for (int i = 0; i < dim; ++i) acc[i] *= correction;
-      }
-      const float weight = std::exp2(score - max[g]);
-      sum[g] += weight;
-      for (int i = 0; i < dim; ++i) acc[i] += weight * value[i];
+      add_token(q, key, value, dim, task.softcap, max + g, sum + g, acc);
     }
   }
 }
@@ -69,6 +77,32 @@ void attend_head(const AttendTask& task, int head) {
 template <class T, bool pairs>
 void attend(const AttendTask& task) {
   for (int head = 0; head < task.kv_heads; ++head) attend_head<T, pairs>(task, head);
+}
+
+template <class T>
+void attend_prompt(const PromptTask& task) {
+  const int dim = task.head_dim;
+  for (int r = 0; r < task.rows; ++r) {
+    const float* queries =
+        task.q + r / kPromptRows * kPromptRows * task.padded_head_dim + r % kPromptRows * 2;
+    float q[kMaxHeadDim];
+    for (int i = 0; i < dim; ++i) q[i] = queries[i / 2 * 2 * kPromptRows + i % 2];
+    float* acc = task.acc + r * task.padded_head_dim;
+    task.max[r] = -std::numeric_limits<float>::infinity();
+    task.sum[r] = 0;
+    std::memset(acc, 0, sizeof(float) * task.padded_head_dim);
+    const int64_t position = task.position + r / task.group;
+    const int64_t first = task.window > 0 ? std::max<int64_t>(0, position + 1 - task.window) : 0;
+    for (int64_t t = std::max(first, task.begin); t < std::min(position + 1, task.end); ++t) {
+      float key[kMaxHeadDim];
+      float value[kMaxHeadDim];
+      for (int i = 0; i < dim; ++i) {
+        key[i] = to_float(static_cast<const T*>(task.k)[t * task.k_stride + i]);
+        value[i] = to_float(static_cast<const T*>(task.v)[t * task.v_stride + i]);
+      }
+      add_token(q, key, value, dim, task.softcap, task.max + r, task.sum + r, acc);
+    }
+  }
 }
 
 template <class T>
@@ -138,6 +172,8 @@ struct OneLane {
 constinit const Kernels kScalarKernels = {
     {attend<float, false>, attend<Half, false>, attend<BFloat16, false>},
     {attend<float, true>, attend<Half, true>, attend<BFloat16, true>, attend<Int8, true>},
+    {attend_prompt<float>, attend_prompt<Half>, attend_prompt<BFloat16>},
+    merge_partials<OneLane>,
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "simd_common.h"
+#include "tile_softmax.h"
 
 namespace neo_desktop {
 namespace {
 
-constexpr int kSegments = 4;
-constexpr int kPairTile = kSegments * kSegmentTokens;  // tokens
+constexpr int kSegments = kPairTile / kSegmentTokens;
 
 // Memory is asked for by about so much before it is used: less, and it comes late; more, and the first-level
 // cache does not hold it. For one or two query heads less is enough: the processor's own loads come early.
@@ -133,7 +133,7 @@ struct PairTile {
   const T* v(int segment) const { return segments.v[segment] + v_offset; }
 };
 
-// Walks a block table from the segment of token `begin` on, tile by tile.
+// Walks a block table from the segment of token `begin` on, tile by tile; the first tile may lack segments.
 template <class T>
 class SegmentWalker {
  public:
@@ -144,7 +144,8 @@ class SegmentWalker {
 
   void next(Segments<T>& tile) {
     tile.first = smaller(task_.begin > next_ ? task_.begin - next_ : 0, kSegmentTokens);
-    tile.count = task_.end > next_ ? smaller(task_.end - next_, kPairTile) : 0;
+    const int most = kPairTile - static_cast<int>(next_ % kPairTile);
+    tile.count = task_.end > next_ ? smaller(task_.end - next_, most) : 0;
     for (int s = 0; s < kSegments; ++s) {
       if (s * kSegmentTokens < tile.count) {
         const TokenWalker::Place place = tokens_.next();
@@ -159,7 +160,7 @@ class SegmentWalker {
         tile.scale[s] = tile.scale[s - 1];
       }
     }
-    next_ += kPairTile;
+    next_ += most;
     const bool whole = tile.count == kPairTile;
     tile.k_together = whole && task_.page_tokens == kPairTile;
     tile.v_together = whole;

@@ -26,6 +26,7 @@ struct Suite {
 constexpr Suite kSuites[] = {
     {"decode", test_decode, 1},
     {"decode of garbage", test_decode_of_garbage, 1},
+    {"prompts", test_prompts, 1},
     {"write", test_write, 1},
     {"read", test_read, 1},
     {"store", test_store, 1},

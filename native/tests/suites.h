@@ -12,6 +12,9 @@ void test_decode(Random& random, Report& report);
 // It does, or throws, whatever the block tables and lengths hold; if it throws, nothing was written.
 void test_decode_of_garbage(Random& random, Report& report);
 
+// prompt_attention gives the right answer on every ISA, with the same bits in any chunks.
+void test_prompts(Random& random, Report& report);
+
 // Every token of every head is worked on once, cut where the batch and the threads have no influence.
 void test_schedule(Random& random, Report& report);
 

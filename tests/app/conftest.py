@@ -130,7 +130,7 @@ def prompts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]
     submit = server.service.submit
 
     async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
-        found.extend(prompts)
+        found.extend(map(str, prompts))
         return await submit(prompts, *args, **options)
 
     monkeypatch.setattr(server.service, "submit", noting)

@@ -68,7 +68,7 @@ class Chat:
         submit = server.service.submit
 
         async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
-            self.prompts += prompts
+            self.prompts += map(str, prompts)
             return await submit(prompts, *args, **options)
 
         server.service.submit = noting  # type: ignore[method-assign]
@@ -158,6 +158,98 @@ def test_a_call_that_must_come_is_enforced(chat: Chat, choice: Any) -> None:
             chat.ask(wrong, **asked)
 
 
+AGENT: Any = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "properties": {
+                "paths": {
+                    "type": "array",
+                    "items": {"type": "string", "format": "path"},
+                    "uniqueItems": True,
+                },
+                "labels": {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+                "key": {"type": "string", "format": "password", "pattern": "^(?!admin)"},
+            },
+            "required": ["paths"],
+        },
+    },
+}
+
+
+def test_the_schema_of_a_tool_is_enforced_as_far_as_possible_or_refused(
+    chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = '{"paths": ["a", "a"], "key": "admin"}'
+    rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family]).replace("weather", "search")
+    rest = rest.replace(WIEN, arguments).replace(ULM, arguments)
+    (answer,) = chat.ask(rest, tools=[TIME, AGENT], tool_choice="required").choices
+    assert calls_of(answer.message) == [("search", arguments)] * 2
+    with pytest.raises(openai.BadRequestError, match="grammar") as failure:
+        chat.ask(rest.replace('"key"', '"password"'), tools=[TIME, AGENT], tool_choice="required")
+    assert (failure.value.param, failure.value.code) == ("tools", "grammar_dead_end")
+    strict = {"type": "function", "function": AGENT["function"] | {"strict": True}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        chat.ask(rest, tools=[TIME, strict], tool_choice="required")
+    assert refusal.value.body["message"] == (  # type: ignore[index]
+        "tools cannot be enforced: tool 'search', $.properties.paths: 'uniqueItems' cannot be enforced: "
+        "leave it out, or do not ask for strict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"type": "array"}, "tool 'odd', $: 'type' must be \"object\""),
+        (
+            {"required": ["a"], "additionalProperties": False},
+            "tool 'odd', $: the required property 'a' has no",
+        ),
+        (
+            {"properties": {"a": {"enum": []}}, "required": ["a"]},
+            "tool 'odd', $: the required property 'a' has",
+        ),
+        (
+            {
+                "properties": {"a": {"type": "string", "allOf": [{"maxLength": 2}, {"format": "date"}]}},
+                "required": ["a"],
+            },
+            "the schema of tool 'odd' cannot be used: Unsatisfiable schema",
+        ),
+    ],
+)
+def test_a_tool_that_cannot_be_called_is_named(hermes: Chat, parameters: Any, reason: str) -> None:
+    odd = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        hermes.ask("", tools=[TIME, odd], tool_choice="required")
+    message = refusal.value.body["message"]  # type: ignore[index]
+    assert message.startswith(f"tools cannot be enforced: {reason}")
+    assert len(message) < 250
+    assert "call_0" not in message
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+def test_a_tool_without_parameters_takes_no_arguments(chat: Chat, parameters: Any) -> None:
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        chat.ask(rest, tools=[tool], tool_choice="required")
+    empty = rest.replace(WIEN, "{}").replace(ULM, "{}")
+    answer = chat.ask(empty, tools=[tool], tool_choice="required").choices[0]
+    assert calls_of(answer.message) == [("weather", "{}")] * 2
+
+
+def test_a_call_that_is_cut_shows_nothing_else(chat: Chat) -> None:
+    rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])
+    written = rest[: rest.index(WIEN) + 9]
+    for cut in (3, 12, len(written)):
+        answer = chat.ask(rest, tools=[WEATHER], tool_choice="required", max_tokens=cut).choices[0]
+        assert answer.finish_reason == "length"
+        assert not answer.message.content or chat.family == "llama"
+    assert calls_of(answer.message) == [("weather", WIEN[:9])]
+
+
 def test_one_call_at_a_time(chat: Chat) -> None:
     asked = {"tools": [WEATHER], "parallel_tool_calls": False}
     assert calls_of(chat.ask(BOTH[chat.family], **asked).choices[0].message) == ARGUMENTS[:1]
@@ -239,6 +331,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "[0-9]+ (apples|pears)"}, "12 pears", "12 plums"),
     ({"guided_choice": ["a.b", "c"]}, "a.b", "a-b"),
     ({"guided_choice": ['"a b"\n', "ä"]}, '"a b"\n', "a b"),
+    ({"guided_choice": ["\x01\x7f\x85", "b"]}, "\x01\x7f\x85", "a"),
     ({"guided_grammar": 'start: "x" /[0-9]/'}, "x5", "y5"),
     ({"grammar": 'root ::= "x" [0-9]+ item?\nitem ::= "!"'}, "x55!", "x!"),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', "{}"),
@@ -284,7 +377,7 @@ def test_a_message_can_be_continued(hermes: Chat) -> None:
     begun = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two "}]
     (choice,) = hermes.ask("three", messages=begun, extra_body={"continue_final_message": True}).choices
     assert choice.message.content == "three"
-    assert hermes.prompts[-1].endswith("<assistant>one two")
+    assert hermes.prompts[-1].endswith("<assistant>one two ")
 
 
 def test_what_llama_cpp_and_vllm_call_it(hermes: Chat) -> None:

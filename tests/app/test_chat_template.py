@@ -133,7 +133,7 @@ def render(source: str | None, content: str = "x") -> str:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (None, "use /v1/completions"),
+        (None, "^the model has no chat template: use /v1/completions"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "chat template refused"),
         ("{{ messages[0].content.nothing.more }}", "no attribute"),

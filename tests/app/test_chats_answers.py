@@ -60,8 +60,8 @@ def test_the_model_reads_the_branch_that_is_asked_on(
     prompts: list[str] = []
     submit = page_server.service.submit
 
-    async def listen(asked: Sequence[str], *args: Any, **options: Any) -> Generation:
-        prompts.extend(asked)
+    async def listen(asked: Sequence[object], *args: Any, **options: Any) -> Generation:
+        prompts.extend(map(str, asked))
         return await submit(asked, *args, **options)
 
     monkeypatch.setattr(page_server.service, "submit", listen)
@@ -154,9 +154,9 @@ def test_several_chats_are_answered_at_once(
 @pytest.mark.parametrize(
     ("text", "settings", "reason"),
     [
-        ("x" * 600, {}, "the context holds 512"),
+        ("x" * 600, {}, "maximum context length is 512"),
         ("one", {"system_prompt": "refuse"}, "that I will not read"),
-        ("one", {"max_tokens": 1000}, "max_tokens asks for 1000"),
+        ("one", {"max_tokens": 1000}, "1000 by max_tokens"),
     ],
 )
 def test_what_cannot_be_answered_says_why_and_keeps_the_question(

@@ -6,7 +6,9 @@ from neo_desktop.app.chats.messages import Message
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.request import FinishReason, RequestOutput
+from neo_desktop.models.marks import ChatText, Marks
 
+MARKS = Marks(["<user>"], ["<think>", "</think>"])
 EMPTY = Message("a", "chat", "q", "assistant", 0.0, "", state="waiting")
 
 
@@ -16,7 +18,7 @@ def output(text: str, num_tokens: int, prompt: int = 5, end: FinishReason | None
 
 def grown(message: Message, prompt: str, pieces: list[str]) -> GrowingAnswer:
     answer = GrowingAnswer(message)
-    answer.begin(prompt, "a-model")
+    answer.begin(ChatText((prompt,)), "a-model", MARKS)
     for number, piece in enumerate(pieces, 1):
         answer.add(output(piece, number))
     return answer
@@ -56,7 +58,7 @@ def test_what_was_cut_anywhere_goes_on_as_if_it_had_not_been(prompt: str, num_pi
     begun = grown(EMPTY, prompt, pieces[:num_pieces])
     begun.end("cut")
     resumed = GrowingAnswer(begun.message)
-    submitted = resumed.begin(prompt, "a-model")
+    submitted = str(resumed.begin(ChatText((prompt,)), "a-model", MARKS))
     if num_pieces != 4:  # a mark that ends a thought without an answer behind it is left out; it comes again
         assert submitted == prompt + "".join(pieces[:num_pieces])
     rest = pieces[num_pieces:] if num_pieces != 4 else pieces[3:]
@@ -70,7 +72,7 @@ def test_going_on_counts_all_tokens_of_the_answer() -> None:
     begun = grown(EMPTY, "<user>", ["a", "b", "c"])  # 5 tokens of prompt
     begun.end("stopped")
     resumed = GrowingAnswer(begun.message)
-    resumed.begin("<user>", "another-model")
+    resumed.begin(ChatText(("<user>",)), "another-model", MARKS)
     resumed.add(output("d", 1, prompt=8))
     resumed.add(output("e", 2, prompt=8, end=FinishReason.LENGTH))
     resumed.end("done")

@@ -121,8 +121,8 @@ def test_bench_writes_a_page_that_can_be_compared(tmp_path: Path) -> None:
 def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "page"
     result = run("bench", "--suite", "throughput", "--model", tmp_path / "nowhere", "--out", out)
-    assert result.returncode == 1
-    assert "throughput could not be measured" in result.stdout
+    assert result.returncode != 0
+    assert "nowhere" in result.stderr
     assert not out.exists()
 
 
@@ -230,7 +230,9 @@ def damage(folder: Path, how: str) -> None:
         (folder / "config.json").write_text("{")
     elif how == "unknown architecture":
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+        )
     elif how == "no tokenizer":
         (folder / "tokenizer.json").unlink()
 
@@ -242,7 +244,7 @@ def damage(folder: Path, how: str) -> None:
         ("truncated weights", "model.safetensors"),
         ("garbled weights", "model.safetensors"),
         ("broken config", "config.json"),
-        ("unknown architecture", "transformers"),
+        ("unknown architecture", "state space model"),
         ("no tokenizer", "tokenizer.json"),
     ],
 )

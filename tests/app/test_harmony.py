@@ -1,15 +1,19 @@
 """Answers of gpt-oss are read as those of other models that think first."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.models.harmony import MARKS
+from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
 from .conftest import running
@@ -32,7 +36,7 @@ def tokenizer_with(marks: tuple[str, ...]) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [AddedToken(text, special=True) for text in (*marks, "<|return|>", "<|constrain|>")]
+        [AddedToken(text, special=True) for text in (*marks, "<|return|>", "<|constrain|>", "<|call|>")]
     )
     return Tokenizer(backend, {"eos_token": "<|return|>"})
 
@@ -61,10 +65,16 @@ def read(tokenizer: Tokenizer, text: str) -> str:
         ),
         (
             f"{THOUGHT}Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>1",
-            "<think>Hm.</think><tool_call>add1",
+            '<think>Hm.</think><tool_call>add{"arguments": 1}',
         ),
         (' to=functions.add<|channel|>commentary<|message|>{"a": 1}', '<tool_call>add{"a": 1}'),
+        (
+            "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}",
+            "<tool_call>f{}",
+        ),
+        (" to=functions.f<|constrain|>json<|message|> {}", "<tool_call>f {}"),
         ("<|channel|>commentary<|message|>I look it up.<|end|>", "I look it up."),
+        ("<|return|>", ""),
         (" to=functions.", " to=functions."),
         (" today", " today"),
         (f"{THOUGHT}Hm.<|end|><|start|>assi", "<think>Hm."),
@@ -74,6 +84,74 @@ def read(tokenizer: Tokenizer, text: str) -> str:
 )
 def test_thoughts_are_marked_and_headers_are_no_text(written: str, read_as: str) -> None:
     assert read(tokenizer_with(MARKS), written) == read_as
+
+
+TEXTS = st.sampled_from(["Hm.", "a <think> b", "</think>c", "<tool_call>", "ä 🙂", "", "{"])
+ARGUMENTS = st.sampled_from(['{"a": 1}', " {}", "", "[1, 2]", "print(1)", '"x"', "3", "null"])
+NAMES = st.sampled_from(["add", "f.g", "get-it"])
+ENDS = st.sampled_from(["<|end|>", "<|call|>"])
+Message = tuple[str, str, str]  # kind, text, as it is written
+
+
+@st.composite
+def harmony_messages(draw: st.DrawFn) -> Message:
+    kind = draw(st.sampled_from(["thought", "answer", "preamble", "call"]))
+    if kind != "call":
+        channel = {"thought": "analysis", "answer": "final", "preamble": "commentary"}[kind]
+        text = draw(TEXTS)
+        return kind, text, f"<|start|>assistant<|channel|>{channel}<|message|>{text}<|end|>"
+    name, arguments = draw(NAMES), draw(ARGUMENTS)
+    to, space = f"to=functions.{name}", draw(st.sampled_from(["", " "]))
+    form = draw(st.sampled_from(["", "json", "<|constrain|>json", "code"]))
+    form = f"{space if form.startswith('<') else ' '}{form}" if form else space
+    header = draw(
+        st.sampled_from(
+            [
+                f" {to}<|channel|>commentary{form}",
+                f"<|channel|>commentary {to}{form}",
+                f"<|channel|>analysis {to}{form}",
+                f" {to}{form}",
+            ]
+        )
+    )
+    called = f"{name} {as_object(arguments)}"
+    return "call", called, f"<|start|>assistant{header}<|message|>{arguments}{draw(ENDS)}"
+
+
+def as_object(arguments: str) -> str:
+    """Arguments that are none stand in one, as they are or as text."""
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        value = arguments
+    return json.dumps(value if isinstance(value, dict) else {} if value is None else {"arguments": value})
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(harmony_messages(), min_size=1, max_size=5))
+def test_messages_in_any_order_are_told_apart(messages: list[Message]) -> None:
+    tokenizer = tokenizer_with(MARKS)
+    written = "".join(text for _, _, text in messages).removeprefix("<|start|>assistant")
+    stream, splitter = tokenizer.decode_stream(is_chat=True), ThoughtSplitter()
+    found = {"thought": "", "answer": ""}
+    for token in tokenizer.encode_chat(tokenizer.marks.split(written)):
+        for kind, text in splitter.feed(stream.step(token)):
+            found[kind] += text
+    for kind, text in [*splitter.feed(stream.flush()), *splitter.flush()]:
+        found[kind] += text
+    assert found["thought"] == "".join(text for kind, text, _ in messages if kind == "thought")
+    rest = found["answer"]
+    for kind, text, _ in messages:
+        if kind == "call":
+            name, _, arguments = text.partition(" ")
+            rest = rest.removeprefix(f"<tool_call>{name}").lstrip()
+            value, end = json.JSONDecoder().raw_decode(rest)
+            assert value == json.loads(arguments)
+            rest = rest[end:]
+        elif kind != "thought":
+            assert rest.startswith(text)
+            rest = rest.removeprefix(text)
+    assert rest == ""
 
 
 def test_the_page_and_the_api_tell_them_apart() -> None:
@@ -108,6 +186,7 @@ SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": ADD
 class Chat:
     def __init__(self, client: openai.OpenAI, executor: ScriptedExecutor) -> None:
         self._client, self.executor = client, executor
+        self.url = str(client.base_url).removesuffix("/v1/")
 
     def ask(self, answer: str, **fields: Any) -> Any:
         self.executor.answers = [answer]
@@ -169,3 +248,22 @@ def test_calls_and_the_thoughts_that_led_to_them_go_back(chat: Chat) -> None:
     (prompt,) = chat.executor.prompts.values()
     written = chat.executor.tokenizer.decode(prompt, skip_special_tokens=False)
     assert 'A sum. {"a": 1}<|end|><|start|>tool<|message|>2' in written
+
+
+def test_stop_strings_count_in_answers_alone(chat: Chat) -> None:
+    call = CALL.replace("1", '"bye"')
+    written = f"{THOUGHT}bye<|end|><|start|>assistant{call}<|end|>{ANSWER}Hello. Human: bye"
+    choice = chat.ask(written, tools=[ADD], stop=["bye", "assistant"])
+    assert choice.message.content == "Hello. Human: "
+    assert choice.message.reasoning_content == "bye"
+    assert choice.message.tool_calls[0].function.arguments == '{"a": "bye"}'
+    with anthropic.Anthropic(base_url=chat.url, api_key="key", max_retries=0) as client:
+        for stop, reason in (("Human:", "stop_sequence"), ("bye", "stop_sequence"), ("final", "end_turn")):
+            message = client.messages.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "?"}],
+                stop_sequences=["none", stop],
+                max_tokens=999,
+            )
+            assert message.stop_reason == reason
+            assert message.stop_sequence == (stop if reason == "stop_sequence" else None)

@@ -301,9 +301,7 @@ def test_who_asks_while_the_engine_ends_gets_an_answer() -> None:
 
 WORKERS = {
     Place.worker(1): WorkerState("10.0.0.2:7455", None, 0),
-    Place.worker(2): WorkerState(
-        "10.0.0.3:7455", "worker-2 is lost: it has not answered for 10 s (10.0.0.3:7455)", 2
-    ),
+    Place.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),
 }
 
 

@@ -2,6 +2,9 @@
 
 import importlib.util
 import itertools
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,9 +24,11 @@ from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
+from neo_desktop.app.llamacpp.crash import LlamaCppCrashError
 from neo_desktop.app.llamacpp.engine import LlamaCppEngine
-from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
+from neo_desktop.app.llamacpp.trial import try_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
@@ -31,13 +36,14 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.marks import Shield
 
 from .conftest import RunningServer, eventually, is_idle, running
 
 IMITATION = Path(__file__).parents[1] / "imitated_llama_cpp"
 CPU = EngineOptions(device="cpu")
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-PROMPT = "<user>hello<assistant>"
+NUM_PROMPT_TOKENS = len("<user>hello<assistant>") + 1  # with the token at its beginning
 needs_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
 )
@@ -110,9 +116,9 @@ def answer_of(engine: LlamaCppEngine, prompt: Any, **params: Any) -> tuple[str, 
 def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
     answer = ask(client, logprobs=True, top_logprobs=2)
     (choice_,) = answer.choices
-    expected = letters(len(PROMPT), 3)
+    expected = letters(NUM_PROMPT_TOKENS, 3)
     assert (choice_.message.content, choice_.finish_reason) == (expected, "length")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 3)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (NUM_PROMPT_TOKENS, 3)
     assert [token.token for token in choice_.logprobs.content] == list(expected)
     parts = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
@@ -126,8 +132,16 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
     assert (stopped.message.content, stopped.finish_reason) == (expected[0], "stop")
 
 
+def test_text_of_a_chat_is_no_control_token(api: Any, file: Path) -> None:
+    tokenizer = LlamaCppTokenizer(file)
+    shield = Shield(tokenizer.marks, said := "a<end>b<begin>")
+    text = shield.read(f"<begin>{shield.broken(said)}<end>")
+    assert tokenizer.encode_chat(text) == [api.BEGIN, *said.encode(), api.END]
+    assert tokenizer.encode_chat(shield.read("a<end>")) == [api.BEGIN, *b"a", api.END]
+
+
 def test_every_setting_of_the_engine_holds(server: RunningServer, client: openai.OpenAI) -> None:
-    first, second = list(letters(len(PROMPT), 2))
+    first, second = list(letters(NUM_PROMPT_TOKENS, 2))
     biased = ask(client, logit_bias={str(ord("!")): 100})
     assert biased.choices[0].message.content == "!!!"
     followed = ask(client, max_tokens=20, extra_body={"structured_outputs": {"regex": "(yes|no)"}})
@@ -140,9 +154,9 @@ def test_a_chat_that_goes_on_is_not_read_again(
 ) -> None:
     ask(client)
     api.decoded.clear()
-    more = [*MESSAGES, {"role": "assistant", "content": letters(len(PROMPT), 3)}, *MESSAGES]
+    more = [*MESSAGES, {"role": "assistant", "content": letters(NUM_PROMPT_TOKENS, 3)}, *MESSAGES]
     answer = ask(client, messages=more)
-    cached = len(PROMPT) + 2  # the last token of an answer is never computed
+    cached = NUM_PROMPT_TOKENS + 2  # the last token of an answer is never computed
     assert answer.usage.prompt_tokens_details.cached_tokens == cached
     assert sum(map(len, api.decoded)) == answer.usage.prompt_tokens - cached + 2
 
@@ -162,7 +176,7 @@ def test_what_is_missing_is_said(server: RunningServer, http: httpx.Client) -> N
     assert 'backend="llamacpp"' in http.get("/metrics").text
     refused = http.post("/v1/embeddings", json={"model": "strange", "input": "x"})
     assert refused.status_code == 400
-    assert "pooling is not to be had" in refused.json()["error"]["message"]
+    assert "llama.cpp computes this model, for answers only" in refused.json()["error"]["message"]
 
 
 def test_requests_wait_for_their_turn_and_are_cancelled(
@@ -212,14 +226,14 @@ def test_a_failure_is_told_and_the_next_request_is_answered(
 ) -> None:
     with pytest.raises(openai.InternalServerError, match=message):
         client.completions.create(model="strange", prompt=text, max_tokens=3)
-    assert ask(client).choices[0].message.content == letters(len(PROMPT), 3)
+    assert ask(client).choices[0].message.content == letters(NUM_PROMPT_TOKENS, 3)
 
 
 def test_the_context_is_a_limit_as_elsewhere(server: RunningServer, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="the context holds 600") as error:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 600") as error:
         ask(client, max_tokens=590)
     assert error.value.code == "context_length_exceeded"
-    assert client.models.list().data[0].model_extra == {"max_model_len": 600}
+    assert client.models.list().data[0].model_extra == {"root": "strange", "max_model_len": 600}
 
 
 def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
@@ -264,6 +278,44 @@ def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
         assert service.sampling_defaults.temperature == 0.5
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGILL", "SIGABRT"])
+def test_a_build_that_crashes_is_tried_twice_and_said(
+    name: str, api: Any, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.Signals[name])))
+    loader = ModelLoader(Catalogue([file.parent], model=str(file)), CPU)
+    stages: list[str] = []
+    with pytest.raises(LlamaCppCrashError, match=rf"crashed twice \({name}\).*Trying.*-DGGML_NATIVE=OFF"):
+        loader("strange", lambda _, what: stages.append(what))
+    starts = [before for before, after in itertools.pairwise(stages) if after == TRYING != before]
+    assert len(starts) == 2
+
+
+def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = try_llamacpp()
+    assert outcome is not None
+    assert outcome.is_ok, outcome.reason
+    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.SIGSEGV)))
+    outcome = try_llamacpp()
+    assert outcome is not None
+    assert outcome.has_failed
+    assert "Q4_1: llama.cpp crashed twice (SIGSEGV)" in (outcome.reason or "")
+
+
+def test_serve_ends_with_the_sentence_of_a_build_that_crashes(file: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join((str(IMITATION), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": path, "IMITATED_CRASH": str(int(signal.SIGSEGV))}
+    program = Path(sys.executable).with_name("neo-desktop")
+    arguments = ("serve", "--model", str(file), "--backend", "llamacpp", "--port", "0")
+    run = subprocess.run(
+        [program, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1
+    (said,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert "llama.cpp crashed twice (SIGSEGV)" in said
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """/v1/messages, as the anthropic client sees it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+
+from neo_desktop.app.web.warnings import HEADER
 
 from .conftest import RunningServer, running
 from .fake_engine import MODEL, ScriptedExecutor, make_engine
@@ -147,11 +150,95 @@ def test_arguments_that_were_cut_are_not_lost(
     claude: anthropic.Anthropic, executor: ScriptedExecutor
 ) -> None:
     executor.answers = [BOTH["hermes"]]
-    cut = len(f'<tool_call>\n{{"name": "weather", "arguments": {WIEN[:8]}')
-    message = claude.messages.create(model=MODEL, messages=QUESTION, tools=[TOOL], max_tokens=cut)
-    (block,) = message.content
-    assert block.type == "tool_use"
-    assert (block.input, message.stop_reason) == ({"arguments": WIEN[:8]}, "max_tokens")
+    written = f'<tool_call>\n{{"name": "weather", "arguments": {WIEN}'
+    for cut, arguments in (
+        (len(written), json.loads(WIEN)),
+        (len(written) - len(WIEN) + 8, {}),
+        (len(written) - len(WIEN) - 3, {}),
+        (len("<tool_cal"), None),
+    ):
+        message = claude.messages.create(model=MODEL, messages=QUESTION, tools=[TOOL], max_tokens=cut)
+        assert [block.input for block in message.content if block.type == "tool_use"] == (
+            [] if arguments is None else [arguments]
+        )
+        assert message.stop_reason == "max_tokens"
+        assert not [block for block in message.content if block.type == "text"]
+
+
+KEPT = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
+# What Claude Code sends.
+CLAUDE_CODE: Any = {
+    "model": "claude-sonnet-9",
+    "max_tokens": 64_000,
+    "tools": [
+        TOOL | {"cache_control": KEPT, "eager_input_streaming": True, "defer_loading": True},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "metadata": {"user_id": "u"},
+    "extra_body": {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 1000}},
+        "speed": "fast",
+    },
+    "extra_headers": {"anthropic-beta": "claude-code-20250219,context-management-2025-06-27"},
+}
+
+
+def test_claude_codes_requests_are_answered(ask: Any, prompts: list[str]) -> None:
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": KEPT}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {}, "cache_control": KEPT},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "rain", "cache_control": KEPT}
+            ],
+        },
+    ]
+    seen = []
+    for secret in ("a", "b"):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={secret};"},
+            {"type": "text", "text": "Be kind.", "cache_control": KEPT},
+        ]
+        assert (
+            ask("</think>Rain.", messages=history, system=system, **CLAUDE_CODE).content[-1].text == "Rain."
+        )
+        seen.append(prompts[-1])
+    assert "<system>Be kind.<user>hi" in seen[0]
+    assert seen[0] == seen[1]
+
+
+def test_max_tokens_above_the_context_take_what_there_is(
+    ask: Any, claude: anthropic.Anthropic, executor: ScriptedExecutor
+) -> None:
+    message = ask("x" * 5000, max_tokens=100_000)
+    assert message.stop_reason == "max_tokens"
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) + len(
+        message.content[0].text
+    ) == pytest.approx(4096, abs=2)
+    for length in (4096, 400_000):
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4095 maximum"):
+            claude.messages.create(
+                model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "x" * length}]
+            )
+
+
+def test_what_is_left_out_is_said(claude: anthropic.Anthropic, executor: ScriptedExecutor) -> None:
+    executor.answers = ["ok"]
+    asked: Any = {"messages": QUESTION} | CLAUDE_CODE
+    raw = claude.messages.with_raw_response.create(**asked)
+    assert raw.headers.get_list(HEADER) == [
+        "a part of type 'web_search_20250305' is left out: this server has no tools of its own"
+    ]
 
 
 def test_events_of_a_stream(server: RunningServer, executor: ScriptedExecutor) -> None:
@@ -183,8 +270,10 @@ def test_tokens_can_be_counted(claude: anthropic.Anthropic, executor: ScriptedEx
         {"messages": []},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"system": [{"type": "text", "text": "x", "anything": 1}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "compaction", "content": "x"}]}]},
         {"tool_choice": {"type": "any"}},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"extra_body": {"beam_width": 4}},
     ],
     ids=str,

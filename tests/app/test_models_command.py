@@ -1,6 +1,7 @@
 """`neo-desktop models`: listing, describing, removing."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +9,24 @@ from pathlib import Path
 import pytest
 from checkpoints import save_checkpoint
 from gguf_files import write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.cli import app
 from neo_desktop.app.shelf import pull as pulling
-from neo_desktop.app.shelf.catalogue import Catalogue
+from neo_desktop.app.shelf.catalogue import Catalogue, UnknownModelError, with_model
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import check_name
 from neo_desktop.app.shelf.pull_errors import PullError
 from neo_desktop.app.shelf.recommended import RECOMMENDED
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.missing import why_missing
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,56 @@ def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple
     return result.exit_code, result.output
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nosuch", "no model named 'nosuch' is on this computer.*here are:.*models pull smollm2"),
+        ("Qwen/Qwen3-4B", "no model named 'Qwen/Qwen3-4B'.*models pull Qwen/Qwen3-4B'"),
+        ("neo-desktop-guid", "no model named 'neo-desktop-guid'"),
+        ("", "the model's name is empty"),
+        ("./nosuch", "there is no file or folder nosuch"),
+        ("{top}/tini", "there is no file or folder .*/tini: did you mean .*/tiny[?]"),
+        ("{top}/nofolder/a.gguf", "there is no file or folder .*/nofolder: look"),
+        ("{top}/empty", "/empty has no model: name a folder with config.json"),
+        ("{top}", "is no model, but a folder of models: name one of them, such as .*--models-dir"),
+        ("{top}/note.txt", "note.txt is no GGUF file: name a GGUF file"),
+        ("{top}/other/text.gguf", "text.gguf is no GGUF file.*download it again"),
+        ("{top}/tiny/model.safetensors", "is one file of a model: name its folder, .*/tiny"),
+    ],
+)
+def test_a_name_of_no_model_is_answered_with_the_same_sentence_everywhere(
+    checkpoint: Path, name: str, sentence: str
+) -> None:
+    top = checkpoint.parent
+    (top / "empty").mkdir(exist_ok=True)
+    (top / "note.txt").write_text("a note")
+    (top / "other").mkdir(exist_ok=True)
+    (top / "other" / "text.gguf").write_text("no model")
+    asked = name.format(top=top)
+    with pytest.raises(ModelError, match=sentence):
+        Engine.from_pretrained(asked)
+    if Path(asked).exists() and asked:
+        catalogue = Catalogue([], model=asked)
+        with pytest.raises(ModelError, match=sentence):  # serve and chat
+            ModelLoader(catalogue, EngineOptions()).check(catalogue.get(catalogue.first))
+        assert re.search(sentence.replace(".*/", ".*"), " ".join(run("info", asked)[1].split()))
+        return
+    with pytest.raises(UnknownModelError, match=sentence):
+        Catalogue([], model=asked)
+    with pytest.raises(UnknownModelError, match=sentence):  # bench, profile, doctor
+        with_model(EngineOptions(), asked)
+    for command in ("info", "remove"):
+        assert re.search(sentence, run(command, asked)[1])
+
+
+@settings(deadline=None, max_examples=200)
+@given(name=st.text(max_size=40), known=st.lists(st.text(min_size=1, max_size=10), max_size=8))
+def test_any_name_gets_one_sentence(name: str, known: list[str]) -> None:
+    said = why_missing(name, known)
+    assert said
+    assert len(said) < 1000
+
+
 def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     code, shown = run("list", "--json", str(tmp_path / "models.json"))
     assert (code, "neo-desktop-guide" in shown) == (0, True)
@@ -58,7 +113,7 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     assert (code, "Runs as" in shown) == (0, True)
     assert "not yet: 'neo-desktop profile --model neo-desktop-guide' measures it" in " ".join(shown.split())
     code, shown = run("info", "no-such")
-    assert (code, "no-such is neither" in shown) == (1, True)
+    assert (code, "no model named 'no-such'" in shown) == (1, True)
 
 
 def test_of_a_divided_model_it_is_told_what_fits() -> None:

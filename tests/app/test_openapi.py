@@ -126,7 +126,7 @@ HOSTILE: list[tuple[str, str | dict[str, Any]]] = [
     ("embeddings", {"input": "x" * 100_000}),
     ("responses", {"input": [QUESTION] * 100_000}),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}),
-    ("messages", {"model": "neo-desktop-guide", "max_tokens": 10**40, "messages": [QUESTION]}),
+    ("messages", {"model": "neo-desktop-guide", "max_tokens": 0, "messages": [QUESTION]}),
     ("messages", {"model": "neo-desktop-guide", "max_tokens": 5, "messages": [QUESTION] * 100_000}),
 ]
 

@@ -1,5 +1,6 @@
 """/v1/responses, as the openai client sees it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from neo_desktop.app.api import response_store
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.web.warnings import HEADER
 
 from .conftest import RunningServer, running
 from .fake_engine import MODEL, ScriptedExecutor, make_engine
@@ -112,6 +114,92 @@ def test_calls_and_results(ask: Any, prompts: list[str]) -> None:
     assert expected in prompts[-1]
 
 
+PATCH = '*** Begin Patch\n"a" \\ é 😀\n*** End Patch'
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.+/'}
+# What Codex sends.
+CODEX: Any = {
+    "instructions": "You are a coding agent.",
+    "tools": [
+        {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": GRAMMAR},
+        {"type": "local_shell"},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "namespace", "name": "mcp__docs__", "description": "Docs.", "tools": [TOOL]},
+        TOOL,
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "session",
+    "service_tier": "priority",
+    "text": {"verbosity": "low"},
+    "extra_body": {"client_metadata": {"session": "s"}},
+}
+
+
+def call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_agents_tools_are_told_as_their_clients_read_them(ask: Any, prompts: list[str]) -> None:
+    (patch,) = ask(f"</think>{call('apply_patch', {'input': PATCH})}", **CODEX).output
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
+    (shell,) = ask(f"</think>{call('local_shell', {'command': ['ls', '-l']})}", **CODEX).output
+    assert (shell.type, shell.action.type, shell.action.command) == ("local_shell_call", "exec", ["ls", "-l"])
+    (named,) = ask(f"</think>{call('mcp__docs__weather', {'place': 'Wien'})}", **CODEX).output
+    assert (named.type, named.name, named.namespace) == ("function_call", "weather", "mcp__docs__")
+    results = ("done", "files", "rain")
+    history = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": "patch"},
+        {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "web_search_call", "id": "ws", "status": "completed"},
+        patch.to_dict(),
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "done"},
+        shell.to_dict(),
+        {"type": "local_shell_call_output", "id": shell.call_id, "output": "files"},
+        named.to_dict(),
+        {"type": "function_call_output", "call_id": named.call_id, "output": "rain"},
+    ]
+    ask("</think>ok", input=history, **CODEX)
+    for said in ("[apply_patch ", "[local_shell ", "[mcp__docs__weather", *map("<tool>{}".format, results)):
+        assert said in prompts[-1]
+
+
+def test_events_of_a_custom_call(client: openai.OpenAI, executor: ScriptedExecutor) -> None:
+    executor.answers = [f"</think>{call('apply_patch', {'input': PATCH})}"]
+    with client.responses.stream(model=MODEL, input="?", tools=CODEX["tools"]) as stream:
+        events: list[Any] = list(stream)
+        final: Any = stream.get_final_response()
+    kinds = [event.type for event in events]
+    told = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+    texts = ("custom_tool_call_input.delta", "custom_tool_call_input.done")
+    item = ("output_item.added", *texts, "output_item.done", "completed")
+    assert told[-5:] == [f"response.{kind}" for kind in item]
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert len(deltas) > 10
+    assert "".join(deltas) == PATCH == final.output[-1].input
+
+
+def test_what_is_left_out_is_said(client: openai.OpenAI, executor: ScriptedExecutor) -> None:
+    executor.answers = ["ok"]
+    raw = client.responses.with_raw_response.create(model=MODEL, input="?", **CODEX)
+    warnings = raw.headers.get_list(HEADER)
+    assert len(warnings) == 3
+    for what in ("'web_search' is left out", "verbosity is left out", "the grammar of the tool"):
+        assert any(what in warning for warning in warnings)
+    assert HEADER not in client.responses.with_raw_response.create(model=MODEL, input="?").headers
+
+
+def test_stored_items_may_be_referred_to(ask: Any, client: openai.OpenAI, prompts: list[str]) -> None:
+    message = ask("</think>Rain.").output[-1]
+    ask("ok", input=[{"type": "item_reference", "id": message.id}, {"role": "user", "content": "Why?"}])
+    assert prompts[-1].endswith("Rain.<user>Why?<assistant>")
+    with pytest.raises(openai.BadRequestError, match="no item 'msg_0'"):
+        client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_0"}])
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_a_call_that_must_come(ask: Any, choice: Any) -> None:
     response = ask(BOTH["hermes"].removeprefix("<tool_call>\n"), tools=[TOOL], tool_choice=choice)
@@ -186,12 +274,15 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].message.content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"tools": [{"type": "nonsense"}]}, "tools[0]"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"extra_body": {"beam_width": 4}}, "beam_width"),
     ],
     ids=str,

@@ -1,5 +1,7 @@
 """The port, and the end of the server."""
 
+import errno
+import logging
 import re
 import resource
 import signal
@@ -7,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from neo_desktop.app.web.open_files import OncePerSecond
 from neo_desktop.app.web.server import PortError, claim_port
 
 from .conftest import RunningServer, eventually, running
@@ -165,6 +169,46 @@ def test_more_clients_than_the_usual_limit_on_open_files(tmp_path: Path) -> None
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 14\r\n\r\n")
             client.sendall(b'{"prompt":"x"}')
         assert httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
+
+
+@pytest.mark.parametrize("limit", [64, 200])
+def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) -> None:
+    log = tmp_path / "log"
+    lower = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); "
+        f"import sys; sys.stderr = open({str(log)!r}, 'w', buffering=1)"
+    )
+    with program(tmp_path, lower) as (_, url):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with ExitStack() as connections:
+            for _ in range(5 * limit):
+                connections.enter_context(socket.create_connection(address, timeout=30))
+            answer = httpx.get(f"{url}/health", trust_env=False, timeout=20)
+            assert answer.status_code == 503
+            assert "too many connections" in answer.text
+            time.sleep(1)
+
+        def is_well() -> bool:
+            return httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
+
+        eventually(is_well)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False).is_success
+    assert len(log.read_text().splitlines()) < 10
+
+
+def test_a_message_of_one_kind_is_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    logger = logging.getLogger("a flood")
+    logger.addFilter(OncePerSecond(lambda: now_s))
+    for now_s in (0.0, 0.1, 0.9, 1.0, 1.5):
+        for error in (OSError(errno.EMFILE, "Too many open files"), KeyError("x")):
+            logger.error("accepting failed", exc_info=error)
+        logger.error("connection %d", int(10 * now_s))
+    no_more = "[Errno 24] Too many open files: close connections, or raise the limit ('ulimit -n')"
+    assert caplog.messages == [
+        *(no_more, "accepting failed", "connection 0"),
+        *(no_more, "accepting failed", "connection 10"),
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

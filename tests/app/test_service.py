@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from neo_desktop.app.api.outputs import Outputs
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import SHORT_PROMPTS, EngineService
 from neo_desktop.app.service_errors import (
@@ -18,11 +19,14 @@ from neo_desktop.app.service_errors import (
     ServiceBusyError,
     ServiceStoppedError,
 )
+from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.intake import PreparedRequest
+from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.tokenizer import ByteTokenizer
 
 from .conftest import is_idle, until
 from .fake_engine import CONTEXT_TOKENS, FakeExecutor, make_engine
@@ -365,5 +369,29 @@ def test_a_defect_that_keeps_one_request_out_leaves_the_others_alone(
                 await collect(bad)
             assert await collect(good) == {0: letters(1, 2)}
             await until(lambda: is_idle(service))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "said"),
+    [
+        (FinishReason.DEAD_END, ApiError, "the answer's words"),
+        (FinishReason.ERROR, EngineFailedError, "grammar words"),
+    ],
+)
+def test_the_class_of_an_error_decides_and_not_its_words(
+    reason: FinishReason, error: type[Exception], said: str
+) -> None:
+    text = said.removeprefix("the answer's ")
+
+    async def scenario() -> None:
+        generation = Generation(["0"], 1, lambda _: None)
+        generation.put(RequestOutput("0", 0, "", (), reason, text, 1, 0, 0, None))
+        outputs = Outputs(generation, ByteTokenizer(), None, "guided_regex")
+        with pytest.raises(error, match=said) as raised:
+            async for _ in outputs:
+                pass
+        assert getattr(raised.value, "param", "guided_regex") == "guided_regex"
 
     asyncio.run(scenario())

@@ -117,7 +117,7 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
         ({"trace": Path("x.json")}, "not both"),
         ({"rate": 0.0}, "above 0"),
         ({"rate": float("nan")}, "above 0"),
-        ({"max_batch_tokens": 100}, "max_batch_tokens"),
+        ({"max_batch_tokens": 100, "max_batch_requests": 101}, "max_batch_tokens"),
         ({"cpu_slowdown": 0.0}, "slowdown"),
         ({"gpu_weights_gib": 0.0}, "gpu_weights_gib must be at least"),
         ({"model": "qwen3-4b:Q4"}, "'Q4' is no quantisation: choose one of Q8_0"),

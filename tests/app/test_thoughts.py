@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.app.thoughts import ThoughtSplitter
+from neo_desktop.models.thoughts import ThoughtSplitter
 
 PIECES = st.lists(
     st.sampled_from(["<think>", "</think>", "<", "<th", "ink>", "</", "</think", ">", " ", "\n", "a", "b c"]),

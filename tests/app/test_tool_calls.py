@@ -1,13 +1,16 @@
 """Tool calls are read from the text of each family, however it is cut into pieces."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Text, short_id
+from neo_desktop.app.api.history import explained, paired
+from neo_desktop.app.api.json_stream import complete_members
 from neo_desktop.app.api.tools import (
     EXPLAINED,
     HARMONY,
@@ -17,19 +20,19 @@ from neo_desktop.app.api.tools import (
     MISTRAL_NAMES,
     Tool,
     ToolFormat,
-    explained,
     format_of,
-    with_single_calls,
 )
 
 NAMES = {"add", "weather"}
 
 
-def read(tool_format: ToolFormat, pieces: list[str], **options: Any) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    tool_format: ToolFormat, pieces: list[str], *, is_cut: bool = False, **options: Any
+) -> tuple[str, list[tuple[str, str]]]:
     """The text, and (name, arguments) of each call."""
     reader = CallReader(tool_format, NAMES, **options)
     found = [piece for text in pieces for piece in reader.feed(text)]
-    found += reader.flush()
+    found += reader.flush(is_cut=is_cut)
     texts, calls = [], []
     for piece in found:
         if isinstance(piece, Text):
@@ -51,6 +54,7 @@ HERMES_ADD = f'<tool_call>\n{{"name": "add", "arguments": {ADD[1]}}}\n</tool_cal
 HERMES_RAIN = f'<tool_call>\n{{"arguments": {RAIN[1]}, "name": "weather"}}\n</tool_call>'
 LLAMA_ADD = f'{{"name": "add", "parameters": {ADD[1]}}}'
 LLAMA_RAIN = f'{{"type": "function", "name": "weather", "parameters": {RAIN[1]}}}'
+ADD_OBJECT = f'{{"name": "add", "arguments": {ADD[1]}}}'
 MISTRAL_BOTH = (
     f'[TOOL_CALLS][{{"name": "add", "arguments": {ADD[1]}}}, {{"name": "weather", "arguments": {RAIN[1]}}}]'
 )
@@ -60,7 +64,7 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, f"Let me see.\n{HERMES_ADD}\n{HERMES_RAIN}\n", "Let me see.\n", [ADD, RAIN]),
     (HERMES, f"{HERMES_ADD}\nand then?", "and then?", [ADD]),
     (HERMES, "no call < at <tool all", "no call < at <tool all", []),
-    (HERMES, "<tool_call>\nfoo\n</tool_call>", "<tool_call>foo\n</tool_call>", []),
+    (HERMES, "<tool_call>\nfoo\n</tool_call>", "<tool_call>\nfoo\n</tool_call>", []),
     (HERMES, "<tool_call>", "<tool_call>", []),
     (HERMES, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
@@ -80,6 +84,34 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (MISTRAL_NAMES, f"[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{ADD[1]}", "", [ADD]),
     (HARMONY, f"I look. <tool_call>add{ADD[1]}", "I look. ", [ADD]),
     (HARMONY, "<tool_call>add", "<tool_call>add", []),
+    (HARMONY, "<tool_call>add[1, 2]", "<tool_call>add[1, 2]", []),
+    (HERMES, "the mark <tool_call> begins", "the mark <tool_call> begins", []),
+    (MISTRAL_NAMES, '[TOOL_CALLS] begins a {"x": 1}', '[TOOL_CALLS] begins a {"x": 1}', []),
+    (HERMES, '<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"arguments": " ", "name": "add"}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "null"}</tool_call>', "", [("add", "{}")]),
+    (HERMES, f"<tool_call>\n[{ADD_OBJECT}, {ADD_OBJECT}]\n</tool_call>", "", [ADD, ADD]),
+    (HERMES, f"<tool_call>[{ADD_OBJECT}, no]", ", no]", [ADD]),
+    (HERMES, f"<tool_call>{ADD_OBJECT[:-1]}</tool_call>!", "!", [ADD]),
+    (HERMES, f"<tool_call>{ADD_OBJECT}</tool_call>, then", ", then", [ADD]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": [1</tool_call>', "", [("add", '{"a": [1]}')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, b', ", b", [("add", '{"a": 1}')]),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": "x\n\ty\\d\\u12", "b": [None, True,],}}',
+        "",
+        [("add", r'{"a": "x\n\ty\\d\\u12", "b": [null, true]}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d\\ude00 \\ude00 \\ud83d"}}',
+        "",
+        [("add", r'{"a": "\ud83d\ude00 \ufffd \ufffd"}')],
+    ),
+]
+CASES += [
+    (HERMES, text := f'<tool_call>{{"name": "add", "arguments": {odd}}}</tool_call>', text, [])
+    for odd in ("[1]", "1", "true", '"x"', '"[1]"', "add(1)", "NaN", '{"a"', "[" * 10_000)
 ]
 
 
@@ -102,16 +134,102 @@ FRAGMENTS = [
 FRAGMENTS += ["{", "}", "[", "]", '"', "\\", ":", ",", ";", " ", "\n", "a", "<tool", LLAMA_ADD, HERMES_ADD]
 
 
-@given(st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_NAMES]), st.lists(st.sampled_from(FRAGMENTS)))
-def test_any_cutting_of_a_text_gives_the_same(tool_format: ToolFormat, pieces: list[str]) -> None:
+FORMATS = [HERMES, LLAMA, MISTRAL, MISTRAL_NAMES, HARMONY]
+PIECES = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=30)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(FORMATS), PIECES, st.booleans())
+def test_any_cutting_of_a_text_gives_the_same(
+    tool_format: ToolFormat, pieces: list[str], is_begun: bool
+) -> None:
     text = "".join(pieces)
-    assert read(tool_format, pieces) == read(tool_format, [text]) == read(tool_format, list(text))
+    found = [read(tool_format, each, is_begun=is_begun) for each in (pieces, [text], list(text))]
+    assert found[0] == found[1] == found[2]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(FORMATS), PIECES, st.sampled_from(["", "x", "\n"]))
+def test_what_is_no_call_is_text_and_arguments_are_an_object(
+    tool_format: ToolFormat, pieces: list[str], end: str
+) -> None:
+    text = "".join(pieces) + end
+    answer, calls = read(tool_format, [*pieces, end])
+    if not calls:
+        assert answer == text
+    assert Counter(answer) <= Counter(text)
+    for _, arguments in calls[:-1]:
+        assert isinstance(json.loads(arguments), dict)
+    for _, arguments in calls:
+        assert isinstance(json.loads(complete_members(arguments)), dict)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(FORMATS), PIECES)
+def test_a_cut_text_never_shows_half_a_mark(tool_format: ToolFormat, pieces: list[str]) -> None:
+    text, mark = "x" + "".join(pieces), tool_format.opening
+    before, found, _ = text.partition(mark)
+    if not found:
+        length = max(length for length in range(len(mark)) if text.endswith(mark[:length]))
+        before = text[: len(text) - length]
+    answer, calls = read(tool_format, ["x", *pieces], is_cut=True)
+    assert answer == before or (found and answer.startswith(before))
+    assert found or not calls
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(FORMATS), st.dictionaries(st.text(), JSON), st.booleans(), st.data())
+def test_any_arguments_come_through(
+    tool_format: ToolFormat, arguments: dict[str, Any], is_ascii: bool, data: st.DataObject
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=is_ascii)
+    call = {"name": "add", tool_format.arguments_key: arguments}
+    body = f"add{written}" if tool_format.has_names else json.dumps(call, ensure_ascii=is_ascii)
+    cut = data.draw(st.integers(0, len(body)))
+    text = tool_format.opening + body
+    for marked in ([text], [tool_format.opening, body[:cut], body[cut:]], list(text)):
+        answer, ((_, read_arguments),) = read(tool_format, marked)
+        assert (answer, json.loads(read_arguments)) == ("", arguments)
+    _, calls = read(tool_format, [tool_format.opening, body[:cut]], is_cut=True)
+    for _, beginning in calls:
+        kept = json.loads(complete_members(beginning))
+        assert kept.keys() <= arguments.keys()
+        assert list(kept)[:-1] == list(arguments)[: max(0, len(kept) - 1)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        "<tool_call>" + " " * 1_000_000,
+        '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 1_000_000,
+        '<tool_call>{"name": "add", "arguments": {"a": [' + "1," * 100_000,
+        f"<tool_call>{ADD_OBJECT}" * 2_000,
+    ],
+    ids=["marks", "spaces", "string", "list", "calls"],
+)
+def test_a_text_of_a_million_characters_is_read_in_linear_time(text: str) -> None:
+    read(HERMES, [text])
+    read(HERMES, list(text[:20_000]))
+
+
+def test_json_that_is_no_call_comes_as_soon_as_that_is_clear() -> None:
+    reader = CallReader(LLAMA, NAMES)
+    assert list(reader.feed('{"answer"')) == [Text('{"answer"')]
+    assert list(reader.feed(": 4")) == [Text(": 4")]
 
 
 def test_arguments_come_as_they_are_written() -> None:
     reader = CallReader(HERMES, NAMES)
     pieces = [list(reader.feed(char)) for char in HERMES_ADD]
-    assert sum(isinstance(piece, CallArguments) for found in pieces for piece in found) > 10
+    assert sum(isinstance(piece, CallArguments) for found in pieces for piece in found) > 8
 
 
 def test_text_without_a_mark_does_not_wait() -> None:
@@ -189,7 +307,7 @@ def test_a_template_that_takes_one_call_per_message_gets_them_one_by_one() -> No
         {"role": "tool", "content": "2", "tool_call_id": "b"},
         {"role": "assistant", "content": "done"},
     ]
-    assert with_single_calls(chat) == [
+    assert paired(chat, single_calls=True) == [
         chat[0],
         {"role": "assistant", "content": "well", "tool_calls": calls[:1]},
         chat[2],

@@ -162,6 +162,8 @@ def test_with_too_little_memory_fewer_requests_run_at_once(
     ("failure", "says"),
     [
         ("load", "ended with code 3: cannot load"),
+        ("crash at start", r"crashed \(SIGSEGV\).*-DGGML_NATIVE=OFF"),
+        ("crash", r"crashed \(SIGILL\).*-DGGML_NATIVE=OFF"),
         ("refuse", "HTTP 500.*no room in KV"),
         ("die", "server failed.*out of GPU memory"),
     ],
@@ -174,6 +176,7 @@ def test_a_failure_of_llama_cpp_says_why_and_keeps_what_was_measured(
     assert next(reports).policies
     with pytest.raises(RuntimeError, match=says):
         next(reports)
+    assert failure == "load" or len(fake_server) < 4, "one that crashes is not started again and again"
 
 
 def test_ctrl_c_ends_the_server_and_what_it_is_at(

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NoReturn
 
 import pytest
+import torch
 from imitated_streams import ImitatedBackend, Operation
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from neo_desktop.engine.kv import device_layer, peer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.ladder import MECHANISMS, ladder
-from neo_desktop.engine.trial import expert_checks, hand_off_checks, kernel_checks, kv_checks
-from neo_desktop.engine.trial.answers import alone
+from neo_desktop.engine.trial import answers, expert_checks, hand_off_checks, kernel_checks, kv_checks
+from neo_desktop.engine.trial.answers import alone, quick_shape
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.hand_off_checks import (
     check_copies,
@@ -32,6 +33,8 @@ from neo_desktop.engine.trial.hand_off_checks import (
 )
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.shapes import SHAPES, shape
 
 KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "quantised", "experts")
 
@@ -185,6 +188,37 @@ def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, rung: st
     """All else is on its lowest rung, but for what the rung cannot do without."""
     with on_rungs(alone(mechanism, rung, MECHANISMS)):
         assert ladder.rung(mechanism) == rung
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_a_quick_check_has_room_beside_any_model(name: str) -> None:
+    quick = quick_shape(shape(name))
+    assert quick.weight_bytes(torch.float16) < 2.5 * 2**30
+    kept = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "qk_norm", "attention_sinks")
+    assert all(getattr(quick, each) == getattr(shape(name), each) for each in kept)
+
+
+def test_answers_of_a_quick_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = ExpertsConfig(16, 2, 128, (0, 1, 2), order=(tuple(range(16)),) * 3)
+
+    class LargeRig(Rig):
+        @cached_property
+        def config(self) -> ModelConfig:
+            return replace(
+                super().config,
+                experts=experts,
+                num_layers=3,
+                layer_windows=(None,) * 3,
+                hidden_size=64,
+                vocab_size=100_000,
+                eos_token_ids=(99_999,),
+            )
+
+    monkeypatch.setattr(answers, "QUICK_VOCABULARY", 512)
+    found = answers.AnswerChecks(
+        LargeRig(Subject(shape="tiny", device="cpu", dtype="float32", is_quick=True))
+    ).reference
+    assert [len(each.token_ids) for each in found] == [answers.ANSWER_TOKENS] * len(answers.PROMPT_TOKENS)
 
 
 def test_copies_to_another_gpu_that_do_not_arrive_are_found(

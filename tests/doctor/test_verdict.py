@@ -69,6 +69,17 @@ def test_what_there_was_no_memory_for_is_tried_again_by_the_next_start() -> None
     assert read_verdict(key) is None
 
 
+@pytest.mark.parametrize("is_quick", [True, False])
+@pytest.mark.parametrize(
+    "name", ["model", "answers", "answers-lowest", "answers-graphs-host-flags", "memory"]
+)
+def test_answers_without_memory_are_not_tried_again_by_each_start(name: str, is_quick: bool) -> None:
+    key = subject_key(SUBJECT, CPU)
+    full = Outcome(name, "Answers", None, None, Result.NO_MEMORY, "there was too little GPU memory")
+    keep(new_verdict(key, [full], is_quick=is_quick))
+    assert (read_verdict(key) is not None) == is_quick
+
+
 def test_another_shape_dtype_version_or_torch_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(verdict(subject_key(SUBJECT, CPU)))
     for other in (Subject(shape="llama-3.2-1b", dtype="float32"), Subject(shape="tiny", dtype="bfloat16")):

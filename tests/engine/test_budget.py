@@ -1,10 +1,13 @@
 """How much memory KV gets, from what is free, what others use and what caps allow."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ladder_rungs import Rungs
 
+from neo_desktop.engine.execute.prefill_kernels import choose_kernel
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling import budget
@@ -17,6 +20,7 @@ from neo_desktop.engine.profiling.budget import (
     activation_bytes,
 )
 from neo_desktop.engine.profiling.hardware import HostMemory
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
@@ -43,6 +47,43 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]:
     return budget.kv_bytes(CONFIG, DTYPE, LIMITS, FreeMemory.now(device), caps or MemoryCaps())
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "rung", "has_masks"),
+    [
+        ((8, 6), "llama-3.1-8b", "flash", False),
+        ((8, 6), "gpt-oss-20b", "flash", False),  # with windows
+        ((7, 5), "llama-3.1-8b", "flash", False),
+        ((7, 5), "gpt-oss-20b", "flash", True),
+        ((8, 6), "gpt-oss-20b", "memory-efficient", True),
+        ((8, 6), "llama-3.1-8b", "math", True),
+    ],
+)
+def test_masks_count_where_a_kernel_is_given_some(
+    capability: tuple[int, int],
+    name: str,
+    rung: str,
+    has_masks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    rungs: Rungs,
+) -> None:
+    rungs(prompt_attention=rung)
+    config = shape(name)
+    monkeypatch.setattr(budget, "kernel_on", lambda device, *rest: choose_kernel(capability, *rest))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    context = min(config.max_context_tokens, budget.LONG_CONTEXT_TOKENS)
+    masks = context * LIMITS.max_batch_tokens * (1 + DTYPE.itemsize)
+    less = activation_bytes(config, LIMITS, DTYPE) - activation_bytes(config, LIMITS, DTYPE, CUDA)
+    assert less == (0 if has_masks else masks)
+    assert activation_bytes(replace(config, attention_softcap=50.0), LIMITS, DTYPE, CUDA) > masks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    free = FreeMemory.now(CUDA)
+    gained = [
+        budget.kv_bytes(config, DTYPE, LIMITS, free, MemoryCaps(), device=device)[Place.DEVICE]
+        for device in (CUDA, None)
+    ]
+    assert gained[0] - gained[1] == less
 
 
 def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:
@@ -133,7 +174,7 @@ def test_swapped_kv_and_the_other_pools_together_take_no_more(
     on_device, on_host = blocks[Place.SWAPPED] * of_block * 3 / 32, blocks[Place.SWAPPED] * of_block * 31 / 32
     assert blocks[Place.SWAPPED] > blocks[Place.DEVICE]  # which is what it is for
     assert blocks[Place.DEVICE] * of_block + on_device <= available[Place.DEVICE]
-    assert blocks[Place.HOST] * of_block + on_host <= available[Place.HOST]
+    assert blocks.get(Place.HOST, 0) * of_block + on_host <= available[Place.HOST]
     assert on_device <= available[Place.DEVICE] / 8
 
 
@@ -196,6 +237,23 @@ def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleN
     asked = {Place.DEVICE: 400, Place.HOST: 1000}
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, MemoryCaps())
     assert blocks == {Place.DEVICE: 25, Place.HOST: 62}
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "asked", [{}, {Place.DEVICE: 400}, {Place.HOST: 1000}, {Place.DEVICE: 400, Place.HOST: 1000}]
+)
+def test_every_policy_has_room_under_every_cap(
+    machine: SimpleNamespace, device: torch.device, policy: str, asked: dict[Place, int]
+) -> None:
+    machine.host = 17 * GIB
+    places = POLICIES[policy].places
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, device, ALL_THAT_FITS | asked, places=places)
+    assert set(blocks) == set(places)
+    assert any(blocks.values())
+    for place, tokens in asked.items():
+        assert blocks.get(place, tokens // BLOCK_SIZE) == tokens // BLOCK_SIZE
 
 
 def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:

@@ -1,5 +1,6 @@
 """The hardware probe tells what is there and never fails for what is not."""
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -194,3 +195,19 @@ def test_the_whole_machine_is_plain_data() -> None:
     assert 1 <= machine.usable_cores <= machine.logical_cores
     assert 0 < machine.available_bytes <= machine.memory_bytes
     assert asdict(machine)["caches"].keys() == {"l1d_bytes", "l2_bytes", "l3_bytes"}
+
+
+def test_memory_is_what_it_was_while_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = hardware.host_memory()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)  # a container's limit, which must not be forgotten
+        assert hardware.host_memory() == known
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", refuse)
+    assert hardware.host_memory() == known
+    monkeypatch.setattr(hardware, "_last_memory", {})
+    with pytest.raises(OSError, match="Too many open files"):
+        hardware.host_memory()

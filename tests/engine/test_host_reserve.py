@@ -1,5 +1,6 @@
 """Caches give memory back while the engine runs: the system has it, no token changes, no request is lost."""
 
+import errno
 import logging
 import queue
 import subprocess
@@ -243,6 +244,18 @@ def test_swapped_kv_keeps_its_first_blocks() -> None:
         assert (home[:, 16 * BLOCK_SIZE :] == 0).float().mean() > 0.9
     for part in pool.parts:
         assert (part[:, :4] == 3).all()
+
+
+def test_an_engine_goes_on_when_memory_cannot_be_looked_at() -> None:
+    machine = Machine([])
+
+    def refuse() -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    machine.available = refuse  # type: ignore[method-assign]
+    with tiny_engine("fastdecode", machine=machine) as engine:
+        assert not engine.rest()
+        assert [len(output.token_ids) for output in engine.generate(PROMPTS, PARAMS)] == [40] * 8
 
 
 def test_the_reserve_is_a_share_of_the_memory_unless_it_is_said() -> None:

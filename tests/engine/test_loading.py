@@ -1,5 +1,7 @@
 """Devices and dtypes that cannot work are refused before anything is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import choose_device, choose_dtype
 from neo_desktop.models.shapes import shape
 
-CUDA = torch.device("cuda")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 CONFIG = shape("qwen3-0.6b")
 
 
@@ -46,3 +48,30 @@ def test_bfloat16_is_refused_by_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPa
     assert choose_dtype("auto", CONFIG, CUDA) is torch.float16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choose_dtype("bfloat16", CONFIG, CUDA) is choose_dtype("auto", CONFIG, CUDA) is torch.bfloat16
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("architecture", "is_beyond"),
+    [
+        ("Gemma3ForCausalLM", True),
+        ("Gemma3ForConditionalGeneration", True),
+        ("Gemma3nForConditionalGeneration", True),
+        ("Gemma2ForCausalLM", True),
+        ("GptOssForCausalLM", True),
+        ("Glm4ForCausalLM", True),
+        ("GemmaForCausalLM", False),
+        ("Qwen3ForCausalLM", False),
+    ],
+)
+def test_activations_beyond_float16_are_not_computed_in_it(
+    architecture: str, is_beyond: bool, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, architecture=architecture, dtype=stored)
+    for capability, otherwise in (((7, 5), torch.float32), ((8, 6), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=capability: has)
+        usual = torch.float16 if capability < (8, 0) else stored
+        assert choose_dtype("auto", config, CUDA) is (otherwise if is_beyond else usual)
+        assert choose_dtype("float16", config, CUDA) is torch.float16  # who asks for it gets it
+    assert choose_dtype("auto", config, CPU, 0) is (torch.bfloat16 if is_beyond else stored)
+    assert choose_dtype("auto", replace(config, dtype=torch.float32), CUDA) is torch.float32

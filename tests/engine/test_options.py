@@ -1,18 +1,26 @@
 """The engine's options: stated once, and the same for everybody who reads them."""
 
 from dataclasses import fields
-from typing import get_type_hints
+from pathlib import Path, PosixPath
+from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, DTYPES
 from neo_desktop.engine.options import OPTIONS, EngineKeywords, EngineOptions
+from neo_desktop.engine.profiling.budget import limits_of
 from neo_desktop.engine.schedule.policies import POLICIES
 
 
 def test_the_keywords_of_python_are_the_fields() -> None:
-    types = get_type_hints(EngineOptions)
-    assert get_type_hints(EngineKeywords) == {name: kind for name, kind in types.items() if name != "model"}
+    types, keywords = get_type_hints(EngineOptions), get_type_hints(EngineKeywords)
+    assert keywords.keys() == types.keys() - {"model"}
+    for name, kind in keywords.items():  # Python takes what the command line takes, and more
+        assert set(get_args(types[name]) or (types[name],)) <= set(get_args(kind) or (kind,))
 
 
 def test_every_choice_exists_and_every_default_is_one() -> None:
@@ -24,7 +32,62 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("asked", "stated"),
+    [
+        ({"workers": ["a:1", "b"]}, {"workers": "a:1,b"}),
+        ({"workers": ("a:1", ("b", 2), ("::1", 3))}, {"workers": "a:1,b:2,[::1]:3"}),
+        ({"workers": []}, {"workers": None}),
+        ({"workers": 2}, {"workers": "2"}),
+        ({"worker_secret": "a"}, {"worker_secret": Path("a")}),
+        ({"model": Path("a")}, {"model": Path("a")}),
+        ({"dtype": torch.float16}, {"dtype": "float16"}),
+        ({"device": torch.device("cpu")}, {"device": "cpu"}),
+        ({"gpu_cache_tokens": 512.0}, {"gpu_cache_tokens": 512}),
+        ({"gpu_cache_tokens": np.int64(512)}, {"gpu_cache_tokens": 512}),
+        ({"gpu_memory_gib": np.float32(0.5)}, {"gpu_memory_gib": 0.5}),
+        ({"gpu_memory_gib": 8}, {"gpu_memory_gib": 8.0}),
+        ({"max_batch_tokens": 64}, {"most_requests": 64}),
+        ({"max_batch_requests": 300}, {"most_requests": 300}),
+    ],
+)
+def test_options_are_what_a_user_of_python_passes(asked: dict[str, Any], stated: dict[str, object]) -> None:
+    options = EngineOptions(**asked)
+    assert {name: getattr(options, name) for name in stated} == stated
+    limits_of(options, torch.device("cpu"))
+
+
+odd = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=3),
+        st.binary(max_size=3),
+        st.sampled_from(
+            [10**400, -(10**400), Path("x"), torch.float16, np.float32(1), np.zeros(2), object()]
+        ),
+    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=1), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from(list(OPTIONS)), value=odd)
+def test_a_value_of_any_kind_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+    try:
+        options = EngineOptions(**{name: value})
+    except ValueError as error:
+        assert str(error).startswith(name)  # noqa: PT017
+        return
+    kinds = get_type_hints(EngineOptions)[name]
+    assert type(getattr(options, name)) in {PosixPath, *(get_args(kinds) or (kinds,))}
+    assert limits_of(options, torch.device("cpu")).max_batch_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
     [
         (
             {"policy": "magic"},
@@ -40,6 +103,6 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
         ({"max_batch_tokens": 0}, "max_batch_tokens must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_loaded(given: dict[str, object], message: str) -> None:
+def test_what_cannot_be_is_told_before_anything_is_loaded(asked: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineOptions(**given)  # type: ignore[arg-type]
+        EngineOptions(**asked)  # type: ignore[arg-type]

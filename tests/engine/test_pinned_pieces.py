@@ -4,6 +4,7 @@ import logging
 import mmap
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda import driver, pinned
-from neo_desktop.engine.cuda.pinned import PinnedPieces
+from neo_desktop.engine.cuda.pinned import PinnedPieces, check_weight_pages, weight_bytes
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.host_reserve import HostReserve
+from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_bytes
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import swapped
@@ -130,6 +132,52 @@ def test_pieces_are_whole_pages_and_go_and_come(runtime: Runtime, num_blocks: in
     assert sum(runtime.ranges.values()) == pieces.memory.nbytes
     del pieces
     assert not runtime.ranges
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell of its pages: no /proc/self/smaps")
+@pytest.mark.parametrize("kind", ["weights", "KV"])
+def test_what_a_gpu_reads_has_huge_pages_and_is_not_copied_by_a_fork(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    nbytes = 64 << 20
+    pieces = PinnedPieces(1, nbytes // 4096, 4096, 1) if kind == "KV" else None
+    memory = weight_bytes(nbytes) if pieces is None else pieces.memory
+    memory.fill_(1)
+    address, flags = memory.data_ptr(), []
+    for line in SMAPS.read_text().splitlines():
+        name, *words = line.split()
+        if "-" in name:
+            begin, end = (int(each, 16) for each in name.split("-"))
+        elif name == "VmFlags:" and begin <= address < end:
+            flags = words
+    assert {"hg", "dc"} <= set(flags)  # huge pages, not copied by a fork
+    assert "sh" not in flags
+    if "[never]" in HUGE_PAGE_POLICY.read_text():
+        pytest.skip(f"the system is set to give no huge pages: {HUGE_PAGE_POLICY}")
+    huge = huge_page_bytes([(address, address + nbytes)])
+    assert huge is not None
+    if huge < nbytes // 2:
+        check_weight_pages()
+        assert kind == "KV" or "GB of weights in host memory are in huge pages" in caplog.text
+        pytest.skip(f"the system had huge pages for {huge >> 20} of 64 MiB")
+    check_weight_pages()
+    assert ladder.rung("huge_pages") == "huge"
+
+
+def test_weights_without_huge_pages_are_told_of(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = weight_bytes(64 << 20)
+    begin, smaps = memory.data_ptr(), tmp_path / "smaps"
+    monkeypatch.setattr("neo_desktop.engine.huge_pages.SMAPS", smaps)
+    check_weight_pages()  # of a system that does not tell
+    entry = "{:x}-{:x} rw-p 0 0:0 0\nRss: 65536 kB\nAnonHugePages: {} kB\nVmFlags: rd wr\n"
+    elsewhere = entry.format(1 << 20, 2 << 20, 65536)
+    for kib, rung in ((40960, "huge"), (20480, "small")):
+        smaps.write_text(elsewhere + entry.format(begin, begin + memory.nbytes, kib))
+        check_weight_pages()
+        assert ladder.rung("huge_pages") == rung
+    assert "only 0.0 of 0.1 GB of weights in host memory are in huge pages" in caplog.text
 
 
 def test_first_all_is_pinned_or_nothing(runtime: Runtime) -> None:

@@ -22,7 +22,6 @@ from neo_desktop.engine.ladder import ladder
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 SCALE = 0.3
-SDPA_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -112,7 +111,6 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
         operators = SimpleNamespace(
             _flash_attention_forward=flash_as_documented,
             _efficient_attention_forward=efficient_as_documented,
-            _scaled_dot_product_flash_attention_for_cpu=SDPA_OF_CPUS,
         )
         patch.setattr(torch.ops, "aten", operators)
         patch.setattr(prefill_kernels, "PIECE_SCORES", piece_scores)
@@ -151,8 +149,8 @@ def test_causal_attention_equals_dense(
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "windowed", "kernel"),
     [
-        (None, BF16, 128, False, PrefillKernel.SDPA),  # a CPU
-        (None, FP32, 128, True, PrefillKernel.SDPA),
+        (None, BF16, 128, False, PrefillKernel.NATIVE),  # a CPU
+        (None, FP32, 128, True, PrefillKernel.NATIVE),
         ((7, 5), FP16, 128, False, PrefillKernel.EFFICIENT),  # Turing
         ((7, 5), FP16, 128, True, PrefillKernel.SDPA),
         ((7, 5), FP32, 64, False, PrefillKernel.EFFICIENT),
@@ -181,8 +179,7 @@ def test_no_better_kernel_is_chosen_than_the_ladder_allows() -> None:
     for windowed, efficient in ((False, PrefillKernel.EFFICIENT), (True, PrefillKernel.SDPA)):
         assert choose_kernel((8, 6), BF16, 128, windowed, "memory-efficient") is efficient
         assert choose_kernel((8, 6), BF16, 128, windowed, "math") is PrefillKernel.MATH
-    assert choose_kernel(None, FP32, 64, False, "memory-efficient") is PrefillKernel.SDPA
-    assert choose_kernel(None, FP32, 64, False, "math") is PrefillKernel.MATH
+    assert choose_kernel(None, FP32, 64, False, "math") is PrefillKernel.NATIVE
 
 
 def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], window: int | None) -> None:

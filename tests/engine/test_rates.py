@@ -1,8 +1,11 @@
 """What a machine's sides do is measured before a model is loaded, its hand-offs as iterations have them."""
 
+from typing import Any
+
 import pytest
 import torch
 from ladder_rungs import Rungs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.ladder import ladder
@@ -58,3 +61,20 @@ def test_on_a_rung_without_flags_none_are_tried(rungs: Rungs) -> None:
     rungs(graphs="eager")
     assert rates._hand_off_ms(CUDA) == pytest.approx(0.3)
     assert ladder.rung("graphs") == "eager"
+
+
+def test_what_is_read_is_more_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A B200 has 126 MB of second-level cache, a desktop's CPU 128 MB of its third level."""
+    read: list[int] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                read.append(args[0].nbytes + args[1].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():
+        assert rates.measured_bus_share.__wrapped__(CPU) > 0
+    assert max(read) >= 2 * 256 << 20
+    _, _, nbytes = rates._products(CPU, torch.bfloat16)
+    assert nbytes >= 256 << 20

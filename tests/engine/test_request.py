@@ -9,6 +9,7 @@ from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.request import FinishReason, Request
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.thoughts import Thoughts, ThoughtSplitter
 
 
 class PieceStream:
@@ -47,6 +48,32 @@ def test_text_ends_before_the_first_stop_string_and_no_part_of_one_is_ever_shown
     # All stop strings that this last token completed: the text ends before the first of them.
     ends = [seen.find(s) for s in stop if s in seen]
     assert shown == seen[: min(ends, default=len(seen))]
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["<think>", "</think>", "<th", "ink>", "</", "a", "b", " "]), max_size=9),
+    stop=st.lists(st.sampled_from(["a", "b", "ab", "ink", ">", " ", "a "]), max_size=3),
+    thoughts=st.sampled_from(["possible", "open"]),
+)
+def test_stop_strings_count_from_the_end_of_the_thought_on(
+    pieces: list[str], stop: list[str], thoughts: Thoughts
+) -> None:
+    text = IncrementalText(PieceStream(pieces), stop, thoughts)
+    shown = ""
+    for token_id in range(len(pieces)):
+        is_stopped = text.push(token_id)
+        shown += text.take()
+        if is_stopped:
+            break
+    text.finish()
+    shown += text.take()
+    whole, splitter = "".join(pieces), ThoughtSplitter(thoughts == "open")
+    parts = [*splitter.split(whole), *splitter.flush()]
+    answer = "".join(part for kind, part in parts if kind == "answer")
+    ends = {found: answer.find(found) for found in stop if found in answer}
+    first = min(ends.values(), default=len(answer))
+    assert shown == whole[: len(whole) - len(answer) + first]
+    assert text.stopped_by in ([found for found, end in ends.items() if end == first] or [None])
 
 
 def run(request: Request, tokens: list[int]) -> str:

@@ -13,9 +13,9 @@ import torch
 from ladder_rungs import Rungs
 
 from neo_desktop import native
-from neo_desktop.engine import parts
-from neo_desktop.engine.kv import host_layer
-from neo_desktop.engine.kv.host_layer import ask_for_huge_pages, empty_aligned
+from neo_desktop.engine import huge_pages, parts
+from neo_desktop.engine.huge_pages import ask_for_huge_pages
+from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.ladder import MECHANISMS, ladder, variable
 from neo_desktop.engine.profiling import hardware
 
@@ -96,7 +96,7 @@ def test_huge_pages_that_the_system_does_not_give_are_noticed(
     file = tmp_path / "enabled"
     if policy:
         file.write_text(policy)
-    monkeypatch.setattr(host_layer, "HUGE_PAGE_POLICY", file)
+    monkeypatch.setattr(huge_pages, "HUGE_PAGE_POLICY", file)
     monkeypatch.setattr(native, "advise_huge_pages", advise)
     ask_for_huge_pages(torch.empty(8))  # smaller than any page: none is refused
     assert (asked, ladder.rung("huge_pages")) == ([], "huge")

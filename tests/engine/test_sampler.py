@@ -1,13 +1,14 @@
 """The sampler draws from the distribution that its settings describe, reproducibly."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
 
 from neo_desktop.engine import sampler
 from neo_desktop.engine.batch import SamplingInput
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.sampler import _invert, sample, start_sampling
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -114,6 +116,39 @@ def test_a_token_depends_on_seed_choice_and_position_alone() -> None:
     other_choice = [sample(logits(), [item(params, p)._replace(choice=1)])[0] for p in range(200)]
     for other in (other_seed, other_choice):
         assert [token.token_id for token in other if token] != first
+
+
+odd_numbers = st.one_of(
+    st.sampled_from([0, 5e-324, 1e-310, 1e-46, 1e-40, 1e-38, 1e-30, 0.01, 1.0, 100.0, 1e308, 10**400, 2**64]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.integers(-(2**65), 2**65),
+)
+odd_values = st.one_of(odd_numbers, st.booleans(), st.none(), st.text(max_size=2), st.lists(odd_numbers))
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([each.name for each in fields(SamplingParams) if "grammar" not in each.name]),
+        odd_values | st.dictionaries(st.integers(0, VOCAB - 1), odd_numbers, max_size=3),
+        max_size=4,
+    )
+)
+def test_settings_are_refused_or_give_a_token(values: dict[str, Any]) -> None:
+    try:
+        params = SamplingParams(**values)
+    except SettingError as error:
+        assert error.field in values  # noqa: PT017
+        return
+    (token,) = sample(logits(), [item(params)])
+    assert token is not None
+    assert 0 <= token.token_id < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-46, 1e-40, 1e-38, 1e-30])
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.9}, {"top_p": 1e-320}, {"min_p": 1e-320}])
+def test_a_temperature_that_is_nearly_0_is_greedy(temperature: float, others: dict[str, float]) -> None:
+    assert set(draw(SamplingParams(temperature=temperature, **others), 20)) == {int(logits().argmax())}
 
 
 def test_a_very_low_temperature_is_greedy_not_nan() -> None:

@@ -14,11 +14,17 @@ from ladder_rungs import kernels_on
 from tiny_engine import PARAMS, PROMPTS, Tokens, engine, tokens_of
 
 from neo_desktop import Engine
-from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, StreamMemoryError
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute import stream_lane
+from neo_desktop.engine.execute.backend import StreamBackend
+from neo_desktop.engine.execute.build import check_flags
+from neo_desktop.engine.execute.lane import Lane, Recorder
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.round_trips import SmallProgram
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.trial.kernel_checks import kernel_checks
 from neo_desktop.engine.trial.rig import Rig
@@ -64,6 +70,63 @@ def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
         imitated.fail("cudaMalloc", OUT_OF_MEMORY, first=1, times=2)  # torch asks twice
         assert tokens_of(made) == expected
         assert imitated.num_failed == 2
+
+
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaStreamBeginCapture", "cudaStreamEndCapture"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
+    imitated: ImitatedDevice, call: str, is_first: bool
+) -> None:
+    """torch frees what it caches before it gives up, but not while it takes a capture to be under way.
+
+    For the first of several graphs beginning takes memory, too.
+    """
+    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    tensors: list[torch.Tensor] = []
+    counter = torch.zeros(1, device="cuda")
+
+    def program(key: str, count: int) -> SmallProgram:
+        stage = Stage("work", 0, 0, 1)
+
+        def record(recorder: Recorder) -> None:
+            recorder.run(Lane.TO_HOST, stage, lambda: counter.add_(1))
+            recorder.run(Lane.DEVICE, stage, lambda: tensors.append(torch.empty(count, device="cuda")))
+
+        return SmallProgram(key, record)
+
+    large = program("large", 64 << 20)
+    for each in (large, *[program("small", 1)] * (0 if is_first else 2)):
+        runs.start(each, with_flags=False, with_graphs=True)
+        runs.wait()
+    tensors.clear()
+    torch.cuda.empty_cache()
+    imitated.fail(call, OUT_OF_MEMORY, times=ALWAYS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runs.start(large, with_flags=False, with_graphs=True)
+    assert runs.abandon(RuntimeError()) is None
+    assert imitated.num_failed > 0
+    imitated.recover()
+    total = torch.cuda.mem_get_info()[1]
+    for share in (0.6, 0.7):  # the first is cached when the second is asked for
+        torch.empty(int(share * total), dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_stall_of_the_flags_check_is_told(
+    imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    imitated.set_patience(FOREVER_S)
+    monkeypatch.setattr("neo_desktop.engine.execute.build.CHECK_PATIENCE_S", 0.5)
+    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    flags = torch.zeros(1, 16, dtype=torch.int32).pin_memory()
+    if is_lost:
+        imitated.hang(1)
+    else:
+        elsewhere, write = torch.zeros(1, dtype=torch.int32).pin_memory(), stream_lane.stream_write_value
+        monkeypatch.setattr(stream_lane, "stream_write_value", lambda stream, flag: write(stream, elsewhere))
+    with pytest.raises(DeviceStalledError if is_lost else StreamMemoryError):
+        check_flags(runs, flags)
 
 
 @pytest.mark.parametrize("operation", ["cuStreamWriteValue32", "cuStreamWaitValue32"])

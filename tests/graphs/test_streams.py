@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from neo_desktop.engine.cuda import driver
-from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.cuda.errors import DeviceStalledError, StreamMemoryError
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute import backend as backends
+from neo_desktop.engine.execute import build as building
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder
@@ -47,6 +48,7 @@ class FakeGpu:
     refuses_capture: bool = False
     loses_replay: bool = False
     is_capturing: bool = False
+    waits_for: torch.Tensor | None = None  # a flag, before all else
     written: torch.Tensor | None = None  # the flag that memory operations really write
 
     def stream(self, name: str) -> SimpleNamespace:
@@ -61,9 +63,9 @@ class FakeGpu:
             name=name,
             record_event=record_event,
             wait_event=lambda event: self.log.append(("wait", name, event)),
-            query=lambda: self.log.append(("synchronize", name)) is None,
+            query=lambda: self.log.append(("synchronize", name)) is None and self.has_ended(),
             wait_stream=lambda other: self.log.append(("wait for stream", name, other.name)),
-            device="cuda",
+            device=torch.device("cuda", 0),
         )
 
     @contextmanager
@@ -71,6 +73,9 @@ class FakeGpu:
         self.current.append(stream.name)
         yield
         self.current.pop()
+
+    def has_ended(self) -> bool:
+        return self.waits_for is None or bool(self.waits_for.all())
 
     def names(self) -> list[str]:
         return [entry[0] for entry in self.log]
@@ -125,6 +130,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *_, name=name: fake.log.append((name,)), raising=False)
     return fake
 
 
@@ -298,21 +305,52 @@ def test_a_torch_that_cannot_clear_cublas_memory_goes_on_without(monkeypatch: py
     assert not clear_workspaces(torch.device("cuda"))
 
 
-def test_a_capture_that_breaks_tells_why_and_ends(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("can_end", [True, False])
+def test_a_capture_that_breaks_is_joined_and_ends_for_the_allocator_too(gpu: FakeGpu, can_end: bool) -> None:
     runs = backend(gpu)
 
     def program(recorder: Recorder) -> None:
+        recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"))
         if gpu.is_capturing:
-            gpu.is_full = True  # ending a broken capture is an error, too
+            gpu.is_full = not can_end
             raise ValueError("broken")
 
     carry_out(runs, "key", program)
     with pytest.raises(ValueError, match="broken"):
         carry_out(runs, "key", program)
-    assert gpu.log[-1] == ("end capture", "device")
+    begin, end = (gpu.log.index(entry) for entry in gpu.log if entry[0] in ("begin capture", "end capture"))
+    captured = gpu.log[begin:end]
+    forked = {lane for kind, lane, *_ in captured if kind == "wait" and lane != "device"}
+    joined = {
+        entry[2].stream
+        for entry in captured[captured.index(("work", "send", "to-host")) :]
+        if entry[:2] == ("wait", "device")
+    }
+    assert forked == joined
+    assert gpu.log[end:] == [
+        ("end capture", "device"),
+        *([] if can_end else [("_cuda_endAllocateToPool",), ("_cuda_releasePool",)]),
+    ]
     assert runs.abandon(ValueError("broken")) is None
     synchronized = {entry[1] for entry in gpu.log if entry[0] == "synchronize"}
     assert synchronized == {lane.value for lane in LANES}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_flag_that_streams_wait_for_in_vain_is_told(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr(building, "CHECK_PATIENCE_S", 0.02)
+    flag = torch.zeros(1, 1, dtype=torch.int32)
+    gpu.waits_for = flag if comes_back else torch.zeros(1, 1, dtype=torch.int32)
+    monkeypatch.setattr(FakeEvent, "query", lambda _: gpu.has_ended())
+    expected, said = (
+        (StreamMemoryError, "waits for a word in host memory waits for ever")
+        if comes_back
+        else (DeviceStalledError, "did not end what is on its stream")
+    )
+    with pytest.raises(expected, match=said):
+        check_flags(backend(gpu), flag)
 
 
 def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeGpu) -> None:

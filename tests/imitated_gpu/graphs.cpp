@@ -82,7 +82,7 @@ EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCapture
 
 EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   Guard guard(lock);
-  if (auto error = refused("cudaStreamEndCapture")) return error;
+  if (death()) return refused("cudaStreamEndCapture");
   *graph = nullptr;
   CUstream origin = stream_of(handle);
   auto capture = origin->capture;
@@ -105,6 +105,7 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph)
     stream->captured_last.clear();
   }
   captures.erase(capture);
+  if (auto error = refused("cudaStreamEndCapture")) return error;  // it has ended all the same
   if (capture->is_broken) return fail(cudaErrorStreamCaptureInvalidated, "a broken capture ends");
   if (!all_joined)
     return fail(cudaErrorStreamCaptureUnjoined, "a captured stream did not join the first one");

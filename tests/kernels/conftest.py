@@ -25,12 +25,17 @@ def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_multiplies_bf16() -> Any:
-    """It keeps bf16 as bits in uint16, and its `tl.dot` would multiply these (Triton issue 11584)."""
+    """It keeps bf16 as bits in uint16: `tl.dot` would multiply these (Triton issue 11584), and before 3.9
+    it makes no constants of that type."""
 
     def as_float(operand: TensorHandle) -> TensorHandle:
         if operand.data.dtype != np.uint16:
             return operand
         return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def constant(self: InterpreterBuilder, value: float) -> TensorHandle:
+        bits = np.array([value], np.float32).view(np.uint32) >> 16
+        return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
 
     dot = InterpreterBuilder.create_dot
     with pytest.MonkeyPatch.context() as patch:
@@ -39,4 +44,5 @@ def _interpreter_multiplies_bf16() -> Any:
             "create_dot",
             lambda self, a, b, *others: dot(self, as_float(a), as_float(b), *others),
         )
+        patch.setattr(InterpreterBuilder, "get_bf16", constant, raising=False)
         yield

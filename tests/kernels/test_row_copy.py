@@ -20,8 +20,9 @@ def caches(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (9, 128)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("of_slots", [torch.int32, torch.int64], ids=str)
 def test_rows_go_into_their_slots_only(
-    kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kv_heads: int, head_dim: int, dtype: torch.dtype, of_slots: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)
     k_cache, v_cache = caches(kv_heads, head_dim, dtype, device)
@@ -29,7 +30,7 @@ def test_rows_go_into_their_slots_only(
     # As a model makes them: parts of two products of different widths.
     k = torch.randn(len(SLOTS), 2 * kv_heads, head_dim).to(device, dtype)[:, kv_heads:]
     v = torch.randn(len(SLOTS), 3 * kv_heads, head_dim).to(device, dtype)[:, -kv_heads:]
-    write_rows(k, v, k_cache, v_cache, SLOTS.to(device))
+    write_rows(k, v, k_cache, v_cache, SLOTS.to(device, of_slots))
     for cache, rows, wanted in zip((k_cache, v_cache), (k, v), expected, strict=True):
         wanted.flatten(0, 1)[SLOTS[IS_COPIED]] = rows.cpu()[IS_COPIED]
         assert torch.equal(cache.cpu(), wanted)

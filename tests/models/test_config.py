@@ -1,14 +1,23 @@
 """config.json and generation_config.json: what is read from them, and what is refused."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults, ModelConfig, ModelError
 from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.families import FAMILIES, Family
+from neo_desktop.models.limits import SAMPLING_BOUNDS
 from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling
 
 BASE: dict[str, Any] = {
@@ -22,6 +31,13 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 
+CHANGE_NOTHING = {
+    *("attention_dropout", "initializer_range", "pretraining_tp", "use_cache", "pad_token_id", "dtype"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # in training
+    *("transformers_version", "architectures", "output_hidden_states", "return_dict", "problem_type"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
+    *("hidden_act", "layer_types"),  # of classes whose code does not read them
+}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 32}
 
 
@@ -109,7 +125,10 @@ def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'.*float16"),
         ({"torch_dtype": "int8"}, "'int8'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'.*llama3"),
+        (
+            {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+            "rope type 'ntk'.*llama3.*transformers",
+        ),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "'factor' = -1"),
@@ -123,6 +142,8 @@ def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_
         ({"num_hidden_layers": True}, "'num_hidden_layers' = True"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"head_dim": 15}, "head_dim of 15 is odd"),
+        ({"head_dim": 100}, "heads of 100 numbers.*multiples of 8 up to 256"),
+        ({"head_dim": 264}, "heads of 264 numbers"),
         ({"rms_norm_eps": "small"}, "'rms_norm_eps'.*number"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings'.*true or false"),
         ({"eos_token_id": "</s>"}, "'eos_token_id'.*token id"),
@@ -216,3 +237,43 @@ def test_parameters_that_a_token_meets(tmp_path):
 def test_experts_that_cannot_be_are_refused(tmp_path, settings, message):
     with pytest.raises(ModelError, match=message):
         read(tmp_path, **MOE | settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[family.model_type for family in FAMILIES])
+def test_each_key_of_a_class_is_known_with_its_default(family: Family) -> None:
+    """A new key of transformers fails here, until it is computed or known to change nothing."""
+    config_class: Any = CONFIG_MAPPING[family.model_type]
+    silent = config_class()
+    read = {field.name: field.default for field in fields(config_class)} | {"layer_types": None}
+    assert set(read) <= family.defaults.keys() | CHANGE_NOTHING
+    theta = {"rope_theta": config_class.default_theta}
+    rope = None if silent.rope_parameters == {"rope_type": "default"} | theta else silent.rope_parameters
+    assert theta | (family.defaults["rope_parameters"] or {}) == theta | (rope or {})
+    others = {key: value for key, value in family.defaults.items() if not key.startswith("rope_")}
+    assert others == {key: read[key] for key in others}
+    assert family.defaults["rope_theta"] == config_class.default_theta
+
+
+def test_recommendations_that_no_request_may_have_are_left_out_and_named(tmp_path):
+    generation = {"repetition_penalty": 0, "top_p": 1.5, "temperature": 0.7, "no_repeat_ngram_size": 3}
+    found = read(tmp_path, generation | {"suppress_tokens": [], "typical_p": 1.0}).generation
+    assert found == GenerationDefaults(
+        temperature=0.7,
+        ignored=("no_repeat_ngram_size of 3", "top_p of 1.5", "repetition_penalty of 0"),
+    )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(SAMPLING_BOUNDS)), st.floats(0, 1e3) | st.sampled_from([0, 1e-3, 0.01, 1, 100])
+    )
+)
+@examples(deadline=None, max_examples=100)
+def test_what_a_model_recommends_is_what_a_request_may_ask_for(values: dict[str, float]) -> None:
+    found = GenerationDefaults.within_bounds(values)
+    for name, value in values.items():
+        if getattr(found, name) is None:
+            with pytest.raises(SettingError):
+                SamplingParams(**{name: value})
+        else:
+            SamplingParams(**{name: value})

@@ -12,9 +12,11 @@ from gguf_files import TYPES, dequantised, joined, write_gguf
 
 from neo_desktop import Engine
 from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import TYPES as STORED_TYPES
-from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import load_model
+from neo_desktop.models.rope import LinearScaling
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -96,13 +98,58 @@ def test_scaled_rotations_agree_with_transformers(variant: str, make_checkpoint:
     torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
 
 
-def test_a_sliding_window_hides_what_transformers_hides(make_checkpoint: Any, tmp_path: Path) -> None:
-    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": 5})
+def test_a_window_that_llama_cpp_does_not_read_hides_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": None})
     path = write_gguf(tmp_path / "model.gguf", model, metadata={"llama.attention.sliding_window": 5})
     token_ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(token_ids[None]).logits[0]
     torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
+
+
+def config_with(model: Any, folder: Path, **entries: Any) -> ModelConfig:
+    named = {f"llama.{key.replace('__', '.')}": value for key, value in entries.items()}
+    return open_checkpoint(write_gguf(folder / "model.gguf", model, metadata=named)).config()
+
+
+def test_numbers_of_each_layer_count_where_they_are_the_same(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint(**SIZES)
+    plain, layers = config_with(model, tmp_path), model.config.num_hidden_layers
+    same = {"attention__head_count": 4, "attention__head_count_kv": 2, "feed_forward_length": 96}
+    for key, value in same.items():
+        assert config_with(model, tmp_path, **{key: [value] * layers}) == plain
+        with pytest.raises(UnsupportedModelError, match=r"layers with different.*llamacpp"):
+            config_with(model, tmp_path, **{key: [value] * (layers - 1) + [1]})
+        with pytest.raises(ModelError, match=f"numbers of .* for {layers} layers"):
+            config_with(model, tmp_path, **{key: [value] * (layers + 1)})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *({key: 0.5} for key in ("logit_scale", "residual_scale", "attention__scale", "something_new")),
+        *({key: 2} for key in ("expert_group_count", "nextn_predict_layers", "rope__dimension_sections")),
+        {"rope__scaling__attn_factor": 1.5},
+        {"rope__scaling__yarn_ext_factor": 0.5},
+        {"rope__scaling__type": "longrope"},
+        {"attention__causal": False},
+        {"attention__key_length": 20, "attention__value_length": 20, "rope__dimension_count": 20},
+    ],
+)
+def test_entries_that_change_the_numbers_are_left_to_llama_cpp(
+    entries: dict[str, Any], make_checkpoint: Any, tmp_path: Path
+) -> None:
+    _, model = make_checkpoint(**SIZES)
+    with pytest.raises(UnsupportedModelError):
+        config_with(model, tmp_path, **entries)
+
+
+def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint(**SIZES)
+    assert config_with(model, tmp_path, rope__scaling__factor=4.0).rope.scaling == LinearScaling(4.0)
+    assert config_with(model, tmp_path, rope__scaling__factor=0.0).rope.scaling is None
+    none = {"rope__scaling__factor": 4.0, "rope__scaling__type": "none"}
+    assert config_with(model, tmp_path, **none).rope.scaling is None
 
 
 @pytest.mark.parametrize("type_name", TYPES)

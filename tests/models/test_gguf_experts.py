@@ -184,7 +184,7 @@ def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
         ({"expert_used_count": None}, ModelError, "expert_used_count"),
         ({"expert_feed_forward_length": 64}, ModelError, "has the shape"),
         ({"expert_feed_forward_length": 100}, UnsupportedModelError, "multiples of 64"),
-        ({"expert_shared_count": 1}, UnsupportedModelError, "mixture of experts"),
+        ({"expert_shared_count": 1}, UnsupportedModelError, "expert_shared_count"),
         ({"expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func"),
         ({"expert_weights_scale": 2.5}, UnsupportedModelError, "expert_weights_scale"),
         ({"expert_count": 0}, ModelError, "lacks the weights"),

@@ -150,3 +150,21 @@ def record(folder: Path) -> None:
 
 if __name__ == "__main__":
     record(Path(sys.argv[1]))
+
+
+def test_a_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    ours = tokenizer(tmp_path / "vocabulary.gguf", byte_level("qwen2", **templates))
+    assert [ours.chat_template_for(has_tools=has_tools) for has_tools in (False, True)] == ["plain", "tools"]
+    assert tokenizer(tmp_path / "other.gguf", byte_level("qwen2")).chat_template is None
+
+
+def test_chats_begin_as_other_texts_do(tmp_path: Path) -> None:
+    for name in ("with ends", "llama", "llama without prefix"):
+        ours = tokenizer(tmp_path / "vocabulary.gguf", VOCABULARIES[name])
+        chat = "<|user|>Hi <|end|> there"
+        start = ours.encode("")[: ours.bos_token_id in ours.encode("")]
+        expected = ours.encode(chat, add_special_tokens=False)
+        if expected[:1] != start:
+            expected = start + expected
+        assert ours.encode_chat(ours.marks.split(chat)) == expected

@@ -20,7 +20,7 @@ from neo_desktop.models.json_file import UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
-from neo_desktop.models.traced.outline import outline
+from neo_desktop.models.traced.outline import examined
 
 CPU = torch.device("cpu")
 ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()})
@@ -126,7 +126,7 @@ def test_without_transformers_it_is_left_to_llama_cpp(
     for package in ("transformers", "gguf"):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, package, None)
-            outline.cache_clear()
+            examined.cache_clear()
             with pytest.raises(UnsupportedModelError, match=r"install neo-desktop\[transformers\]"):
                 open_checkpoint(path).config()
 
@@ -140,3 +140,13 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     config = open_checkpoint(path).config()
     assert config.attention_softcap == 50
     assert config.layer_windows == (4096, None, 4096)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_head_of_its_own_is_used(keep: bool, tmp_path: Path) -> None:
+    """Configurations of this family tie it, unless they say otherwise."""
+    path, model = write_traced(tmp_path, "starcoder2", "Q8_0", sizes={"tie_word_embeddings": False})
+    token_ids = torch.randint(3, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(1))
+    expected = expected_logits(model, token_ids)
+    off = torch.linalg.vector_norm(logits(path, token_ids, keep=keep) - expected)
+    assert off <= (0.1 if keep else 1e-4) * torch.linalg.vector_norm(expected)

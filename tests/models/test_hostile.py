@@ -82,8 +82,8 @@ def test_absurd_and_inconsistent_numbers_are_refused(folder: Path, changes: dict
         {"mlp_only_layers": [0, 1, 2]},
         {"decoder_sparse_step": 3},
         {"num_experts_per_tok": 9},
-        {"architectures": ["Qwen3ForCausalLM"]},
-        {"architectures": ["MixtralForCausalLM"]},
+        {"model_type": "qwen3"},
+        {"model_type": "mixtral"},
     ],
 )
 def test_experts_that_the_weights_do_not_have_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -13,6 +13,12 @@ from ladder_rungs import Rungs, kernels_on
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import kept_form
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    GIB,
+    activation_bytes,
+    limits_of,
+)
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
@@ -72,13 +78,21 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(
 
 
 def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
-    make_checkpoint: Any, tmp_path: Path, rungs: Rungs
+    make_checkpoint: Any, tmp_path: Path, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without kernels only where floats have no room: they take the memory of the file."""
     _, model = make_checkpoint(**SIZES)
     form = form_of(write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1"))
-    options, cuda = EngineOptions(), torch.device("cuda")
-    assert kept_form(form, options, CPU) == form
-    assert kept_form(form, options, cuda) == form.on_gpu(dispatch)
-    assert kept_form(form, replace(options, weights_dtype="float16"), cuda) == DENSE
+    options, cuda = EngineOptions(max_batch_tokens=256), torch.device("cuda")
+    config = open_checkpoint(tmp_path / "a.gguf").config()
+    assert kept_form(form, options, CPU, config) == form
+    assert kept_form(form, options, cuda, config) == form.on_gpu(dispatch)
+    assert kept_form(form, replace(options, weights_dtype="float16"), cuda, config) == DENSE
     rungs(quantised="torch")
-    assert kept_form(form, options, cuda) == DENSE
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    iteration = activation_bytes(config, limits_of(options, cuda), torch.bfloat16) + DEVICE_RESERVE_BYTES
+    room = iteration + config.weight_bytes(torch.bfloat16)
+    for gpu_bytes, expected in ((room, DENSE), (room - 1, form.on_gpu(dispatch))):
+        assert kept_form(form, options, cuda, config, gpu_bytes) == expected
+    capped = replace(options, gpu_memory_gib=iteration / GIB)
+    assert kept_form(form, capped, cuda, config, room) == form.on_gpu(dispatch)

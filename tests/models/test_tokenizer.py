@@ -213,7 +213,7 @@ def test_a_role_makes_a_token_special(tmp_path):
             None,
             "yes",
         ),
-        ({"chat_template": [{"name": "rag", "template": "no"}]}, None, None),
+        ({"chat_template": [{"name": "rag", "template": "only"}]}, None, "only"),
     ],
 )
 def test_the_chat_template_is_found(config, jinja, expected, tmp_path):
@@ -242,3 +242,12 @@ def test_a_broken_tokenizer_config_is_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"chat_template\.jinja is not text"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_folder_may_have_a_template_for_tools(tmp_path):
+    save(tmp_path, byte_level_backend())
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    found = Tokenizer.from_pretrained(tmp_path)
+    assert [found.chat_template_for(has_tools=has_tools) for has_tools in (False, True)] == ["plain", "tools"]

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cost_models import machine
 from dense_model import logits_of_all
 from quantised_folders import Tensors, awq, fp8, gptq, grid, quantise
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from traced_models import FAMILIES, SIZES, save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,16 +25,20 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.models import native_operators
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.operators import Store
 from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.stages import Scratch, State
 from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced import builder, fused, patterns
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.stages import TracedStages
 
 CPU = torch.device("cpu")
 WRITTEN = ("llama", "qwen3", "mistral")
@@ -103,6 +109,46 @@ def test_operators_compute_what_they_take_the_place_of(
             scores.append(logits_of_all(decoder, token_ids, stages=stages).double())
         ours, plain = scores
         assert torch.linalg.vector_norm(ours - plain) <= bound * torch.linalg.vector_norm(plain)
+
+
+class CountedKernels(TorchDispatchMode):
+    """Counts operators of torch that compute: views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        self.count += not is_view or func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_stores_its_keys_and_values_by_one_operator(tmp_path: Path) -> None:
+    """That of the device: torch's take 26 kernels."""
+    path, stored = save(tmp_path, *FAMILIES["gemma3"]), []
+    decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
+    operators = SimpleNamespace(
+        **{name: getattr(native_operators, name) for name in native_operators.__all__}
+    )
+    operators.write_rows = lambda *given: stored.append(given)
+    stages, config = TracedStages(decoder, operators), decoder.config
+    of = config, 3, decoder.dtype, CPU
+    state = State.empty(*of, Scratch.empty(*of))
+    stages.embed(torch.ones(3, dtype=torch.int32), torch.arange(3), state)
+    caches = torch.zeros(2, 1, 16, config.num_kv_heads, config.head_dim)
+    store = Store(torch.arange(3, dtype=torch.int32), *caches)
+    counts = []
+    for given in (None, store):
+        with CountedKernels() as kernels:
+            for layer in range(config.num_layers):
+                stages.advance(layer - 1 if layer else None, layer, state, given)
+        counts.append(kernels.count)
+    assert counts[0] == counts[1]
+    assert len(stored) == config.num_layers
+    _, keys, values = stages.heads(state)
+    for found, expected in zip(stored[-1], (keys, values, caches[0], caches[1], store.slots), strict=True):
+        assert found.data_ptr() == expected.data_ptr()
 
 
 def test_an_operator_that_computes_something_else_is_not_used(
@@ -200,7 +246,7 @@ def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], famil
     [
         ("falcon", {"alibi": True}, "ALiBi"),
         ("olmoe", {}, "no multiples of 64 numbers"),
-        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "cannot be cut"),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "has Mamba layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(

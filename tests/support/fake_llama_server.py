@@ -6,6 +6,7 @@ The environment variable FAKE_LLAMA_SERVER makes it fail.
 
 import json
 import os
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         assert body["ignore_eos"] is True
         if FAILURE == "refuse":
             self.answer(500, {"error": {"message": "no room in KV"}})
+        if FAILURE == "crash":
+            signal.raise_signal(signal.SIGILL)
         if FAILURE == "die":
             print("out of GPU memory", flush=True)
             os._exit(7)
@@ -76,6 +79,8 @@ def main() -> None:
         return
     with open(option("--model"), "rb") as file:
         assert file.read(4) == b"GGUF"
+    if FAILURE == "crash at start":
+        signal.raise_signal(signal.SIGSEGV)
     if FAILURE == "load" or (FAILURE == "memory" and int(option("--parallel")) > MOST_SEQUENCES):
         print(f"cannot {FAILURE}", file=sys.stderr)
         sys.exit(3)

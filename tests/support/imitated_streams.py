@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.errors import EngineLostError
+from neo_desktop.engine.cuda.errors import DeviceStalledError, EngineLostError
 from neo_desktop.engine.execute.backend import NEVER_FIXED, AnyProgram
 from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY
@@ -251,12 +251,13 @@ class ImitatedBackend:
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
         self.num_abandoned += 1
-        if not isinstance(error, EngineLostError):
+        lost = None if isinstance(error, DeviceStalledError) else error  # flags may have been raised since
+        if not isinstance(lost, EngineLostError):
             for end in self._runs:  # who waits for them finds that they have ended
                 self._carry_out(end)
         self._queues = [[] for _ in self._queues]
         self._end, self._done = None, set(self._runs)
-        return error if isinstance(error, EngineLostError) else None
+        return lost if isinstance(lost, EngineLostError) else None
 
     def forget(self) -> None:
         self._graphs.clear()

@@ -84,7 +84,7 @@ def take_kv_memory(model: LoadedModel, options: GpuOptions) -> EngineParts:
         policy="gpu-only",
         cpu_cache_tokens=None,
         cpu_cache_dtype="auto",
-        max_batch_requests=max(options.max_batch_requests, options.batches[-1]),
+        max_batch_requests=max(options.most_requests, options.batches[-1]),
     )
     # A prompt is computed alone; those of the batches stay in the cache meanwhile.
     wanted = (options.batches[-1] + 1) * options.request_tokens

@@ -7,6 +7,7 @@ Prompts go in and answers come out as token ids, through its HTTP interface. Our
 then: a GPU has room for its own.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -32,6 +33,7 @@ from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.throughput.report import Rival
 from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
 from neo_desktop.app.bench.words import say
+from neo_desktop.app.engines.process import crash_signal
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.parts import EngineParts
@@ -50,6 +52,7 @@ _QUANTISED_TOLERANCE = 0.4  # inputs of quantised products are rounded to 8 bits
 _ROUNDING = 256  # tokens of KV of a sequence are a multiple of it
 _KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _LINES_TOLD = 3  # of what it printed last, if it ends
+_END_S = 2.0  # for a server that hung up to end
 _POLL_S = 0.05  # between two looks at whether the model is loaded
 
 
@@ -103,6 +106,7 @@ class LlamaCppBaseline:
         if given is not None:
             self._file = given.file.path
         self._job: _Job | None = None
+        self._process: subprocess.Popen[bytes]  # the server that was started last
 
     def close(self) -> None:
         """Remove the file."""
@@ -202,7 +206,7 @@ class LlamaCppBaseline:
         while True:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            process = self._started(job, port, count, count * tokens, on_gpu)
+            process = self._process = self._started(job, port, count, count * tokens, on_gpu)
             url = f"http://127.0.0.1:{port}"
             try:
                 if self._is_ready(process, url):
@@ -211,7 +215,7 @@ class LlamaCppBaseline:
                     figures = {"version": version, "on_gpu": on_gpu, "count": count, "tokens": tokens}
                     yield url, count, say("llama-server", job=job, dtype=dtype, **figures)[0]
                     return
-                if count == 1:
+                if count == 1 or crash_signal(process.wait()) is not None:
                     raise RuntimeError(self._death(process))
             finally:
                 process.kill()
@@ -270,13 +274,27 @@ class LlamaCppBaseline:
                 future.result()
                 progress(done / len(futures))
         except OSError as error:
+            if self._has_crashed():
+                raise RuntimeError(self._death(self._process)) from error
             raise RuntimeError(f"llama.cpp's server failed: {error}; {self._last_lines()}") from error
         finally:  # those under way end with the server
             pool.shutdown(wait=False, cancel_futures=True)
         return [future.result() for future in futures]
 
+    def _has_crashed(self) -> bool:
+        """Whether the server that hung up has crashed; the system may need a moment to know."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return crash_signal(self._process.wait(_END_S)) is not None
+        return False
+
     def _death(self, process: subprocess.Popen[bytes]) -> str:
-        return f"llama.cpp's server ended with code {process.wait()}: {self._last_lines()}"
+        code = process.wait()
+        if (crash := crash_signal(code)) is not None:
+            return (
+                f"llama.cpp's server crashed ({crash}): its build fails on this processor. "
+                f"Build llama.cpp again with -DGGML_NATIVE=OFF; {self._last_lines()}"
+            )
+        return f"llama.cpp's server ended with code {code}: {self._last_lines()}"
 
     def _last_lines(self) -> str:
         lines = self._printed.read_text(errors="replace").strip().splitlines()[-_LINES_TOLD:]

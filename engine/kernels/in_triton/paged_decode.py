@@ -1,7 +1,8 @@
 """Decode attention over a paged KV cache, split over the context (flash decoding).
 
-A program attends from all query heads of one KV head to one part of one request's context: K and V are read
-once. A second kernel merges the parts in fp32, unless there is only one; nothing is lost by cutting:
+A program attends from the query heads of one KV head, at most 16 (8 in fp32), to one part of one request's
+context: K and V are read once, or by neighbours at the same time. A second kernel merges the
+parts in fp32, unless there is only one; nothing is lost by cutting:
 
     part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
     request   out   = sum(w_p * out_p) / sum(w_p)            w_p   = 2 ** (lse_p - max(lse))
@@ -40,6 +41,7 @@ from neo_desktop.engine.kernels.in_triton.plain_decode import (
 LOG2_E = 1.4426950408889634
 EVERYTHING = 2**31 - 1  # a window that no context fills
 
+MOST_HEAD_BYTES = 32  # of a program's query heads, in a dimension; more take too many registers
 PARTS_AT_ONCE = 16  # that the second kernel takes in a step
 
 
@@ -188,11 +190,14 @@ def _launch(
             enable_fp_fusion=True,
         )
     tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
-    return tile, _attend[grid](
+    most_heads = MOST_HEAD_BYTES // q.element_size()
+    turns = triton.cdiv(group, most_heads)
+    return tile, _attend[kv_heads * turns, splits, requests](
         *arguments,
         **flags,
         GROUP=group,
-        GROUP_PAD=triton.next_power_of_2(group),
+        TURNS=turns,
+        HEADS=min(triton.next_power_of_2(group), most_heads),
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
         BLOCK_SIZE=block_size,
@@ -240,13 +245,14 @@ def _attend(
     HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,  # of scores in units of log2; 0: none
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    TURNS: tl.constexpr,  # programs that share the query heads of a KV head
+    HEADS: tl.constexpr,  # of a program
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)  # neighbours in the grid read neighbours in memory
+    kv_head = tl.program_id(0) // TURNS  # neighbours in the grid read the same, or neighbours in memory
     split = tl.program_id(1)
     request = tl.program_id(2)
     context_len = tl.load(context_lens + request)
@@ -254,13 +260,13 @@ def _attend(
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, context_len)
     dims = tl.arange(0, HEAD_PAD)
-    group = tl.arange(0, GROUP_PAD)
+    group = tl.program_id(0) % TURNS * HEADS + tl.arange(0, HEADS)
     heads = kv_head * GROUP + group
     in_heads = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     out_rows = out + request * out_stride + (heads * HEAD_DIM)[:, None] + dims[None, :]
     if begin >= end:
         if num_splits == 1:  # padding, and nobody else writes its zeros
-            tl.store(out_rows, tl.zeros([GROUP_PAD, HEAD_PAD], out.dtype.element_ty), mask=in_heads)
+            tl.store(out_rows, tl.zeros([HEADS, HEAD_PAD], out.dtype.element_ty), mask=in_heads)
         return
 
     q_rows = q + request * q_stride + heads * HEAD_DIM
@@ -268,9 +274,9 @@ def _attend(
     table = block_tables + request * max_blocks
 
     # The running softmax of each query head: the largest score, the sum of weights, the weighted sum of V.
-    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    summed = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    top = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    summed = tl.zeros([HEADS, HEAD_PAD], tl.float32)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
         in_context = positions < end
@@ -299,7 +305,7 @@ def _attend(
     if num_splits == 1:
         tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_heads)
     else:
-        parts = (request * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        parts = (request * (tl.num_programs(0) // TURNS) * GROUP + heads) * num_splits + split
         tl.store(partial_lse + parts, top + tl.log2(total), mask=group < GROUP)
         tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=in_heads)
 

@@ -20,6 +20,7 @@ import triton.language as tl
 MAX_GROUP = 8  # more query heads have more arithmetic than plain FMAs should do
 NUM_WARPS = 4
 HEADS_PER_SHARE = 4
+IS_OLD = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)  # it spills more steps
 LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_SCORE: tl.constexpr = tl.constexpr(-3e38)  # below every score, but finite: a lane may have no token
 
@@ -40,7 +41,7 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
         "SHARES": shares,
         "HEADS": heads,
         "LANES": max(1, NUM_WARPS * 32 // threads_per_row // shares),
-        "STEPS": 4 if group_pad == 1 else 2,
+        "STEPS": 1 if IS_OLD else 4 if group_pad == 1 else 2,
         # So that 6 or 4 programs fit into a multiprocessor; the compiler takes more if it may.
         "maxnreg": 80 if group_pad <= 2 else 128,
     }

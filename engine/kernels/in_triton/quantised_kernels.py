@@ -83,7 +83,7 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
             pair = tl.where(pair < 0, leader, pair).to(tl.int64)
             x_rows = x_rows + (x + pair // per_row * x_stride,)
             out_rows = out_rows + (out + pair * out_stride,)
-    places = first % TILE_ROWS + tl.arange(0, ROWS)[None, :]
+    places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
     groups_per_row = words_per_row * PER_WORD // GROUP
     words += tile * words_per_row * TILE_ROWS
     scales += tile * groups_per_row * TILE_ROWS
@@ -236,7 +236,7 @@ def _multiply_tiles(  # noqa: PLR0915
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
-    places = first % TILE_ROWS + tl.arange(0, ROWS)
+    places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)
     tokens = tl.arange(0, COUNT)
     is_token = tokens < count
     x_row = tokens
@@ -321,7 +321,7 @@ def _dequantise(
     if IS_FIRST:
         begin = first + tl.program_id(0) * ROWS
         tile = (begin // TILE_ROWS).to(tl.int64)
-        place = begin % TILE_ROWS + tl.arange(0, ROWS)[None, None, :]
+        place = tl.multiple_of(begin % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, None, :]
     else:
         row = tl.load(rows + index, mask=index < count, other=0)[None, None, :]
         tile = (row // TILE_ROWS).to(tl.int64)

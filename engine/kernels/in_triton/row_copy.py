@@ -58,7 +58,7 @@ def _copy_rows(
     WRITE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)  # graphs have int32
     if slot < 0:
         return
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)

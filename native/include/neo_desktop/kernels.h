@@ -14,6 +14,7 @@ constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
 constexpr int kSegmentTokens =
     16;  // in the layout of dimension pairs, blocks and pages are multiples of this
+constexpr int kPairTile = 4 * kSegmentTokens;  // tokens that attention takes at once
 
 // Query heads are worked on in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 of them.
 constexpr int padded_group(int group) {
@@ -62,6 +63,38 @@ struct AttendTask {
 };
 
 using AttendKernel = void(const AttendTask& task);
+
+constexpr int kPromptRows = 6;  // that a prompt kernel works on at once
+
+// Prompt attention of one KV head's query heads over tokens [begin, end) of one request. A row is a query
+// head of a token, row r query head r % group of the token at `position` + r / group. It attends to the
+// tokens up to its own, or to the last `window` of them.
+struct PromptTask {
+  const float* q;  // [rows / kPromptRows rounded up, padded_head_dim / 2, kPromptRows, 2], times
+                   // scale * log2(e); the padding is zero
+  const void* k;   // the head's rows of the context, from token 0 on
+  const void* v;
+  int64_t k_stride;  // elements from one token to the next
+  int64_t v_stride;
+  int64_t begin;  // a multiple of the tiles
+  int64_t end;
+  int64_t position;
+  int64_t window;  // 0: none
+  int rows;
+  int group;
+  int head_dim;
+  int padded_head_dim;
+  float softcap;  // of scores in units of log2; 0: none
+  float* tiles;   // scratch [2, kPairTile, padded_head_dim]
+  float* state;   // scratch [rows, 2, kMaxLanes]
+
+  // Results, as of AttendTask; acc has room for whole groups of kPromptRows. Rows without a token are empty.
+  float* max;  // [rows]
+  float* sum;
+  float* acc;  // [rows, padded_head_dim]
+};
+
+using PromptKernel = void(const PromptTask& task);
 
 // What dot-product instructions of bf16 do faster; null where there are none.
 struct Bf16Kernels {
@@ -117,6 +150,10 @@ struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
   AttendKernel* attend_pairs[kCacheTypes];
+  PromptKernel* attend_prompt[kFloatTypes];
+  // Adds the partial softmax (acc, max, sum) of one chunk of a context to that of the chunks before it.
+  void (*merge)(const float* acc, float max, float sum, float* into_acc, float* into_max, float* into_sum,
+                int padded_head_dim);
   // To fp32 and from it, times a factor.
   void (*widen[kFloatTypes])(const void* source, float* target, int length, float factor);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length, float factor);

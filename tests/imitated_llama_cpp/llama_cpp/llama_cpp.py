@@ -1,16 +1,21 @@
 """Functions of llama.h over a "model" that writes the alphabet, one token per byte, and ends behind "z".
 
 A file that holds the word "damaged" cannot be loaded, a bell (byte 7) breaks an evaluation, and behind byte 6
-the logits are no numbers. `gate` holds evaluations while it is not set.
+the logits are no numbers. `gate` holds evaluations while it is not set, and the signal whose number is in
+IMITATED_CRASH ends the process that evaluates.
 """
 
 import ctypes
+import os
+import re
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 llama_token = ctypes.c_int32
 LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_NORMAL, LLAMA_TOKEN_ATTR_CONTROL = 1, 4, 8
+LLAMA_TOKEN_ATTR_USER_DEFINED, LLAMA_TOKEN_ATTR_LSTRIP, LLAMA_TOKEN_ATTR_RSTRIP = 16, 128, 256
 END, BEGIN, SIZE = 256, 257, 258
 BELL, NO_NUMBER = 7, 6
 NAMES = {END: b"<end>", BEGIN: b"<begin>"}
@@ -113,7 +118,7 @@ def llama_model_is_diffusion(model):
 
 
 def llama_model_chat_template(model, name):
-    return TEMPLATE
+    return TEMPLATE if name is None else None
 
 
 def llama_model_meta_val_str(model, key, buffer, size):
@@ -148,7 +153,9 @@ def llama_vocab_is_eog(vocab, token):
 
 
 def llama_tokenize(vocab, text, length, tokens, size, add_special, parse_special):
-    found = [BEGIN] * add_special + list(text[:length])
+    found, text = [BEGIN] * add_special, text[:length]
+    for part in re.split(b"(<end>|<begin>)", text) if parse_special else [text]:
+        found += [token for token, name in NAMES.items() if name == part] or list(part)
     if len(found) > size:
         return -len(found)
     tokens[: len(found)] = found
@@ -208,6 +215,8 @@ def llama_decode(context, batch):
     assert gate.wait(60), "an evaluation was held and never let go"
     assert 0 < len(batch) <= context.batch
     decoded.append(batch)
+    if number := os.environ.get("IMITATED_CRASH"):
+        signal.raise_signal(int(number))
     if BELL in batch:
         _log[0](4, b"decode: error: the bell rang\n", None)
         return -3

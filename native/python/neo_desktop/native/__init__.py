@@ -31,6 +31,7 @@ from neo_desktop.native.attention import (
     paged_attention_decode,
     paged_kv_read,
     paged_kv_write,
+    prompt_attention,
     store_rows,
 )
 from neo_desktop.native.hardware import (
@@ -94,6 +95,7 @@ __all__ = [
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
+    "prompt_attention",
     "read_bandwidth",
     "read_seconds",
     "rope",

@@ -40,6 +40,20 @@ def paged_attention_decode(
     isa: str,
     /,
 ) -> None: ...
+def prompt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    window: int,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
 def paged_kv_write(
     k: Tensor,
     v: Tensor,

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache, and rows in and out of it."""
+"""Decode attention over a paged KV cache, prompt attention over rows, and rows in and out of a cache."""
 
 import torch
 
@@ -114,6 +114,64 @@ def empty_paired_keys(
     if page_tokens % 16 != 0:
         raise ValueError(f"page_tokens is {page_tokens}; paired keys need a multiple of 16")
     return torch.empty(*leading, kv_heads, head_dim // 2, page_tokens, 2, dtype=dtype).transpose(-3, -2)
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    num_threads: int = 0,
+    *,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """Attention of prompts' chunks to their contexts; returns `out`.
+
+    A row of `out` depends on its query and its context alone: it has the same bits in any chunk, beside any
+    other chunks and with any number of threads. In fp32 arithmetic `paged_attention_decode` over paired keys
+    makes the same bits.
+
+    Args:
+        q: [queries, heads, head_dim], fp32, fp16 or bf16, the chunks one after the other; may be strided in
+            queries and heads. head_dim is a multiple of 8 up to 256.
+        k: [contexts, kv_heads, head_dim] in the dtype of q, the contexts one after the other; may be
+            strided in contexts and KV heads. Query head h reads KV head h // (heads // kv_heads).
+        v: as k.
+        ends: [2, chunks + 1] int32: 0 and the ends of chunks in q; 0 and the ends of contexts in k. A chunk's
+            last query sees the whole context, each one before it a token less.
+        scale: multiplies q·k, usually head_dim ** -0.5.
+        out: as q, made when None; must not overlap the inputs.
+        num_threads: 0 means `default_num_threads()`.
+        window: attend to the last `window` tokens only; 0 means all.
+        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: heads
+            have none.
+        softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
+        isa: one of `available_isas()`; None means `default_isa()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    _native.prompt_attention(
+        view_of("q", q),
+        view_of("k", k),
+        view_of("v", v),
+        view_of("ends", ends),
+        view_of("out", out),
+        window,
+        None if sinks is None else view_of("sinks", sinks),
+        scale,
+        softcap,
+        num_threads,
+        isa or default_isa(),
+    )
+    return out
 
 
 def paged_kv_write(

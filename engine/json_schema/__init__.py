@@ -1,0 +1,1 @@
+"""JSON schemas in the terms of llguidance."""

@@ -1,0 +1,94 @@
+"""Tokenises chats with a tokenizer that takes no text for a control token."""
+
+from collections.abc import Collection, Iterator
+
+import tokenizers
+from tokenizers import AddedToken
+
+from neo_desktop.models.limits import MAX_VOCAB_SIZE
+from neo_desktop.models.marks import SIGNS, ChatText
+
+
+class ChatBackends:
+    """Copies of a tokenizer in which marks have a sign before them, which no text of the chat holds.
+
+    So the library cuts and joins texts around the marks as always, spaces and merges included, but finds
+    them only where they are signed. The copies share the vocabulary with the original.
+
+    Args:
+        marks: texts that become control tokens.
+        unknown: the token for what the vocabulary lacks, which texts do become.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, marks: Collection[str], *, unknown: str | None = None
+    ) -> None:
+        self._backend = backend
+        self._marks = frozenset(marks)
+        self._controls = {
+            token_id: text
+            for text in marks
+            if text != unknown and (token_id := backend.model.token_to_id(text)) is not None
+        }
+        self._copies: dict[str, tuple[tokenizers.Tokenizer, dict[int, int]]] = {}
+
+    def encode(self, chat: ChatText) -> list[int]:
+        """Return token ids; raises TypeError for a lone surrogate."""
+        texts = chat.pieces[::2]
+        sign = next((sign for sign in SIGNS if not any(sign in text for text in texts)), None)
+        if sign is None:
+            raise ValueError("The text holds every private character of Unicode: remove them.")
+        if sign not in self._copies:
+            self._copies = {sign: self._copy(sign)}  # texts rarely need another sign than the last one
+        backend, original_ids = self._copies[sign]
+        joined = "".join(sign * (number % 2) + piece for number, piece in enumerate(chat.pieces))
+        token_ids = backend.encode_batch([joined], add_special_tokens=False)[0].ids
+        if not self._controls.keys().isdisjoint(token_ids):
+            token_ids = [one for token_id in token_ids for one in self._as_text(backend, token_id)]
+        return [original_ids.get(token_id, token_id) for token_id in token_ids]
+
+    def _as_text(self, backend: tokenizers.Tokenizer, token_id: int) -> Iterator[int]:
+        """Some vocabularies make control tokens of text by themselves: write it character by character."""
+        text = self._controls.get(token_id)
+        if text is None:
+            yield token_id
+            return
+        for char in text:
+            ids = backend.encode(char, add_special_tokens=False).ids
+            yield from (one for one in ids if one not in self._controls)
+
+    def _copy(self, sign: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """Return a copy, and the original ids of the tokens that it has beside the vocabulary's."""
+        backend = self._backend
+        copy = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            copy.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            copy.pre_tokenizer = backend.pre_tokenizer
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        # The library numbers new tokens from the vocabulary's size on, which may be taken.
+        num_holes = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
+        if num_holes > MAX_VOCAB_SIZE:
+            raise ValueError(f"The vocabulary leaves {num_holes} ids out, too many for chats.")
+        fillers = (f"{sign}{number}{sign}" for number in range(num_holes))
+        copy.add_tokens([AddedToken(filler, normalized=False) for filler in fillers])
+        original_ids = {}
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+            is_mark = token.content in self._marks
+            added = _signed(token, sign) if is_mark else token
+            copy.add_tokens([added])
+            new_id = copy.token_to_id(added.content)
+            assert new_id is not None
+            original_ids[new_id] = token_id
+        return copy, original_ids
+
+
+def _signed(token: AddedToken, sign: str) -> AddedToken:
+    # It is found as it stands: a normaliser might take the sign away.
+    return AddedToken(
+        sign + token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+    )

@@ -1,0 +1,51 @@
+"""Weights that a configuration ties, of which a checkpoint may hold each one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.traced.config import TracedConfig, untied
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the written decoders
+_ROWS = 4096  # compared at once
+_EQUAL: dict[tuple[object, ...], bool] = {}  # what has been compared
+
+
+def ties_of(config: ModelConfig) -> dict[str, str]:
+    """Return the weights that are one in a model: another name of a weight → its name."""
+    if isinstance(config, TracedConfig):
+        return dict(config.of_model.aliases)
+    return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+
+
+def are_equal(name: str, one: StoredTensor, of_other: str, other: StoredTensor) -> bool:
+    """Return whether two tensors hold the same numbers; they are read once, until their files change."""
+    key = tuple(
+        (each.file, each.file.stat().st_mtime_ns, each.nbytes, of_it)
+        for of_it, each in ((name, one), (of_other, other))
+    )
+    if key not in _EQUAL:
+        _EQUAL[key] = _have_equal_numbers(one, other)
+    return _EQUAL[key]
+
+
+def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    for (first, a), (first_of_other, b) in zip(one.pieces(), other.pieces(), strict=False):
+        if first != first_of_other or a.shape != b.shape:
+            return False  # stored in different ways
+        parts = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True) if a.dim() else [(a, b)]
+        if not all(torch.equal(x.float(), y.float()) for x, y in parts):
+            return False
+    return True
+
+
+def without_ties(config: ModelConfig, names: Mapping[str, str]) -> ModelConfig:
+    """Return a configuration that does not tie some pairs of `ties_of`: each is a weight of its own."""
+    if isinstance(config, TracedConfig):
+        return untied(config, tuple(sorted(names)))
+    return replace(config, tie_word_embeddings=False)

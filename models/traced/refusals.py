@@ -1,0 +1,110 @@
+"""Sentences for models that this engine cannot run, with one table of the parts that it lacks."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from neo_desktop.models.families import FAMILIES
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.source import Source
+
+BY_LLAMACPP = "a GGUF file of it may run by llama.cpp, with --backend llamacpp"
+# Names of classes in a model → what they are called. The first one that is found is said.
+_PARTS = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in {
+        r"GatedDelta(Net|Rule)": "Gated DeltaNet layers",
+        r"(Kimi|BailingHybrid)\w*DeltaAttention|KimiLinearAttention": "Kimi Delta Attention layers",
+        r"LightningAttention": "lightning attention layers",
+        r"^(Bamba|NemotronH|FalconH1|GraniteMoeHybrid|Jamba|Zamba2?|FalconMamba|Mamba2?)\w*Mi?xer|Mamba": (
+            "Mamba layers (a state-space model)"
+        ),
+        r"Rglru": "recurrent layers (RG-LRU)",
+        r"Rwkv": "RWKV's recurrent layers",
+        r"^x?LSTM|xLSTM|mLSTM": "xLSTM's recurrent layers",
+        r"ShortConv": "short convolutions",
+        r"LinearAttention": "linear attention layers",
+        r"Indexer": "sparse attention, whose tokens an indexer chooses",
+        r"AltUp": "AltUp, several streams of hidden states",
+        r"^(Bloom|Mpt)": "ALiBi, which adds distances to the scores of attention",
+        r"Hyper(Connection|Head)": "hyper-connections between its layers",
+    }.items()
+)
+_OTHER_PARTS = {"vision_config": "images", "audio_config": "sound", "video_config": "videos"}
+_CLASS = re.compile(r"<class '(?:[\w.]+\.)?(\w+)'>")
+MOST_CHARACTERS = 200  # of what others say
+
+
+def missing_part(model: nn.Module) -> str | None:
+    """Return the words for what a model has and this engine has not; None: it has nothing of the table."""
+    classes = {type(module).__name__ for module in model.modules()}
+    for pattern, words in _PARTS:
+        if any(pattern.search(name) for name in classes):
+            return words
+    if getattr(getattr(model, "config", None), "alibi", False) is True:
+        return "ALiBi, which adds distances to the scores of attention"
+    return None
+
+
+def not_made(source: Source, config: Any, error: Exception) -> ModelError:
+    """Return the sentence for a configuration of which transformers makes no decoder.
+
+    Args:
+        source: the folder or file.
+        config: of transformers; None: it could not be read.
+        error: what transformers said.
+    """
+    names = getattr(config, "architectures", None) or [type(config).__name__.removesuffix("Config")]
+    others = [words for key, words in _OTHER_PARTS.items() if getattr(config, key, None) is not None]
+    if others:
+        reads = f"{', '.join(others)} and text"
+        return ModelError(
+            f"{source.named} describes {_cut(str(names[0]))}, which reads {reads}, while this engine runs "
+            f"text models: choose the text model of this family, if there is one; {BY_LLAMACPP}."
+        )
+    if config is not None and getattr(config, "is_encoder_decoder", False):
+        return ModelError(
+            f"{source.named} describes {_cut(str(names[0]))}, which has an encoder, while this engine runs "
+            "decoders alone: choose another model."
+        )
+    return ModelError(
+        f"{source.named} describes a model that is not supported: transformers cannot make it "
+        f"({shortly(error)})."
+    )
+
+
+def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
+    """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
+    name = getattr(model, "architecture", type(model).__name__)
+    part = missing_part(model) if isinstance(model, nn.Module) else None
+    if part is not None:
+        return ModelError(
+            f"{source.named} describes {name}, which has {part}, which this engine does not support yet: "
+            f"{BY_LLAMACPP}."
+        )
+    said = shortly(error)
+    if not isinstance(error, CannotCutError) and isinstance(model, nn.Module) and _has_experts(model):
+        known = ", ".join(family.model_type for family in FAMILIES if family.experts)
+        said = f"it is a mixture of experts of a kind that is not supported, as those of {known} are"
+    elif not isinstance(error, CannotCutError):
+        said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
+    return ModelError(
+        f"{source.named} describes {name}, which cannot be cut into stages at attention: {said}."
+    )
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
+def shortly(error: Exception) -> str:
+    """Return the first line of what others say, without paths of classes, cut between words."""
+    return _cut(_CLASS.sub(r"\1", str(error).strip().split("\n")[0])).rstrip(".: ")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:MOST_CHARACTERS].rpartition(' ')[0] or text[:MOST_CHARACTERS]} …"

@@ -1,0 +1,382 @@
+"""The table of fields, against the types that OpenAI and Anthropic publish and against any JSON."""
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+import anthropic.types
+import anthropic.types.beta
+import pytest
+import typing_extensions
+from anthropic.types.beta import message_count_tokens_params as beta_count_tokens
+from anthropic.types.beta import message_create_params as beta_messages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from pydantic import ValidationError
+
+from neo_desktop.app.api.chat import ChatCompletionRequest
+from neo_desktop.app.api.completions import CompletionRequest
+from neo_desktop.app.api.embeddings import EmbeddingRequest
+from neo_desktop.app.api.fields import Entry, Kind, Model, table
+from neo_desktop.app.api.messages import CountTokensRequest, MessagesRequest
+from neo_desktop.app.api.response_tools import ResponseTools
+from neo_desktop.app.api.responses import ResponsesRequest
+from neo_desktop.app.web.errors import ApiError, from_validation
+from neo_desktop.engine.errors import SettingError
+from neo_desktop.models.config import GenerationDefaults
+
+PUBLISHED: list[tuple[type[Model], Any]] = [
+    (ChatCompletionRequest, chat_create_params.CompletionCreateParamsStreaming),
+    (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    (EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
+    (ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
+    (MessagesRequest, anthropic.types.message_create_params.MessageCreateParamsStreaming),
+    (MessagesRequest, beta_messages.MessageCreateParamsStreaming),
+    (CountTokensRequest, anthropic.types.message_count_tokens_params.MessageCountTokensParams),
+    (CountTokensRequest, beta_count_tokens.MessageCountTokensParams),
+]
+
+
+def literals(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if isinstance(value, str)]
+    return [value for part in get_args(annotation) for value in literals(part)]
+
+
+def parts(annotation: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that a field may hold, each with the brackets of the lists around it."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if typing_extensions.is_typeddict(annotation):
+        yield "", annotation
+    elif origin in (Union, types.UnionType, typing_extensions.Required, typing_extensions.NotRequired):
+        for part in args:
+            yield from parts(part)
+    elif origin is typing.Annotated:
+        yield from parts(args[0])
+    elif args and origin is not dict:
+        yield from ((f"[]{brackets}", part) for brackets, part in parts(args[0]))
+
+
+def missing(
+    entries: dict[str, Entry], published: Any, places: frozenset[str] = frozenset({""}), above: Any = ()
+) -> Iterator[str]:
+    """Fields and types of parts that have no entry; `places`: where the table may have those of this part."""
+    for name, annotation in typing_extensions.get_type_hints(published).items():
+        fields = {f"{place}.{name}".lstrip(".") for place in places}
+        known = fields & entries.keys()
+        if not known:
+            yield f"{min(places)}.{name}"
+        if not known or any(entries[field].is_open for field in known):
+            continue
+        for brackets, part in parts(annotation):
+            if part in above:
+                continue
+            plain = frozenset(field + brackets for field in known)
+            for kind in literals(typing_extensions.get_type_hints(part).get("type")) or [""]:
+                tagged = {place: entry_of(entries, f"{place}<{kind}>") for place in plain} if kind else {}
+                if kind and not any(tagged.values()):
+                    yield f"{min(plain)}<{kind}>"
+                elif not any(entry and entry.is_open for entry in tagged.values()):
+                    inside = plain | {f"{place}<{kind}>" for place in tagged}
+                    yield from missing(entries, part, inside, (*above, part))
+
+
+def entry_of(entries: dict[str, Entry], place: str) -> Entry | None:
+    """The entry of a type, or of all types that begin alike."""
+    start = place.rfind("<") + 1
+    beginnings = (place[:length] + "*>" for length in range(len(place) - 1, start, -1))
+    return next((entries[one] for one in (place, *beginnings) if one in entries), None)
+
+
+@pytest.mark.parametrize(("model", "published"), PUBLISHED)
+def test_every_published_field_is_in_the_table(model: type[Model], published: Any) -> None:
+    assert list(missing(table(model), published)) == []
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+TEXT_PART = {"type": "text", "text": "x"}
+OUTPUT_PART = {"type": "output_text", "text": "t"}
+REFUSAL_PART = {"type": "refusal", "refusal": "t"}
+REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+
+# A body of each protocol that has a part of every type that is taken.
+BODIES: dict[type[Model], dict[str, Any]] = {
+    ChatCompletionRequest: {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "s"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "u"}], "name": "n"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "output_text", "text": "t"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": FORM,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {"1": 1},
+        "stop": ["x"],
+        "max_tokens": 5,
+    },
+    CompletionRequest: {"prompt": ["a"], "stream_options": {"include_usage": True}, "response_format": FORM},
+    EmbeddingRequest: {"input": ["a"]},
+    ResponsesRequest: {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+            {"type": "message", "role": "user", "content": [{"type": "text", "text": "u"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
+            {
+                "type": "function_call_output",
+                "call_id": "1",
+                "output": [{"type": "output_text", "text": "t"}],
+            },
+            {"type": "custom_tool_call", "call_id": "2", "name": "c", "input": "i"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "2",
+                "output": [{"type": "refusal", "refusal": "t"}],
+            },
+            {"type": "local_shell_call", "call_id": "3", "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "call_id": "3", "output": "t"},
+        ],
+        "instructions": "i",
+        "tools": [
+            {"type": "function", **FUNCTION},
+            {
+                "type": "custom",
+                "name": "c",
+                "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
+            },
+            {"type": "custom", "name": "d", "format": {"type": "text"}},
+            {"type": "local_shell"},
+            {
+                "type": "namespace",
+                "name": "n",
+                "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "c"}],
+            },
+        ],
+        "tool_choice": {"type": "custom", "name": "c"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        "reasoning": {"effort": "low"},
+        "stream_options": {},
+    },
+    MessagesRequest: {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": ""},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "1",
+                        "content": [
+                            {"type": "text", "text": "r"},
+                            {"type": "tool_reference", "tool_name": "f"},
+                            {"type": "search_result", "source": "s", "title": "t", "content": [TEXT_PART]},
+                        ],
+                    },
+                    {
+                        "type": "search_result",
+                        "source": "s",
+                        "title": "t",
+                        "content": [{"type": "text", "text": "x"}],
+                    },
+                ],
+            },
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "type": "custom"}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "thinking": {"type": "enabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"},
+        "stop_sequences": ["x"],
+    },
+}
+COUNTED = ("max_tokens", "stop_sequences")
+BODIES[CountTokensRequest] = {
+    name: value for name, value in BODIES[MessagesRequest].items() if name not in COUNTED
+}
+DEFAULTS = GenerationDefaults()
+
+
+def meaning(model: type[Model], body: dict[str, Any]) -> Any:
+    """What the engine is asked for."""
+    parsed: Any = model.model_validate_json(json.dumps(body))
+    asked = [] if model in (CountTokensRequest, EmbeddingRequest) else [parsed.sampling_params(DEFAULTS)]
+    if isinstance(parsed, ResponsesRequest):
+        return [*asked, parsed.conversation_of(parsed.input, ResponseTools(parsed.tools or ()), None)]
+    if model in (CompletionRequest, EmbeddingRequest):
+        return [*asked, getattr(parsed, "prompt", None) or parsed.input]
+    return [*asked, parsed.conversation(None)]
+
+
+def example(annotation: Any) -> Any:
+    """A value that a field takes."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return args[-1]
+    if origin in (typing.Annotated, Union, types.UnionType):
+        return example(args[0])
+    if isinstance(annotation, type) and issubclass(annotation, Model):
+        return {
+            name: example(field.annotation)
+            for name, field in annotation.model_fields.items()
+            if field.is_required()
+        }
+    values = {str: "x", int: 3, bool: True, list: [], dict: {}, Any: {"any": "thing"}}
+    return values[origin or annotation]
+
+
+def with_value(body: Any, steps: list[str], value: Any) -> Iterator[Any]:
+    """The body with a value at a path, once for each place that fits."""
+    step, *rest = steps
+    if step == "[]":
+        for index, part in enumerate(body if isinstance(body, list) else ()):
+            for changed in with_value(part, rest, value):
+                yield [*body[:index], changed, *body[index + 1 :]]
+    elif step.startswith("<"):
+        if isinstance(body, dict) and f"<{body.get('type')}>" == step:
+            yield from with_value(body, rest, value)
+    elif isinstance(body, dict) and not rest:
+        yield body | {step: value}
+    elif isinstance(body, dict) and step in body:
+        for changed in with_value(body[step], rest, value):
+            yield body | {step: changed}
+
+
+def subclasses(kind: type[Model]) -> Iterable[type[Model]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_hints_change_nothing(model: type[Model]) -> None:
+    body = BODIES[model]
+    plain = meaning(model, body)
+    entries = table(model)
+    hints = [path for path, entry in entries.items() if entry.kind is Kind.HINT]
+    assert hints
+    tried = set()
+    for path in hints:
+        steps = [step for step in re.split(r"\.|(\[\]|<[^>]*>)", path) if step]
+        for changed in with_value(body, steps, example(entries[path].annotation)):
+            assert meaning(model, changed) == plain, path
+            tried.add(untyped(path))
+    assert {untyped(path) for path in hints} == tried
+
+
+def untyped(path: str) -> str:
+    return re.sub("<[^>]*>", "", path)
+
+
+TEXTS = st.text(max_size=5)
+NAMES = st.sampled_from(["type", "text", "role", "name", "id"])
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "role", "name", "id"]) | st.text(max_size=5), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+NAMES_OF_CLASSES = [each.__name__ for each in subclasses(Model) if re.search("[a-z][A-Z]", each.__name__)]
+# Words of pydantic's, of Python's, and names of classes.
+NOT_A_SENTENCE = re.compile(
+    r"tag '|found using|Input |Value error|pydantic|Traceback|Error\b|instance of|NoneType|<class|\n|"
+    + "|".join(
+        rf"\b{kind.__name__}\b" for kind in subclasses(Model) if re.search("[a-z][A-Z]", kind.__name__)
+    )
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("model", BODIES)
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_json_in_place_of_a_field_is_taken_or_refused_in_a_sentence_that_names_it(
+    model: type[Model], data: st.DataObject
+) -> None:
+    body = BODIES[model]
+    known = [entry for entry in table(model) if not re.search(r"[.\[<]", entry)]
+    place = data.draw(st.sampled_from([*places(body), *((name,) for name in known)]))
+    value = data.draw(
+        JSON | st.sampled_from([{"type": "image", "source": {}}, [{"type": "input_audio"}], "x" * 300])
+    )
+    changed = body | {place[0]: value} if len(place) == 1 else replaced(body, place, value)
+    try:
+        meaning(model, changed)
+    except ValidationError as error:
+        refusal = from_validation(error)
+        assert refusal.param is not None
+        assert refusal.message.startswith(refusal.param)
+        assert refusal.param.split(".")[0].split("[")[0] == place[0]
+        said = refusal.message
+    except (ApiError, SettingError) as error:
+        said = str(error)
+    else:
+        return
+    assert not NOT_A_SENTENCE.search(said), said
+    assert len(said) < 700, said
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_an_unknown_field_is_named_wherever_it_stands(model: type[Model]) -> None:
+    body = BODIES[model]
+    entries = table(model)
+    for place in [(), *places(body)]:
+        part: Any = body
+        for key in place:
+            part = part[key]
+        name = "".join("[]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
+        is_open = any(entry.is_open for path, entry in entries.items() if untyped(path) == name)
+        inside = (
+            any(name.startswith(end) for end in ("logit_bias",)) or "schema" in name or "parameters" in name
+        )
+        if not isinstance(part, dict) or is_open or inside:
+            continue
+        with pytest.raises(ValidationError) as refused:
+            meaning(model, replaced(body, place, part | {"nonsense": 1}))
+        assert from_validation(refused.value).message.endswith(
+            "is not a field that this server knows; leave it out"
+        )

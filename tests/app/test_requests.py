@@ -1,0 +1,136 @@
+"""Requests as HTTP clients may send them: bodies, targets, methods, names of models."""
+
+import gzip
+import json
+import socket
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import RunningServer, running
+from .fake_engine import MODEL, FakeExecutor, make_engine
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": "one", "max_tokens": 3}
+PLAIN = json.dumps(BODY).encode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(make_engine(FakeExecutor()), model_aliases=["gpt-*", "mine"]) as shared:
+        yield shared
+
+
+def bare_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "said"),
+    [
+        (PLAIN, {"content-type": "text/plain"}, 200, ""),
+        (b"\xef\xbb\xbf" + PLAIN, {}, 200, ""),
+        (gzip.compress(PLAIN), {"content-encoding": "gzip"}, 200, ""),
+        (gzip.compress(PLAIN), {"content-encoding": "X-GZIP"}, 200, ""),
+        (zlib.compress(PLAIN), {"content-encoding": "deflate"}, 200, ""),
+        (bare_deflate(PLAIN), {"content-encoding": "deflate"}, 200, ""),
+        (PLAIN, {"content-encoding": "identity"}, 200, ""),
+        (gzip.compress(PLAIN)[:-9], {"content-encoding": "gzip"}, 400, "its end is missing"),
+        (PLAIN, {"content-encoding": "gzip"}, 400, "no valid gzip"),
+        (PLAIN, {"content-encoding": "zstd"}, 415, "gzip, deflate or plain"),
+        (gzip.compress(b" " * 2**26), {"content-encoding": "gzip"}, 413, "32 MiB"),
+        (PLAIN, {"content-type": "application/json; charset=utf-16"}, 415, "UTF-8"),
+        (b"--x", {"content-type": "multipart/form-data; boundary=x"}, 415, "application/json"),
+        (b'{"prompt": "a", "prompt": "b"}', {}, 400, "prompt is given twice"),
+        (b'{"prompt": "a", "temperature": NaN}', {}, 400, "NaN is no number of JSON"),
+        (b'{"prompt": "\\ud800"}', {}, 400, "not valid JSON"),
+        (b'{"prompt": "\xff"}', {}, 400, "not valid JSON"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", {}, 400, ""),
+        (b'{"guided_json": ' + b"[" * 1000 + b"]" * 1000 + b"}", {}, 400, ""),
+        (b"[1]", {}, 400, "the body must be an object"),
+        (b"null", {}, 400, "the body must be an object"),
+    ],
+    ids=range(21),
+)
+def test_bodies(http: httpx.Client, body: bytes, headers: dict[str, str], status: int, said: str) -> None:
+    answer = http.post(PATH, content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        message = answer.json()["error"]["message"]
+        assert said in message
+        assert "\n" not in message
+
+
+def raw(server: RunningServer, target: str, host: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        client.sendall(head.encode())
+        received = b""
+        while data := client.recv(65536):
+            received += data
+    return received.split(b" ", 2)[1]
+
+
+def test_a_target_may_be_absolute_and_its_host_counts(server: RunningServer) -> None:
+    assert raw(server, f"http://localhost:{server.port}/health", "anything.example") == b"200"
+    assert raw(server, "HTTP://127.0.0.1/v1/models?a=b", "localhost") == b"200"
+    assert raw(server, "http://stranger.example/health", "localhost") == b"403"
+    assert raw(server, "http://localhost", "localhost") == b"404"
+
+
+def test_a_slash_more_changes_nothing(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert http.get("/v1/models/").json() == listed
+    assert http.get("/v1//models").json() == listed
+    assert http.post(f"{PATH}/", json=BODY).status_code == 200
+
+
+def test_methods(http: httpx.Client) -> None:
+    for path in ("/v1/models", "/health", "/v1/models/"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        refused = http.put(path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+    assert http.get(PATH).headers["allow"] == "POST"
+    assert http.head(PATH).status_code == 405
+    assert set(http.put("/v1/responses/x").headers["allow"].split(", ")) >= {"DELETE", "GET", "HEAD"}
+
+
+def test_a_model_has_aliases(http: httpx.Client) -> None:
+    for name in (MODEL, "mine", "gpt-5", "gpt-"):
+        assert http.post(PATH, json=BODY | {"model": name}).status_code == 200
+        assert http.get(f"/v1/models/{name}").json()["root"] == MODEL
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [MODEL, "mine"]
+    for name in ("mine2", "xgpt-5", "claude-x"):
+        answer = http.post(PATH, json=BODY | {"model": name})
+        assert answer.status_code == 404
+        assert f"--model-alias {name}" in answer.json()["error"]["message"]
+    message = {"model": "claude-x", "max_tokens": 3, "messages": [{"role": "user", "content": "?"}]}
+    assert http.post("/v1/messages", json=message).json()["model"] == MODEL
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1])
+def test_seeds_that_mean_none(server: RunningServer, http: httpx.Client, seed: int) -> None:
+    http.post(PATH, json=BODY | {"seed": seed})
+    http.post(PATH, json=BODY | {"seed": 5})
+    seeds = [one.params.seed for one in server.engine._iterations.executor.seen]
+    assert seeds[-4:] == [None, 5, 5, 5]
+
+
+def test_special_tokens_are_added_unless_they_are_refused(server: RunningServer, http: httpx.Client) -> None:
+    asked: list[bool] = []
+    submit = server.service.submit
+
+    async def noting(*args: Any, **options: Any) -> Any:
+        asked.append(options["add_special_tokens"])
+        return await submit(*args, **options)
+
+    server.service.submit = noting  # type: ignore[method-assign]
+    for value in (None, True, False):
+        http.post(PATH, json=BODY | {"add_special_tokens": value})
+    server.service.submit = submit  # type: ignore[method-assign]
+    assert asked == [True, True, False]
