@@ -15,7 +15,7 @@ def add_api(services: PageServices) -> None:
     chats = services.chats
 
     async def chat(message: str, chat_id: str = "") -> AsyncIterator[dict[str, str]]:
-        """Ask a question in a chat, "" for a new one; yields {"chat_id", "text", "thought", "state"} as it grows."""
+        """Ask in a chat, "" for a new one; yields {"chat_id", "text", "thought", "state"} as it grows."""
         try:
             present = await (chats.chat(chat_id) if chat_id else chats.create(Settings()))
             _, answer = await chats.answers.ask(present.entry.id, present.leaf_id, message)

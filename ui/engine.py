@@ -17,16 +17,19 @@ PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
 MAX_SHOWN = 64  # chats drawn one by one, per place
 ABOUT = {
-    "Memory of chats": "A model keeps keys and values of every token so far (the KV cache). Here they are in two "
-    "places: the GPU-cache, and the CPU-cache in main memory. Blocks of ended chats stay until their room is needed.",
-    "Chats": "Each square is a request. Attention is computed where its KV is: only small vectors cross the bus.",
+    "Memory of chats": "A model keeps keys and values of every token so far (the KV cache). Here they are in "
+    "two places: the GPU-cache, and the CPU-cache in main memory. Blocks of ended chats "
+    "stay until their room is needed.",
+    "Chats": "Each square is a request. Attention is computed where its KV is: only small vectors "
+    "cross the bus.",
     "Tokens per second": "Tokens of all chats together, over the last three seconds.",
-    "Last iteration": "An iteration brings each chat in the batch one token further, or computes a part of a prompt. "
-    "With two sub-batches the CPU attends for one while the GPU computes for the other.",
-    "Prediction": "The scheduler predicts each way to run an iteration, from tables measured on this computer, and "
-    "takes the best.",
-    "The limit": "The least time that this computer could need for the last iterations: weights read as seldom as "
-    "memory allows, perfect overlap, no waiting.",
+    "Last iteration": "An iteration brings each chat in the batch one token further, or computes a part of "
+    "a prompt. With two sub-batches the CPU attends for one while the GPU computes for "
+    "the other.",
+    "Prediction": "The scheduler predicts each way to run an iteration, from tables measured on this "
+    "computer, and takes the best.",
+    "The limit": "The least time that this computer could need for the last iterations: weights read "
+    "as seldom as memory allows, perfect overlap, no waiting.",
     "Model": "Counters since the model was loaded.",
 }
 
@@ -97,13 +100,10 @@ def _memory(running: Running) -> Markup:
         ("CPU-cache", "cpu", running.cpu_cache),
         ("Second GPU", "second-gpu", running.second_gpu_cache),
     ]
-    workers = [
-        tag(
-            "p",
-            f"{worker.name} ({worker.address}): {worker.lost or f'{worker.used_tokens:,} of {worker.total_tokens:,} tokens'}",
-        )
-        for worker in running.workers
-    ]
+    workers = []
+    for worker in running.workers:
+        state = worker.lost or f"{worker.used_tokens:,} of {worker.total_tokens:,} tokens"
+        workers.append(tag("p", f"{worker.name} ({worker.address}): {state}"))
     gauges = [_gauge(name, place, cache, running.requests) for name, place, cache in caches if cache]
     return _card("Memory of chats", gauges, workers)
 
@@ -119,8 +119,12 @@ def _gauge(name: str, place: str, cache: Cache, requests: list[RequestLine]) -> 
         ("left", left, "of ended chats, reusable"),
         ("free", max(total - used - left, 0), "free"),
     ]
-    bar = tag("div", [tag("span", class_=kind, title=title, style=f"flex-grow:{size:.0f}") for kind, size, title in pieces if size],
-              class_="bar")  # fmt: skip
+    spans = [
+        tag("span", class_=kind, title=title, style=f"flex-grow:{size:.0f}")
+        for kind, size, title in pieces
+        if size
+    ]
+    bar = tag("div", spans, class_="bar")
     text = (
         f"{used:,} of {total:,} tokens" + (f" · {left:,} of ended chats" if left else "")
         if total
@@ -140,7 +144,8 @@ def describe(request: RequestLine) -> str:
     """Return a request in words."""
     if request.progress == "prefilling":
         return f"Chat {request.number}: prompt, {request.computed_tokens:,} of {request.tokens:,} tokens"
-    return f"Chat {request.number}: {request.tokens:,} tokens, {'waits for the CPU' if request.is_held else 'writing'}"
+    state = "waits for the CPU" if request.is_held else "writing"
+    return f"Chat {request.number}: {request.tokens:,} tokens, {state}"
 
 
 def _chats(running: Running, device: str) -> Markup:

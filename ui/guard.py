@@ -12,18 +12,55 @@ logger = logging.getLogger(__name__)
 
 # Gradio's routes that the page and `gradio_client` use.
 GRADIO_PATHS = frozenset(
-    ["/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico", "/pwa_icon", "/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join", "/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/startup-events", "/gradio_api/component_server", "/gradio_api/reset"]
+    [
+        "/",
+        "/engine",
+        "/models",
+        "/self-test",
+        "/config",
+        "/theme.css",
+        "/manifest.json",
+        "/favicon.ico",
+        "/pwa_icon",
+        "/gradio_api/upload",
+        "/gradio_api/upload_progress",
+        "/gradio_api/queue/join",
+        "/gradio_api/queue/data",
+        "/gradio_api/cancel",
+        "/gradio_api/info",
+        "/gradio_api/startup-events",
+        "/gradio_api/component_server",
+        "/gradio_api/reset",
+    ]
 )
-GRADIO_FOLDERS = ("/assets/", "/static/", "/pwa_icon/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/call/")
+GRADIO_FOLDERS = (
+    "/assets/",
+    "/static/",
+    "/pwa_icon/",
+    "/svelte/",
+    "/gradio_api/heartbeat/",
+    "/gradio_api/call/",
+)
 FILES = "/gradio_api/file="
+CONTENT_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",  # gr.HTML makes functions of its templates
+        "style-src 'self' 'unsafe-inline'",
+        "connect-src 'self'",
+        "font-src 'self' data:",
+        "img-src 'self' data: blob:",
+        "media-src 'self' blob:",
+        "worker-src 'self' blob:",
+        "manifest-src 'self'",
+        "frame-src 'self'",
+        "base-uri 'self'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
 HEADERS = [
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-        b"connect-src 'self'; font-src 'self' data:; img-src 'self' data: blob:; media-src 'self' blob:; "
-        b"worker-src 'self' blob:; manifest-src 'self'; frame-src 'self'; base-uri 'self'; form-action 'none'; "
-        b"frame-ancestors 'none'",
-    ),
+    (b"content-security-policy", CONTENT_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),

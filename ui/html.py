@@ -1,30 +1,14 @@
 """HTML as Python values: escaped text, and a Gradio component that reports clicks on its buttons."""
 
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 VOID = frozenset({"br", "hr", "input"})
 
-# `data-act` names what a click asks for, `data-address` the query of the page's address. The page says when it is
-# hidden and seen again, so that streams end meanwhile: a browser keeps six connections to a server.
-_SCRIPT = """
-element.addEventListener('click', (event) => {
-  const asked = event.target.closest('[data-act]');
-  if (!asked || asked.getAttribute('aria-disabled') === 'true') return;
-  event.preventDefault();
-  trigger('act', {...asked.dataset});
-});
-watch('value', () => {
-  const query = element.querySelector('[data-address]')?.dataset.address;
-  if (query !== undefined && query !== location.search) history.replaceState(null, '', query || location.pathname);
-});
-document.addEventListener('visibilitychange', () => {
-  if (!element.isConnected) return;
-  if (document.hidden) trigger('hide'); else trigger('seen');
-});
-"""
+_SCRIPT = (Path(__file__).parent / "panel.js").read_text(encoding="utf-8")
 
 
 class Markup(str):

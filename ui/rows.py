@@ -50,7 +50,7 @@ def rows_of(messages: Sequence[Message], leaf_id: str | None, window: int = WIND
 
 
 def _options(way: Sequence[Message], siblings: dict[str | None, list[str]]) -> list[Row]:
-    """Return what can be chosen below the last row, where gr.Chatbot shows options: variants, and Continue."""
+    """Return what can be chosen below the last row, where gr.Chatbot shows them: variants, and Continue."""
     options: list[Row] = []
     for message in [one for one in way if len(siblings[one.parent_id]) > 1][-MAX_VARIANTS:]:
         name = "Question " if message.role == "user" else "Answer " if message is not way[-1] else ""

@@ -19,7 +19,8 @@ def selftest_view(services: PageServices) -> None:
     selftest = services.selftest
     gr.Markdown(
         "# Self-test\nMeasures this computer: what it can run, how fast, and what offloading gains on it. "
-        "The loaded model gives its memory back first; a question meanwhile loads it again and disturbs the figures."
+        "The loaded model gives its memory back first; a question meanwhile loads it again and disturbs the "
+        "figures."
     )
     suites = gr.CheckboxGroup(list(SUITES), value=list(SUITES), label="What to measure")
     start = gr.Button("Start", variant="primary")
@@ -78,11 +79,11 @@ def selftest_html(view: dict[str, Any]) -> Markup:
         )
     elif view["error"]:
         parts.append(tag("p", view["error"], class_="error", role="alert"))
-    reports = [
-        tag("li", button(one["started"] or one["name"], "report", name=one["name"]), " ", ", ".join(one["suites"]),
-            " (ended early)" if one["interrupted"] else "")
-        for one in view["reports"]
-    ]  # fmt: skip
+    reports = []
+    for one in view["reports"]:
+        label = button(one["started"] or one["name"], "report", name=one["name"])
+        suites = ", ".join(one["suites"]) + (" (ended early)" if one["interrupted"] else "")
+        reports.append(tag("li", label, " ", suites))
     if reports:
         parts += [tag("h2", "Reports"), tag("ul", reports, class_="reports")]
     return tag("div", parts, class_="view")

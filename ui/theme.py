@@ -1,5 +1,7 @@
 """The page's looks: system fonts, one accent colour, nothing from elsewhere."""
 
+from pathlib import Path
+
 import gradio as gr
 
 THEME = gr.themes.Base(
@@ -10,24 +12,7 @@ THEME = gr.themes.Base(
     font_mono=["ui-monospace", "monospace"],
 )
 
-# Keys: Ctrl+K searches, Ctrl+Shift+O begins a chat, Escape stops the answer, / goes to the box.
-HEAD = """
+HEAD = f"""
 <meta name="referrer" content="no-referrer">
-<script>
-document.addEventListener('keydown', (event) => {
-  const press = (selector) => document.querySelector(selector)?.click();
-  const focus = (selector) => { document.querySelector(selector)?.focus(); event.preventDefault(); };
-  const isTyping = event.target.closest?.('input, textarea, [contenteditable]');
-  if (event.ctrlKey && event.key === 'k') focus('#search input, #search textarea');
-  else if (event.ctrlKey && event.shiftKey && event.key === 'O') { press('#new-chat'); event.preventDefault(); }
-  else if (event.key === 'Escape') press('#question .stop-button');
-  else if (event.key === '/' && !isTyping) focus('#question textarea');
-});
-// On a phone the list would cover the chat.
-window.addEventListener('load', () => {
-  if (innerWidth > 768) return;
-  const close = () => document.querySelector('#sidebar .toggle-button')?.click();
-  const wait = setInterval(() => { if (document.querySelector('#sidebar .toggle-button')) { clearInterval(wait); close(); } }, 50);
-});
-</script>
+<script>{(Path(__file__).parent / "page.js").read_text(encoding="utf-8")}</script>
 """

@@ -43,7 +43,7 @@ def install(app: FastAPI) -> None:
             "used_tokens": used_tokens(way),
         }
 
-    async def one(name: str, *args: Any, **named: Any) -> Any:
+    async def one(name: str, *args: Any, **named: Any) -> Any:  # noqa: PLR0911
         match name:
             case "new_chat":
                 settings = Settings()

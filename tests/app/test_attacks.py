@@ -271,7 +271,8 @@ def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     "path",
     ["/v1/models", "/stats", "/metrics", "/config", "/", "/assets/x.js", "/docs", "/openapi.json",
-     "/gradio_api/queue/data", "/gradio_api/upload", "/theme.css", "//v1/models", "/v1/../v1/models", "/health/"],
+     "/gradio_api/queue/data", "/gradio_api/upload", "/theme.css", "//v1/models", "/v1/../v1/models",
+     "/health/"],
 )  # fmt: skip
 def test_nothing_but_health_is_open_where_there_is_a_key(
     executor: FakeExecutor, tmp_path: Path, path: str
@@ -329,9 +330,9 @@ def test_a_body_that_is_too_long_is_refused(server: RunningServer, http: httpx.C
     "path",
     ["/monitoring", "/login", "/logout", "/gradio_api/proxy=http://169.254.169.254/", "/gradio_api/mcp/",
      "/gradio_api/vibe-edit", "/gradio_api/vibe-code", "/gradio_api/runs", "/gradio_api/deep_link", "/user",
-     "/gradio_api/openapi.json", "/gradio_api/stream/x", "/gradio_api/file/etc/passwd", "/gradio_api/dev/reload",
-     "/gradio_api/file=/etc/passwd", "/gradio_api/file=http://169.254.169.254/", "/gradio_api/process_recording",
-     "/gradio_api/run-history/records"],
+     "/gradio_api/openapi.json", "/gradio_api/stream/x", "/gradio_api/file/etc/passwd",
+     "/gradio_api/dev/reload", "/gradio_api/file=/etc/passwd", "/gradio_api/file=http://169.254.169.254/",
+     "/gradio_api/process_recording", "/gradio_api/run-history/records"],
 )  # fmt: skip
 def test_what_the_page_does_not_need_is_not_there(http: httpx.Client, path: str) -> None:
     # CVE-2024-1183, -2206, -4325 (Gradio): requests to other addresses and files through its routes.
@@ -340,7 +341,8 @@ def test_what_the_page_does_not_need_is_not_there(http: httpx.Client, path: str)
 
 
 ODD = [{}, [], None, {"fn_index": 10**9, "data": [], "session_hash": "x"}, {"fn_index": "a"},
-       {"fn_index": 0, "data": "x" * 100, "session_hash": 3}, {"data": [{"__type__": "update"}], "fn_index": 3},
+       {"fn_index": 0, "data": "x" * 100, "session_hash": 3},
+       {"data": [{"__type__": "update"}], "fn_index": 3},
        {"fn_index": 3, "data": [{"path": "/etc/passwd"}], "session_hash": "x", "trigger_id": 10**12},
        {"session_hash": "x", "fn_index": -1, "data": []}]  # fmt: skip
 

@@ -145,7 +145,7 @@ MARKUP = [
     "<script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",
     "<svg><animate onbegin='window.hacked = 1' attributeName=x dur=1s></svg>",
-    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src onerror=window.hacked=1&gt;'>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src onerror=window.hacked=1&gt;'>",  # noqa: E501
     "[x](javascript:window.hacked=1)",
     "[x](data:text/html,<script>parent.hacked=1</script>)",
     "![x](http://evil.example/pixel.png)",
