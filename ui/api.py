@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-import gradio as gr
+from gradio.events import api
 
 from neo_desktop.app.chats.messages import Settings
 from neo_desktop.app.news import chat_topic, text_topic
@@ -46,5 +46,5 @@ def add_api(services: PageServices) -> None:
             for one in view["models"]
         ]
 
-    gr.api(chat, api_name="chat")
-    gr.api(models, api_name="models")
+    api(chat, api_name="chat")
+    api(models, api_name="models")

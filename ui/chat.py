@@ -24,7 +24,7 @@ from neo_desktop.ui.look import Look
 from neo_desktop.ui.rows import WINDOW, rows_of
 
 FRAME_S = 1 / 15  # an answer is drawn at most this often
-LATEX = [
+LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
@@ -76,7 +76,7 @@ class ChatView:
     def __init__(self, services: PageServices) -> None:
         self.services = services
         self.chats = services.chats
-        self.look = gr.State()
+        self.look = gr.State(Look())
         self.header = panel(elem_id="model-line")
         self.earlier = gr.Button("Earlier messages", visible=False, size="sm", elem_id="earlier")
         self.bot = gr.Chatbot(
@@ -136,10 +136,10 @@ class ChatView:
             look.chat_id = None
             return None
 
-    async def draw(self, look: Look | None) -> AsyncIterator[tuple[Any, Any]]:
+    async def draw(self, look: Look) -> AsyncIterator[tuple[Any, Any]]:
         """Show the chat's messages, and follow the answers that grow in it to their end."""
         news = self.services.news
-        while look is not None:
+        while True:
             chat = await self.present(look)
             chat_id = look.chat_id
             if chat is None or chat_id is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running
+from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running, TimelineView
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
@@ -76,14 +76,14 @@ def engine_html(view: EngineView, rates: list[tuple[float, float]]) -> Markup:
     if any(sum(rate) for rate in rates):
         cards.append(_rates(rates))
     is_idle = view.state is EngineState.IDLE
-    drawn = [
-        (running.timeline, lambda: _iteration(running, device)),
-        (running.prediction, lambda: _card("Prediction", *prediction(running.prediction))),  # type: ignore[arg-type]
-        (running.bound, lambda: _card("The limit", *bound(running.bound, running.policy))),  # type: ignore[arg-type]
-    ]
-    cards += [draw() for part, draw in drawn if part is not None]
-    if not is_idle and running.timeline is None and running.backend != LLAMACPP:
+    if running.timeline is not None:
+        cards.append(_iteration(running.timeline, device))
+    elif not is_idle and running.backend != LLAMACPP:
         cards.append(_card("Last iteration", tag("p", "The next iteration is drawn here.")))
+    if running.prediction is not None:
+        cards.append(_card("Prediction", *prediction(running.prediction)))
+    if running.bound is not None:
+        cards.append(_card("The limit", *bound(running.bound, running.policy)))
     cards.append(_facts(running))
     return tag("div", head, tag("div", cards, class_="cards"), class_="view", data_state=view.state)
 
@@ -191,9 +191,7 @@ def _rates(rates: list[tuple[float, float]]) -> Markup:
     return _card("Tokens per second", parts)
 
 
-def _iteration(running: Running, device: str) -> Markup:
-    view = running.timeline
-    assert view is not None
+def _iteration(view: TimelineView, device: str) -> Markup:
     busy = {lane.name: lane.busy for lane in view.lanes}
     parts = [f"{figure(view.total_ms)} ms"]
     if "device" in busy:

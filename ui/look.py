@@ -20,4 +20,5 @@ class Look:
     topic: str = field(default_factory=lambda: f"look {next(_numbers)}")  # told when any of this changes
 
     def __deepcopy__(self, _: object) -> "Look":
-        return self
+        """Return the look of another page: Gradio copies the first one for each session."""
+        return Look()

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import: nothing may call out
+# Before the import: nothing may call out, and no statistics are computed after each event.
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
 
 import gradio as gr
 from fastapi import FastAPI
+from gradio.components import Navbar
 from starlette.routing import Mount
 
 from neo_desktop.app.news import CHATS, MODELS
@@ -31,7 +34,7 @@ QUEUE_SLEEP_S = 0.02  # Gradio's own 1 ms keeps 6 % of a core busy
 MAX_EVENTS = 400  # under way at a time: each open page has two
 OTHERS_S = 1.0  # how often changes of another process are looked for
 MAX_FILE = "20mb"
-READ_ADDRESS = "() => location.search"
+READ_ADDRESS = "(look) => [look, location.search]"
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -69,6 +72,7 @@ def mount(app: FastAPI) -> FastAPI:
 
 def build(services: PageServices) -> gr.Blocks:
     """Return the views, one per address."""
+    demo: gr.Blocks
     with gr.Blocks(
         title="neo-desktop", analytics_enabled=False, fill_height=True, delete_cache=(3600, 86_400)
     ) as demo:
@@ -87,7 +91,7 @@ def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
     context = gr.context.Context.root_block
     assert context is not None
-    gr.Navbar(main_page_name="Chat")
+    Navbar(main_page_name="Chat")
     with gr.Sidebar(width=280, elem_id="sidebar"):
         left = gr.Column()
     with gr.Column(elem_id="chat"):
@@ -100,36 +104,28 @@ def chat_page(services: PageServices) -> None:
         part.connect()
     add_api(services)
 
-    async def follow(address: str) -> AsyncIterator[list[Any]]:
+    async def follow(look: Look, address: str) -> AsyncIterator[dict[Any, Any]]:
         """Show the chat that the address names, and all around it as it changes, while the page is seen."""
-        look = Look(parse_qs(address.removeprefix("?")).get("chat", [None])[0])
-        before: list[Any] = []
-        settings_of: object = before
+        look.chat_id = look.chat_id or parse_qs(address.removeprefix("?")).get("chat", [None])[0]
+        shown: dict[Any, Any] = {}
         version = await services.chats.version()
         with services.news.follow(CHATS, MODELS, look.topic) as changed:
             while True:
                 changed.clear()
                 present = await chat.present(look)
-                now: list[Any] = [
-                    look,
-                    await sidebar.entries(look),
-                    "" if present is None else present.entry.title,
-                    chat.model_line(look),
-                    chat.figures(present),
-                    chat.is_live(present),
-                    chat.tick_of(look, present),
-                ]
-                shown = settings.values(settings.of(present)) if settings_of != look.chat_id else None
-                settings_of = look.chat_id
-                new = [
-                    gr.skip() if before and one == other else one
-                    for one, other in zip(now, before or now, strict=True)
-                ]
-                if not before or now[5] != before[5]:
-                    is_live = now[5]
-                    new[5] = gr.update(stop_btn=is_live, submit_btn=not is_live)
-                yield [*(now if not before else new)[:5], new[5], now[6], *(shown or [gr.skip()] * 8)]
-                before = now
+                is_live = chat.is_live(present)
+                now = {
+                    sidebar.list: await sidebar.entries(look),
+                    sidebar.title: "" if present is None else present.entry.title,
+                    chat.header: chat.model_line(look),
+                    chat.foot: chat.figures(present),
+                    chat.box: gr.update(stop_btn=is_live, submit_btn=not is_live),
+                    chat.tick: chat.tick_of(look, present),
+                    **settings.shown(present),
+                }
+                if new := {part: value for part, value in now.items() if shown.get(part, shown) != value}:
+                    yield new
+                shown = now
                 while not changed.is_set():
                     try:
                         await asyncio.wait_for(changed.wait(), OTHERS_S)
@@ -139,16 +135,16 @@ def chat_page(services: PageServices) -> None:
                             break
                 await asyncio.sleep(0.05)
 
+    inputs = [chat.look, chat.address]
     outputs = [
-        chat.look,
         sidebar.list,
         sidebar.title,
         chat.header,
         chat.foot,
         chat.box,
         chat.tick,
-        *settings.outputs,
+        *settings.components,
     ]
-    seen = chat.header.seen(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
-    first = context.load(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
+    seen = chat.header.seen(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
+    first = context.load(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
     chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)

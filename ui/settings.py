@@ -39,14 +39,14 @@ class SettingsView:
         self.reset = gr.Button("Reset to the model's own", size="sm")
 
     @property
-    def outputs(self) -> list[Any]:
+    def components(self) -> list[Any]:
         """The components that show settings, in the order of `values`."""
         return [self.prompt, *self.numbers]
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        look, shown = self._chat.look, self.outputs
+        look, shown = self._chat.look, self.components
         for component in shown:
             component.blur(self.keep, [look, *shown], None, **quiet)
         self.reset.click(self.clear, [look], shown, **quiet)
@@ -111,6 +111,7 @@ class SettingsView:
             raise told(error) from None
         return gr.update(choices=sorted(await self._chat.chats.presets()))
 
-    def of(self, chat: Chat | None) -> Settings:
-        """Return the settings of a chat, the model's own for a new one."""
-        return Settings() if chat is None else chat.settings
+    def shown(self, chat: Chat | None) -> dict[Any, Any]:
+        """Return what each component shows for a chat; a new chat has the model's own settings."""
+        settings = Settings() if chat is None else chat.settings
+        return dict(zip(self.components, self.values(settings), strict=True))

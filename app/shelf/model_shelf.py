@@ -42,7 +42,7 @@ class ModelShelf:
         self._pull_error: str | None = None
         self._pull_task: asyncio.Task[None] | None = None
         self._pull_stopped = threading.Event()
-        self._looking: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[Any]] = set()
         host.listeners.append(self._host_changed)
 
     def view(self) -> dict[str, Any]:

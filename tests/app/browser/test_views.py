@@ -1,6 +1,8 @@
 """The Engine, Models and Self-test views, in a real browser."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -14,17 +16,34 @@ from .conftest import ChatPage
 pytestmark = pytest.mark.browser
 
 
+@contextlib.contextmanager
+def writing_slowly(executor: ScriptedExecutor) -> Iterator[None]:
+    """Let the engine take a step now and then, and all that is left at the end."""
+    is_over = threading.Event()
+
+    def step() -> None:
+        while not is_over.wait(0.05):
+            executor.steps.release()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+    executor.open.set()
+
+
 def test_the_engine_view_shows_who_is_served_and_costs_nothing_when_left(
     chat: ChatPage, executor: ScriptedExecutor, server: RunningServer
 ) -> None:
+    executor.answers = ["word " * 400]
     executor.open.clear()
     chat.send("hello")
     expect(chat.stop).to_be_visible()
-    executor.steps.release(3)
     chat.page.goto(f"{server.url}/engine")
-    expect(chat.page.locator("#engine")).to_contain_text("GPU-cache")
-    expect(chat.page.locator("#engine .dot")).to_have_count(1)
-    executor.open.set()
+    with writing_slowly(executor):
+        expect(chat.page.locator("#engine")).to_contain_text("GPU-cache")
+        expect(chat.page.locator("#engine .dot")).to_have_count(1)
     expect(chat.page.locator("#engine")).to_contain_text("Ask something")
     looked = 0
     service, look = server.service, server.service.live_view
