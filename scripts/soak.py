@@ -12,8 +12,10 @@ the kill.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import sqlite3
 import sys
 import tempfile
 import time
@@ -24,6 +26,8 @@ from typing import Any
 
 import psutil
 from server_process import answer, connection, percentile, request, server
+
+from neo_desktop.app.chats.database import FILE_NAME
 
 MAX_P99_MS = 50.0
 MAX_GROWTH = 1.25  # of memory, from a fifth of a server's life to its end
@@ -37,13 +41,14 @@ SAVED_WITHIN_S = 1.5  # a second, and how often is looked
 class Soak:
     """What happened so far."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, data: Path) -> None:
         self.port = port
+        self.data = data
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
         self.health_s: list[float] = []
         self.is_down = False  # the server was killed; nothing that fails now counts
-        self.shown: dict[str, list[tuple[float, str]]] = {}  # node -> when which text was shown
+        self.shown: dict[str, list[tuple[float, str]]] = {}  # chat -> when which text was shown
         self.finishing: asyncio.Future[Any] | None = None  # of the clients of the last phase
         self._random = random.Random(0)
 
@@ -120,33 +125,32 @@ class Soak:
             await asyncio.sleep(self._random.random())
 
     async def page_chat(self) -> None:
-        """As the page does: ask, and look at the answer while it grows."""
-        status, content = await answer(self.port, "POST", "/api/chats", {})
-        self.check(status in (200, 201), f"a new chat was answered with {status}")
-        chat_id = json.loads(content)["id"]
-        question = {"parent_id": None, "text": f"What is a KV cache? {self._random.random()}"}
-        status, content = await answer(self.port, "POST", f"/api/chats/{chat_id}/messages", question)
-        self.check(status in (200, 201), f"a message was answered with {status}: {content[:200]!r}")
-        node = json.loads(content)["answer"]
-        for _ in range(100):
-            _, content = await answer(self.port, "GET", f"/api/chats/{chat_id}")
-            (node,) = (one for one in json.loads(content)["nodes"] if one["id"] == node["id"])
-            key = f"{chat_id} {node['id']}"
-            self.shown.setdefault(key, []).append((time.monotonic(), node["text"]))
-            if node["state"] not in ("waiting", "streaming"):
-                return
-            await asyncio.sleep(0.2)
+        """Ask as a program asks the page, and read the answer while it grows."""
+        question = {"data": [f"What is a KV cache? {self._random.random()}", ""]}
+        status, content = await answer(self.port, "POST", "/gradio_api/call/chat", question)
+        self.check(status == 200, f"a question was answered with {status}: {content[:200]!r}")
+        event_id = json.loads(content)["event_id"]
+        async with connection(self.port) as (reader, writer):
+            writer.write(request("GET", f"/gradio_api/call/chat/{event_id}"))
+            while line := await reader.readline():
+                if not line.startswith(b"data: ["):
+                    continue
+                (now,) = json.loads(line.removeprefix(b"data: "))
+                self.shown.setdefault(now["chat_id"], []).append((time.monotonic(), now["text"]))
+                if now["state"] not in ("waiting", "streaming"):
+                    return
+        self.check(False, "the page ended an answer's stream early")
 
-    async def check_chats(self, killed_s: float) -> None:
-        """Whether all that was shown is still there."""
-        for key, shown in self.shown.items():
-            chat_id, node_id = key.split()
-            _, content = await answer(self.port, "GET", f"/api/chats/{chat_id}")
-            found = {str(one["id"]): one["text"] for one in json.loads(content).get("nodes", ())}
+    def check_chats(self, killed_s: float) -> None:
+        """Check that the file of chats has all text that was shown."""
+        query = "SELECT chat_id, text FROM messages WHERE role = 'assistant'"
+        with contextlib.closing(sqlite3.connect(self.data / FILE_NAME)) as database:
+            found = dict(database.execute(query).fetchall())
+        for chat_id, shown in self.shown.items():
             old = [text for when_s, text in shown if when_s < killed_s - SAVED_WITHIN_S]
-            kept = found.get(node_id)
-            self.check(kept is not None, f"a chat lost a message: {key}")
-            self.check(not old or (kept or "").startswith(old[-1]), f"a chat lost text: {key}")
+            kept = found.get(chat_id)
+            self.check(kept is not None, f"a chat was lost: {chat_id}")
+            self.check(not old or (kept or "").startswith(old[-1]), f"a chat lost text: {chat_id}")
         self.counts["chats checked"] += len(self.shown)
         self.shown.clear()
 
@@ -205,7 +209,7 @@ def run(num_chats: int, minutes: float) -> int:
     loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as data:
         with server(*FLAGS, command="chat", data=Path(data)) as (process, port):
-            soak = Soak(port)
+            soak = Soak(port, Path(data))
             loop.run_until_complete(until_ready(port))
             loop.run_until_complete(phase(soak, process.pid, num_chats, minutes * 30))
             soak.is_down = True
@@ -215,10 +219,10 @@ def run(num_chats: int, minutes: float) -> int:
         with server(*FLAGS, command="chat", data=Path(data), port=port) as (process, _):
             loop.run_until_complete(until_ready(port))
             soak.is_down = False
-            loop.run_until_complete(soak.check_chats(killed_s))
+            soak.check_chats(killed_s)
             loop.run_until_complete(phase(soak, process.pid, num_chats, minutes * 30))
             loop.run_until_complete(finish(soak))
-            loop.run_until_complete(soak.check_chats(time.monotonic() + 9))
+            soak.check_chats(time.monotonic() + 9)
     p50_ms, p99_ms = (percentile(soak.health_s, share) * 1e3 for share in (0.5, 0.99))
     soak.check(p99_ms <= MAX_P99_MS, f"the p99 of /health is {p99_ms:.0f} ms")
     figures = f"p50 {p50_ms:.1f}, p99 {p99_ms:.1f}, most {max(soak.health_s) * 1e3:.0f} ms"
