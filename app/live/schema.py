@@ -1,4 +1,4 @@
-"""What `GET /api/engine` sends: everything that the Engine tab draws."""
+"""The state of the engine that the Engine view draws."""
 
 from enum import StrEnum
 from typing import Self
