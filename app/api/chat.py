@@ -7,8 +7,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.api.calls import CallStart, Piece, Text, Thought
-from neo_desktop.app.api.conversation import Conversation, thinking_fields
 from neo_desktop.app.api.fields import (
     HINT,
     MAX_TOOLS,
@@ -22,11 +20,13 @@ from neo_desktop.app.api.fields import (
     Verbosity,
     given,
 )
-from neo_desktop.app.api.history import arguments_of
-from neo_desktop.app.api.outputs import Answer, Call, Outputs, begin, collect
 from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
-from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
+from neo_desktop.app.generate.calls import CallStart, Piece, Text, Thought
+from neo_desktop.app.generate.conversation import Conversation, thinking_fields
+from neo_desktop.app.generate.history import arguments_of
+from neo_desktop.app.generate.outputs import Answer, Call, Outputs, begin, collect
+from neo_desktop.app.generate.tools import AUTO, REQUIRED, Tool, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.app.web.errors import ApiError

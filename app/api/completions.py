@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi.responses import JSONResponse, Response
 
-from neo_desktop.app.api.conversation import special_id
 from neo_desktop.app.api.fields import Json, Only, Prompts
-from neo_desktop.app.api.outputs import Outputs, collect, submit, with_grammar
 from neo_desktop.app.api.replies import finite, head, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
+from neo_desktop.app.generate.conversation import special_id
+from neo_desktop.app.generate.outputs import Outputs, collect, submit, with_grammar
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.app.web.errors import ApiError

@@ -19,7 +19,7 @@ from neo_desktop.app.api.fields import (
     Unsupported,
     given,
 )
-from neo_desktop.app.api.tools import Tool
+from neo_desktop.app.generate.tools import Tool
 
 # Claude Code begins its system prompt with a line that differs in each request: no prefix would be reused.
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")

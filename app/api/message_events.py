@@ -4,11 +4,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.json_stream import complete_members
-from neo_desktop.app.api.outputs import Answer, Outputs, TokensUsed
 from neo_desktop.app.api.replies import new_id
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Text, Thought
+from neo_desktop.app.generate.json_stream import complete_members
+from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, field_validator
 
-from neo_desktop.app.api.conversation import Conversation, prepare, thinking_fields
 from neo_desktop.app.api.fields import HINT, MAX_TOOLS, Json, Label, LeftOut, Model, Only, Tagged, Unsupported
 from neo_desktop.app.api.message_blocks import (
     AnthropicMessage,
@@ -18,10 +17,11 @@ from neo_desktop.app.api.message_blocks import (
     system_text,
 )
 from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
-from neo_desktop.app.api.outputs import begin, collect
-from neo_desktop.app.api.sampling import sampling_params
-from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields
+from neo_desktop.app.generate.outputs import begin, collect
+from neo_desktop.app.generate.sampling import sampling_params
+from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError

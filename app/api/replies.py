@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.outputs import TokensUsed
+from neo_desktop.app.generate.outputs import TokensUsed
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, from_service

@@ -6,11 +6,11 @@ from typing import Any
 
 import pydantic_core
 
-from neo_desktop.app.api.calls import CallArguments, CallStart, Piece, Text
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.outputs import Step, TokensUsed
 from neo_desktop.app.api.replies import new_id, token_logprobs
 from neo_desktop.app.api.response_tools import ResponseTools, shell_action
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text
+from neo_desktop.app.generate.outputs import Step, TokensUsed
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.models.tokenizer import Tokenizer
 

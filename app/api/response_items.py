@@ -17,8 +17,8 @@ from neo_desktop.app.api.fields import (
     Skipped,
     Tagged,
 )
-from neo_desktop.app.api.history import arguments_of
 from neo_desktop.app.api.response_tools import LOCAL_SHELL, full_name
+from neo_desktop.app.generate.history import arguments_of
 
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, HINT]
 _NO_RESULT = "is left out: it tells of a tool of another server's"

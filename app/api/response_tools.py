@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from neo_desktop.app.api.fields import HINT, Json, Model, Only, Skipped, Tagged
-from neo_desktop.app.api.tools import Tool
+from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 

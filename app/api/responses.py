@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from neo_desktop.app.api.conversation import Conversation, thinking_fields
 from neo_desktop.app.api.fields import (
     HINT,
     MAX_TOOLS,
@@ -21,15 +20,16 @@ from neo_desktop.app.api.fields import (
     Unsupported,
     Verbosity,
 )
-from neo_desktop.app.api.outputs import Outputs, begin
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, MessageItem, for_template
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.api.response_tools import FunctionTool, ResponseTool, ResponseTools
-from neo_desktop.app.api.sampling import sampling_params
-from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.conversation import Conversation, thinking_fields
+from neo_desktop.app.generate.outputs import Outputs, begin
+from neo_desktop.app.generate.sampling import sampling_params
+from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream, event

@@ -1,12 +1,14 @@
 """The settings that all ways to generate have in common, under OpenAI's, vLLM's and llama.cpp's names."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from neo_desktop.app.api.fields import HINT, Json, Label, Model, Only, Unsupported, described, given
-from neo_desktop.app.api.structure import ResponseFormat, Structure, one_of
+from neo_desktop.app.generate.sampling import sampling_params
+from neo_desktop.app.generate.structure import Structure, one_of
+from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -59,6 +61,23 @@ class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
     continuous_usage_stats: Annotated[Any, Only(False)] = None
+
+
+class JsonSchemaFormat(Model):
+    """A JSON schema by name."""
+
+    name: Label = None
+    description: Label = None
+    schema_: Json = Field(alias="schema")
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
+
+
+class ResponseFormat(Model):
+    """OpenAI's `response_format`; llama.cpp puts the schema beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Json | None = Field(default=None, alias="schema")
 
 
 class GenerationRequest(Model):
@@ -170,7 +189,7 @@ class GenerationRequest(Model):
         if outputs.json_object:
             asked["structured_outputs.json_object"] = Structure("json")
         if self.response_format is not None:
-            asked |= given({"response_format": Structure.from_response_format(self.response_format)})
+            asked |= given({"response_format": _structure_of(self.response_format)})
         return one_of(asked)
 
     def _sampling_params(
@@ -203,22 +222,19 @@ class GenerationRequest(Model):
         return next(iter(asked.values()), None)
 
 
-def sampling_params(defaults: GenerationDefaults, **asked: Any) -> SamplingParams:
-    """Return what was asked for; what was left open (None) is the model's own recommendation.
-
-    Raises:
-        SettingError: a value is out of range.
-    """
-    return SamplingParams(**(_recommended(defaults) | given(asked)))
-
-
-def _recommended(defaults: GenerationDefaults) -> Json:
-    return given(
-        {
-            "temperature": 0.0 if defaults.do_sample is False else defaults.temperature,
-            "top_k": defaults.top_k,
-            "top_p": defaults.top_p,
-            "min_p": defaults.min_p,
-            "repetition_penalty": defaults.repetition_penalty,
-        }
-    )
+def _structure_of(form: ResponseFormat) -> Structure | None:
+    """What OpenAI's clients ask for; None: any text."""
+    if form.schema_ is not None and form.json_schema is not None:
+        message = "response_format has schema and json_schema: give one of them"
+        raise ApiError(400, message, param="response_format")
+    schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+    if form.type == "text" and schema is not None:
+        message = "response_format has a schema, which its type text leaves out: use the type json_schema"
+        raise ApiError(400, message, param="response_format")
+    if form.type == "text":
+        return None
+    if schema is not None:
+        return Structure("json_schema", schema, bool(form.json_schema and form.json_schema.strict))
+    if form.type == "json_schema":
+        raise ApiError(400, "response_format needs json_schema.schema", param="response_format")
+    return Structure("json")

@@ -10,21 +10,20 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from neo_desktop.app.api import sampling
-from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.generate import outputs, sampling
+from neo_desktop.app.generate.conversation import Begun, Conversation
 from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.thoughts import Thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -172,20 +171,22 @@ class Answers:
             question_id = growing.message.parent_id
             assert question_id is not None
             settings, way = await self._worker(self._store.way_to, question_id)
-            prompt = await service.render_chat(to_send(way, settings))
-            prompt = growing.begin(prompt, service.model_name, service.tokenizer.marks)
-            params = sampling_params(settings, service, growing.thoughts)
-            growing.generation = await service.submit([prompt], params)
-            async with growing.generation:
-                async for _, output in growing.generation:
-                    growing.add(output)
+            begun = Begun(growing.message.thought, growing.message.text)
+            conversation = Conversation(to_send(way, settings), begun=begun)
+            async with await outputs.begin(
+                service, conversation, sampling_params(settings, service)
+            ) as answer:
+                growing.begin(answer, service.model_name)
+                async for step in answer:
+                    growing.add(step)
                     self._news.tell(text_topic(growing.message.chat_id))
             self._end(growing, "done")
         except (ServiceStoppedError, EngineRestartingError) as error:
             self._end(growing, "cut", str(error))
-        except ContextLengthError as error:
-            self._end(growing, "failed", f"{error}. Or start a new chat")
-        except (ServiceError, ChatTemplateError, NotFoundError, StoreError, ValueError) as error:
+        except ApiError as error:
+            advice = ". Or start a new chat" if error.code == "context_length_exceeded" else ""
+            self._end(growing, "failed", f"{error}{advice}")
+        except (ServiceError, NotFoundError, StoreError, ValueError) as error:
             self._end(growing, "failed", str(error))
         except Exception:
             logger.exception("an answer failed")
@@ -241,8 +242,6 @@ class Answers:
         self._news.tell(CHATS)
 
 
-def sampling_params(
-    settings: Settings, service: EngineService, thoughts: Thoughts = "possible"
-) -> SamplingParams:
+def sampling_params(settings: Settings, service: EngineService) -> SamplingParams:
     """The chat's settings, and the model's own where there are none; ValueError: one is out of range."""
-    return sampling.sampling_params(service.sampling_defaults, thoughts=thoughts, **settings.sampling())
+    return sampling.sampling_params(service.sampling_defaults, **settings.sampling())

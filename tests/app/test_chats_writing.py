@@ -1,40 +1,72 @@
 """An answer as it grows: thoughts, figures, going on where it was cut."""
 
+import asyncio
+
 import pytest
 
 from neo_desktop.app.chats.messages import Message
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.generate.conversation import Begun, Prepared, as_written
+from neo_desktop.app.generate.outputs import Outputs
+from neo_desktop.app.generate.tools import HERMES
+from neo_desktop.app.generation import Generation
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.request import FinishReason, RequestOutput
-from neo_desktop.models.marks import ChatText, Marks
+from neo_desktop.models.marks import ChatText
+from neo_desktop.models.thoughts import is_open
+from neo_desktop.models.tokenizer import ByteTokenizer
 
-MARKS = Marks(["<user>"], ["<think>", "</think>"])
 EMPTY = Message("a", "chat", "q", "assistant", 0.0, "", state="waiting")
 
 
-def output(text: str, num_tokens: int, prompt: int = 5, end: FinishReason | None = None) -> RequestOutput:
-    return RequestOutput("1", 0, text, (SampledToken(1),), end, None, prompt, 0, num_tokens)
+class Writer:
+    """A model that writes one answer piece by piece."""
+
+    def __init__(
+        self, message: Message, prompt: str = "<user>", model: str = "a-model", prompt_tokens: int = 5
+    ):
+        begun = Begun(message.thought, message.text)
+        is_thinking = is_open(prompt)
+        self.begun = as_written(begun, is_thinking)
+        prepared = Prepared(ChatText((prompt,)), HERMES, (), is_thinking, self.begun, False, True, None, None)
+        self._generation = Generation(["1"], 1, lambda _: None)
+        self._outputs = Outputs(self._generation, ByteTokenizer(), prepared, "")
+        self._prompt_tokens, self._num_tokens = prompt_tokens, 0
+        self.answer = GrowingAnswer(message)
+        self.answer.begin(self._outputs, model)
+
+    def write(self, text: str, end: FinishReason | None = None) -> None:
+        self._num_tokens += 1
+        output = ("1", 0, text, (SampledToken(1),), end, None, self._prompt_tokens, 0, self._num_tokens)
+        self._generation.put(RequestOutput(*output))
+
+        async def read() -> None:
+            self.answer.add(await anext(aiter(self._outputs)))
+
+        asyncio.run(read())
 
 
 def grown(message: Message, prompt: str, pieces: list[str]) -> GrowingAnswer:
-    answer = GrowingAnswer(message)
-    answer.begin(ChatText((prompt,)), "a-model", MARKS)
-    for number, piece in enumerate(pieces, 1):
-        answer.add(output(piece, number))
-    return answer
+    writer = Writer(message, prompt)
+    for piece in pieces:
+        writer.write(piece)
+    return writer.answer
 
 
 def test_thoughts_are_kept_apart_and_timed() -> None:
-    answer = grown(EMPTY, "<user>", ["<thi", "nk>\nlet me ", "see"])
+    writer = Writer(EMPTY)
+    answer = writer.answer
+    for piece in ("<thi", "nk>\nlet me ", "see"):
+        writer.write(piece)
     assert (answer.message.thought, answer.message.text) == ("let me see", "")
     assert answer.message.state == "streaming"
     first_s = answer.message.thought_s
     assert first_s is not None
-    answer.add(output("\n</think>\n\nIt is", 4))
+    writer.write("\n</think>\n\nIt is")
     thought_s = answer.message.thought_s
     assert thought_s is not None
     assert thought_s > first_s
-    answer.add(output(" so.", 5, end=FinishReason.STOP))
+    writer.write(" so.", end=FinishReason.STOP)
     answer.end("done")
     message = answer.message
     assert (message.thought, message.text, message.thought_s) == ("let me see\n", "It is so.", thought_s)
@@ -57,26 +89,25 @@ def test_what_was_cut_anywhere_goes_on_as_if_it_had_not_been(prompt: str, num_pi
         pieces[0] = "<think>\n" + pieces[0]
     begun = grown(EMPTY, prompt, pieces[:num_pieces])
     begun.end("cut")
-    resumed = GrowingAnswer(begun.message)
-    submitted = str(resumed.begin(ChatText((prompt,)), "a-model", MARKS))
+    resumed = Writer(begun.message, prompt)
     if num_pieces != 4:  # a mark that ends a thought without an answer behind it is left out; it comes again
-        assert submitted == prompt + "".join(pieces[:num_pieces])
+        assert resumed.begun == "".join(pieces[:num_pieces])
     rest = pieces[num_pieces:] if num_pieces != 4 else pieces[3:]
-    for number, piece in enumerate(rest, 1):
-        resumed.add(output(piece, number))
-    resumed.end("done")
-    assert (resumed.message.thought, resumed.message.text) == ("let me see\n", "It is so.")
+    for piece in rest:
+        resumed.write(piece)
+    resumed.answer.end("done")
+    message = resumed.answer.message
+    assert (message.thought, message.text) == ("let me see\n", "It is so.")
 
 
 def test_going_on_counts_all_tokens_of_the_answer() -> None:
     begun = grown(EMPTY, "<user>", ["a", "b", "c"])  # 5 tokens of prompt
     begun.end("stopped")
-    resumed = GrowingAnswer(begun.message)
-    resumed.begin(ChatText(("<user>",)), "another-model", MARKS)
-    resumed.add(output("d", 1, prompt=8))
-    resumed.add(output("e", 2, prompt=8, end=FinishReason.LENGTH))
-    resumed.end("done")
-    figures, earlier = resumed.message.figures, begun.message.figures
+    resumed = Writer(begun.message, model="another-model", prompt_tokens=8)
+    resumed.write("d")
+    resumed.write("e", end=FinishReason.LENGTH)
+    resumed.answer.end("done")
+    figures, earlier = resumed.answer.message.figures, begun.message.figures
     assert figures is not None
     assert earlier is not None
     assert (figures.prompt_tokens, figures.output_tokens, figures.num_tokens) == (5, 5, 10)

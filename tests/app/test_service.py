@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from neo_desktop.app.api.outputs import Outputs
+from neo_desktop.app.generate.outputs import Outputs
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import SHORT_PROMPTS, EngineService
 from neo_desktop.app.service_errors import (

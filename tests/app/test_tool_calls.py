@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Text, short_id
-from neo_desktop.app.api.history import explained, paired
-from neo_desktop.app.api.json_stream import complete_members
-from neo_desktop.app.api.tools import (
+from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Text, short_id
+from neo_desktop.app.generate.history import explained, paired
+from neo_desktop.app.generate.json_stream import complete_members
+from neo_desktop.app.generate.tools import (
     EXPLAINED,
     HARMONY,
     HERMES,

@@ -11,21 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from neo_desktop.app.api.calls import short_id
-from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.history import explained, paired, with_thinking
-from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.generate.calls import short_id
+from neo_desktop.app.generate.history import explained, paired, with_thinking
+from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine import grammar
+from neo_desktop.engine.json_schema.words import Json
 from neo_desktop.models import harmony
 from neo_desktop.models.marks import ChatText, Shield
-from neo_desktop.models.thoughts import CLOSING, is_open
+from neo_desktop.models.thoughts import CLOSING, OPENING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class Begun(NamedTuple):
+    """The beginning of an answer that an earlier run wrote."""
+
+    thought: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Conversation:
     """What the model is to go on with.
 
     Args:
+        begun: the answer so far; the model writes the rest.
         messages: as chat templates expect them, at least one.
         tools: that may be called.
         choice: None: no tool is to be called.
@@ -50,6 +58,7 @@ class Conversation:
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     structure: tuple[str, Structure] | None = None
     continues_last: bool = False
+    begun: Begun | None = None
     field: str = "messages"
 
 
@@ -59,7 +68,8 @@ class Prepared(NamedTuple):
     prompt: ChatText
     tool_format: ToolFormat
     tools: Sequence[Tool]  # that may be called
-    is_thinking: bool  # the prompt has begun a thought
+    is_thinking: bool  # the template has begun a thought
+    begun: str  # what the model has written after it, as the model writes it
     is_calling: bool  # the prompt has begun a call, which must come
     is_parallel: bool
     grammar: str | None
@@ -95,6 +105,13 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=conversation.field) from error
     is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")
+    begun = ""
+    if conversation.begun is not None:
+        begun = as_written(conversation.begun, is_thinking, on_channels=tool_format.on_channels)
+        if tool_format.on_channels:
+            prompt += _on_channels(conversation.begun)
+        else:
+            prompt += service.tokenizer.marks.split(begun, is_spoken=True)
     must_call = choice is not None and choice.is_required
     is_calling = must_call and not is_thinking and not tool_format.on_channels
     if is_calling:
@@ -108,7 +125,32 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         blamed = conversation.structure[0] if conversation.structure else "tools"
         raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
     is_parallel = conversation.is_parallel
-    return Prepared(prompt, tool_format, tools, is_thinking, is_calling, is_parallel, lark, after)
+    return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
+
+
+def as_written(begun: Begun, is_thinking: bool, *, on_channels: bool = False) -> str:
+    """Return the text of a model that reads as this thought and answer.
+
+    Args:
+        is_thinking: the prompt ends within a thought.
+        on_channels: the model ends a thought before it goes on.
+    """
+    thought, text = begun
+    if not thought:
+        return f"{CLOSING}\n\n{text}" if is_thinking and text else text
+    opening = "" if is_thinking else f"{OPENING}\n"
+    closing = f"{CLOSING}\n\n" if text or on_channels else ""
+    return f"{opening}{thought}{closing}{text}"
+
+
+def _on_channels(begun: Begun) -> ChatText:
+    written = ChatText(("",))
+    if begun.thought:
+        thought = ("", harmony.CHANNEL, "analysis", harmony.MESSAGE, begun.thought, harmony.END, "")
+        written += ChatText((*thought, harmony.START, "assistant"))
+    if begun.text:
+        written += ChatText(("", harmony.CHANNEL, "final", harmony.MESSAGE, begun.text))
+    return written
 
 
 def thinking_fields(

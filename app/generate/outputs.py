@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
-from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
-from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.api.tools import Tool
+from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
+from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
+from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import DeadEndError
@@ -20,7 +20,7 @@ from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.thoughts import ThoughtSplitter
+from neo_desktop.models.thoughts import OPENING, ThoughtSplitter, is_open
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -86,6 +86,8 @@ class Outputs:
         self._mark = "" if prepared is None else prepared.tool_format.opening
         self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
         self._readers: defaultdict[int, _Reader] = defaultdict(lambda: _Reader(self._prepared))
+        # The answer so far, without the beginning of a mark at its end.
+        self.begun = self._readers[0].feed(prepared.begun) if prepared and prepared.begun else []
 
     @property
     def prompt_token_ids(self) -> Sequence[Sequence[int]]:
@@ -96,7 +98,15 @@ class Outputs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is open, at once."""
         self._generation.close()
+
+    def flush(self) -> list[Piece]:
+        """Return what the first output's reader still holds back, for an answer that ends early."""
+        return self._readers[0].flush(is_cut=True)
 
     async def __aiter__(self) -> AsyncIterator[Step]:
         try:
@@ -254,7 +264,8 @@ async def begin(
     forms = conversation.structure[0] if conversation.structure else "tools"
     if prepared.grammar is not None:
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    params = dataclasses.replace(params, thoughts="open" if prepared.is_thinking else "possible")
+    is_thinking = is_open(OPENING * prepared.is_thinking, prepared.begun)
+    params = dataclasses.replace(params, thoughts="open" if is_thinking else "possible")
     generation = await submit(
         service,
         [prepared.prompt],

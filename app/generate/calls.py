@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
-from neo_desktop.app.api.json_stream import JsonStream, parsed
-from neo_desktop.app.api.tools import WHITE_SPACE, ToolFormat
+from neo_desktop.app.generate.json_stream import JsonStream, parsed
+from neo_desktop.app.generate.tools import WHITE_SPACE, ToolFormat
 from neo_desktop.models.thoughts import split_off_beginning
 
 _MAX_NAME_CHARS = 256

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.tools import Tool
+from neo_desktop.app.generate.tools import Tool
+from neo_desktop.engine.json_schema.words import Json
 
 
 def arguments_of(text: str) -> Json | str:

@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.structure import enforced, in_lark
+from neo_desktop.app.generate.structure import enforced, in_lark
 from neo_desktop.engine.grammar import json_rule
+from neo_desktop.engine.json_schema.words import Json
 from neo_desktop.models import harmony
 
 WHITE_SPACE = " \t\r\n"

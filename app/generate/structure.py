@@ -7,34 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from pydantic import Field
 
-from neo_desktop.app.api.fields import Json, Label, Model
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
-from neo_desktop.engine.json_schema.words import SchemaError
+from neo_desktop.engine.json_schema.words import Json, SchemaError
 
 _CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # the others are escaped in JSON
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-
-
-class JsonSchemaFormat(Model):
-    """A JSON schema by name."""
-
-    name: Label = None
-    description: Label = None
-    schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # a schema that cannot be enforced in full is refused
-
-
-class ResponseFormat(Model):
-    """OpenAI's `response_format`; llama.cpp puts the schema beside the type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-    schema_: Json | None = Field(default=None, alias="schema")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +32,6 @@ class Structure:
         if not texts:
             raise ApiError(400, "a choice needs at least one text", param="guided_choice")
         return cls("grammar", f"start: {' | '.join(map(in_lark, texts))}")
-
-    @classmethod
-    def from_response_format(cls, form: ResponseFormat) -> "Structure | None":
-        """What OpenAI's clients ask for; None: any text."""
-        if form.schema_ is not None and form.json_schema is not None:
-            message = "response_format has schema and json_schema: give one of them"
-            raise ApiError(400, message, param="response_format")
-        schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
-        if form.type == "text" and schema is not None:
-            message = "response_format has a schema, which its type text leaves out: use the type json_schema"
-            raise ApiError(400, message, param="response_format")
-        if form.type == "text":
-            return None
-        if schema is not None:
-            return cls("json_schema", schema, bool(form.json_schema and form.json_schema.strict))
-        if form.type == "json_schema":
-            raise ApiError(400, "response_format needs json_schema.schema", param="response_format")
-        return cls("json")
 
     def schema(self) -> str | None:
         """JSON text of the enforceable part of the schema, for `%json` in Lark; None: the form is not JSON.

@@ -1,0 +1,1 @@
+"""The way from a conversation to what a model writes, for the API and the page."""
