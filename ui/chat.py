@@ -21,6 +21,7 @@ from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.html import Markup, panel, tag
 from neo_desktop.ui.look import Look
+from neo_desktop.ui.pace import is_read
 from neo_desktop.ui.rows import WINDOW, rows_of
 
 FRAME_S = 1 / 15  # an answer is drawn at most this often
@@ -136,10 +137,10 @@ class ChatView:
             look.chat_id = None
             return None
 
-    async def draw(self, look: Look) -> AsyncIterator[tuple[Any, Any]]:
+    async def draw(self, look: Look, request: gr.Request) -> AsyncIterator[tuple[Any, Any]]:
         """Show the chat's messages, and follow the answers that grow in it to their end."""
         news = self.services.news
-        while True:
+        while await is_read(request):
             chat = await self.present(look)
             chat_id = look.chat_id
             if chat is None or chat_id is None:
@@ -150,7 +151,7 @@ class ChatView:
                 news.follow(chat_topic(chat_id), look.topic) as changed,
                 news.follow(text_topic(chat_id), chat_topic(chat_id), look.topic) as grown,
             ):
-                while not changed.is_set():
+                while not changed.is_set() and await is_read(request):
                     grown.clear()
                     messages = [self.chats.present(message) for message in chat.messages]
                     drawn = rows_of(messages, chat.leaf_id, look.window)

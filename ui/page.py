@@ -25,6 +25,7 @@ from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.guard import PageGuard
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import models_view
+from neo_desktop.ui.pace import is_read
 from neo_desktop.ui.selftest import selftest_view
 from neo_desktop.ui.settings import SettingsView
 from neo_desktop.ui.sidebar import Sidebar
@@ -104,13 +105,13 @@ def chat_page(services: PageServices) -> None:
         part.connect()
     add_api(services)
 
-    async def follow(look: Look, address: str) -> AsyncIterator[dict[Any, Any]]:
+    async def follow(look: Look, address: str, request: gr.Request) -> AsyncIterator[dict[Any, Any]]:
         """Show the chat that the address names, and all around it as it changes, while the page is seen."""
         look.chat_id = look.chat_id or parse_qs(address.removeprefix("?")).get("chat", [None])[0]
         shown: dict[Any, Any] = {}
         version = await services.chats.version()
         with services.news.follow(CHATS, MODELS, look.topic) as changed:
-            while True:
+            while await is_read(request):
                 changed.clear()
                 present = await chat.present(look)
                 is_live = chat.is_live(present)

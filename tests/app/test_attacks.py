@@ -14,6 +14,7 @@ import pytest
 from neo_desktop.app.web import security
 from neo_desktop.ui.page import mount
 
+from .chat_client import ChatClient
 from .conftest import RunningServer, eventually, is_idle, running
 from .fake_engine import FakeExecutor, make_engine
 
@@ -356,4 +357,18 @@ def test_odd_requests_of_the_page_make_no_traceback(
         assert "Traceback" not in answer.text
     assert http.get("/gradio_api/queue/data", params={"session_hash": "nobody"}).status_code < 500
     assert "Traceback" not in caplog.text
+    assert is_alive(server)
+
+
+def test_events_that_are_never_read_fill_no_memory(server: RunningServer, http: httpx.Client) -> None:
+    functions = http.get("/config").json()["dependencies"]
+    load = next(one["id"] for one in functions if one["targets"] and one["targets"][0][1] == "load")
+    for number in range(200):
+        body = {"data": [None, ""], "fn_index": load, "session_hash": f"unread{number}"}
+        assert http.post("/gradio_api/queue/join", json=body).status_code in (200, 400, 503)
+    chats = ChatClient(server.url)
+    for number in range(12):  # each is told to every page
+        chats.new_chat(seed=number)
+    queue = server.app.routes[-1].app._app.get_blocks()._queue  # type: ignore[attr-defined]
+    assert max(unread.qsize() for unread in queue.pending_messages_per_session.values()) < 10
     assert is_alive(server)
