@@ -96,7 +96,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with _quiet(), intercepted(calls), Catching(calls), _steady(model):
+    with _quiet(), intercepted(calls), Catching(calls, model), _steady(model):
         logits: Tensor = model(**given).logits
     return logits
 
@@ -181,10 +181,12 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         first = names.setdefault(id(parameter), name)
         if first != name:
             aliases[name] = first
-    shapes = {name: tuple(parameters[name].shape) for name in names.values()}
-    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    stored = model.state_dict().keys()
+    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in stored}
     buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
-    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+    tensors = {name: parameters[name] for name in names.values()} | buffers
+    shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in calls.read}
+    unread = frozenset(tensors.keys() - shapes.keys())
 
     first = _same_attention(model, calls)
     products = [each for each in calls.products if id(each.weight) in names]
@@ -227,7 +229,8 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
         mixtures=mixtures,
-        wide=tuple(name for name in buffers if is_wide(model, name)),
+        wide=tuple(name for name in buffers if name in shapes and is_wide(model, name)),
+        unread=unread,
         most_tokens=_most_tokens(model.config),
     )
 

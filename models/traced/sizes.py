@@ -50,6 +50,7 @@ class Outline:
     softcap: float | None = None
     mixtures: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
+    unread: frozenset[str] = frozenset()  # tensors that only other inputs than text need, as images do
     # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
     most_tokens: int | None = None
 
