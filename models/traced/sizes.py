@@ -48,6 +48,7 @@ class Outline:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    sinks: tuple[str, ...] = ()  # the parameter of each layer; none: it has no sinks
     mixtures: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
     unread: frozenset[str] = frozenset()  # tensors that only other inputs than text need, as images do
