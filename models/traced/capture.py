@@ -63,7 +63,7 @@ class Calls:
     experts: list[ExpertsCall] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
-    read: set[int] = field(default_factory=set)  # ids of tensors that a model has
+    read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
 
 
 @torch.library.custom_op("neo_desktop::attention", mutates_args=())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_tokenizer, transformers_greedy
+from safetensors.torch import load_file, save_file
 from traced_models import SIZES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -13,7 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.traced.config import TracedConfig
 
 TEXT = {key: value for key, value in SIZES.items() if not key.endswith("_id")}
 TEXT |= {"head_dim": 16, "vocab_size": 304}
@@ -83,11 +86,24 @@ def test_weights_that_text_does_not_need_are_neither_counted_nor_loaded(saved: t
     folder, count = saved
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config()
+    assert isinstance(config, TracedConfig)
     assert config.num_parameters == count
     loading = check_model(checkpoint, config)
     assert loading.nbytes == config.weight_bytes(torch.float32) == 4 * count
     decoder = load_model(checkpoint, config, dtype=torch.float32, device=torch.device("cpu"))
     assert decoder.nbytes == 4 * count
+    assert loading.notes == [f"skips {len(config.of_model.unread)} weights that text does not need"]
+
+
+def test_a_weight_that_no_part_has_is_refused(saved: tuple[Path, int]) -> None:
+    folder, _ = saved
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"model.vision_tower.other.weight": torch.zeros(2)}, file, {"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(
+        ModelError, match=r"config\.json does not describe, model\.vision_tower\.other\.weight"
+    ):
+        check_model(checkpoint, checkpoint.config())
 
 
 def test_the_tokens_are_those_of_transformers(saved: tuple[Path, int]) -> None:
