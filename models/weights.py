@@ -267,8 +267,8 @@ class Weights:
     def check(self, config: ModelConfig, expected: dict[str, NamedWeight]) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
 
-        Dropped are buffers that the model computes itself, layers of multi-token prediction, copies of tied
-        weights, and biases of zeros, which GPTQ adds to layers that have none.
+        It drops buffers that the model computes itself, weights that text does not need, and layers of
+        multi-token prediction. It also drops copies of tied weights, and the biases of zeros that GPTQ adds.
         """
         if isinstance(config, TracedConfig):
             for mixture in config.of_model.mixtures:
@@ -310,10 +310,13 @@ class Weights:
                 )
 
     def _drop(self, config: ModelConfig, expected: Container[str]) -> None:
+        unread = config.of_model.unread if isinstance(config, TracedConfig) else frozenset[str]()
+        if skipped := unread & self.tensors.keys():
+            self.notes.append(f"skips {len(skipped)} weights that text does not need")
         for name, stored in list(self.tensors.items()):
             is_spare = name.endswith(".bias") and stored.type_name in FLOATS
             if name not in expected and (
-                is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
+                name in unread or is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
             ):
                 del self.tensors[name]
         unknown = [name for name in self.tensors if name not in expected]

@@ -20,7 +20,10 @@ from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.gguf.checkpoint import split_files
 
-_WANTED = re.compile(r"[^/]*\.(?:json|safetensors)|chat_template\.jinja|LICENSE[^/]*")  # no code, no pickles
+# No code, no pickles.
+_WANTED = re.compile(
+    r"[^/]*\.(?:json|safetensors)|chat_template\.jinja|additional_chat_templates/[^/]*\.jinja|LICENSE[^/]*"
+)
 _NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<file>[\w][\w./ +-]{0,199}))?"
 )

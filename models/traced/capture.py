@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 NAME = "neo_desktop"  # of the attention, as a model's configuration names it
 EXPERTS = "batched_mm"  # of the way to compute experts whose place is taken
@@ -62,6 +63,7 @@ class Calls:
     experts: list[ExpertsCall] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
+    read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
 
 
 @torch.library.custom_op("neo_desktop::attention", mutates_args=())
@@ -119,14 +121,15 @@ def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) ->
 
 
 class Catching(TorchFunctionMode):
-    """Writes down what linear layers and embeddings are called with.
+    """Writes down what linear layers and embeddings are called with, and which tensors of a model are read.
 
     What multiplies with a transposed parameter, as Falcon does, becomes a linear layer.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, model: nn.Module) -> None:
         super().__init__()
         self._calls = calls
+        self._of_model = {id(each) for each in (*model.parameters(), *model.buffers())}
         self._transposed: list[tuple[Tensor, nn.Parameter]] = []
 
     def __torch_function__(
@@ -144,6 +147,8 @@ class Catching(TorchFunctionMode):
         if func is functional.embedding:
             self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
         result = func(*args, **given)
+        if isinstance(result, (Tensor, list, tuple)):  # others are sizes and the like
+            self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))
         if getattr(func, "__self__", None) is Tensor.T and isinstance(args[0], nn.Parameter):
             self._transposed.append((result, args[0]))
         return result

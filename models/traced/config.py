@@ -187,6 +187,7 @@ def traced_config(
             window if window and window < max_context_tokens else None for window in found.windows
         ),
         dtype=dtype,
+        attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,

@@ -61,6 +61,9 @@ class TracedDecoder(Decoder):
         else:
             self.lm_head = self.embedding
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
+        if of_model.sinks:  # a rank has those of its heads
+            sinks = (self.tensors[name] for name in of_model.sinks)
+            self.layers = [TracedLayer(each[config.rank.part(len(each))]) for each in sinks]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
         self.expert_use: Tensor | None = None
         self.stages: dict[Any, Any] = {}  # `TracedStages`, once they were made, by what adds up for ranks
@@ -79,10 +82,6 @@ class TracedDecoder(Decoder):
             memory[self.device] += self.embedding.nbytes  # type: ignore[union-attr]
         memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
         return dict(memory)
-
-    @property
-    def sinks(self) -> list[Tensor] | None:  # noqa: D102
-        return None
 
     def linears(self) -> Iterator[Linear]:  # noqa: D102
         yield from (linear for fused, linear in self.fused if linear is not self.lm_head)

@@ -96,7 +96,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with _quiet(), intercepted(calls), Catching(calls), _steady(model):
+    with _quiet(), intercepted(calls), Catching(calls, model), _steady(model):
         logits: Tensor = model(**given).logits
     return logits
 
@@ -181,12 +181,17 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         first = names.setdefault(id(parameter), name)
         if first != name:
             aliases[name] = first
-    shapes = {name: tuple(parameters[name].shape) for name in names.values()}
-    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    stored = model.state_dict().keys()
+    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in stored}
     buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
-    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
-
+    tensors = {name: parameters[name] for name in names.values()} | buffers
     first = _same_attention(model, calls)
+    sinks = [each.sinks for each in calls.attention if each.sinks is not None]
+    if any(id(each) not in names or each.shape != (first.heads,) for each in sinks):
+        raise CannotCutError("its attention sinks are no weights, one of each head")
+    read = {*calls.read, *map(id, sinks)}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
+    unread = frozenset(tensors.keys() - shapes.keys())
     products = [each for each in calls.products if id(each.weight) in names]
     if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
         raise CannotCutError("it has no embeddings of tokens, or no linear layers")
@@ -226,8 +231,10 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
+        sinks=tuple(names[id(each)] for each in sinks),
         mixtures=mixtures,
-        wide=tuple(name for name in buffers if is_wide(model, name)),
+        wide=tuple(name for name in shapes if is_wide(model, name)),
+        unread=unread,
         most_tokens=_most_tokens(model.config),
     )
 
@@ -257,8 +264,8 @@ def _same_attention(model: Any, calls: Calls) -> Any:
             raise CannotCutError("its layers have heads of different numbers or sizes")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
-        if call.sinks is not None:
-            raise CannotCutError("its attention has sinks, which this engine knows of gpt-oss alone")
+        if (call.sinks is None) != (first.sinks is None):
+            raise CannotCutError("only some of its layers have attention sinks")
     if first.head_dim % 2:
         raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
     return first

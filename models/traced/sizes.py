@@ -48,8 +48,10 @@ class Outline:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    sinks: tuple[str, ...] = ()  # names of parameters, by layer; none: there are no sinks
     mixtures: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
+    unread: frozenset[str] = frozenset()  # the model's tensors that text does not need, as those of images
     # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
     most_tokens: int | None = None
 

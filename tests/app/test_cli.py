@@ -244,7 +244,7 @@ def damage(folder: Path, how: str) -> None:
         ("truncated weights", "model.safetensors"),
         ("garbled weights", "model.safetensors"),
         ("broken config", "config.json"),
-        ("unknown architecture", "state space model"),
+        ("unknown architecture", "MambaForCausalLM"),
         ("no tokenizer", "tokenizer.json"),
     ],
 )

@@ -30,7 +30,14 @@ from neo_desktop.app.shelf.quantisations import choose, gguf_models, quantisatio
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = save_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", "llama")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
-    others = ("modeling_tiny.py", "pytorch_model.bin", "onnx/model.safetensors", "../escaped.json")
+    files["additional_chat_templates/tool_use.jinja"] = b"tools"
+    others = (
+        "additional_chat_templates/code.py",
+        "modeling_tiny.py",
+        "pytorch_model.bin",
+        "onnx/model.safetensors",
+        "../escaped.json",
+    )
     return files | dict.fromkeys(others, b"not wanted")
 
 
@@ -106,6 +113,8 @@ def test_a_model_is_pulled_without_code_or_pickles_and_can_be_removed(hub: FakeH
     assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not names & {"modeling_tiny.py", "pytorch_model.bin", "onnx"}
     assert not list(data.rglob("escaped.json"))
+    (of_tools,) = (pulled.path / "additional_chat_templates").iterdir()
+    assert (of_tools.name, of_tools.read_bytes()) == ("tool_use.jinja", b"tools")
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert Catalogue().get("org/tiny").summary.reason is None

@@ -132,7 +132,7 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
     taken = parts.take_memory(cast("LoadedModel", model), options)
     assert order == ["warm up", "measure", "KV"]
-    limits = SchedulerLimits(2048, options.max_batch_requests)
+    limits = SchedulerLimits(2048, options.most_requests)
     reckoned = activation_bytes(decoder.config, limits, torch.float32)
     room = 3_000_000_000 - max(reckoned, 5_000_000) - DEVICE_MARGIN_BYTES
     most = limits.max_batch_requests * decoder.config.max_context_tokens

@@ -10,7 +10,7 @@ import transformers
 
 SIZES = {
     "vocab_size": 96,
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,

@@ -19,6 +19,7 @@ from config_cases import (
 ALL = "NEO_DESKTOP_ALL_KEYS"  # of the environment: try every edit, also by the code of transformers
 SAMPLED = 14  # edits of a family
 YARN: Edit = {"rope_type": "yarn", "factor": 4.0}
+LONG: Edit = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 WINDOWS: Edit = {"use_sliding_window": True, "sliding_window": 9}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # Each gave other tokens, or was refused.
@@ -42,6 +43,7 @@ BY_TRANSFORMERS: list[tuple[str, Edit]] = [
     ("llama", {"hidden_act": "gelu"}),
     ("mistral", {"hidden_act": "relu"}),
     ("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("mistral", {"rope_parameters": LONG, "original_max_position_embeddings": 58}),
 ]
 
 

@@ -22,7 +22,7 @@ BIGGER = {"moe_intermediate_size": 128, "intermediate_size": 256, "shared_expert
 # Each is divided otherwise than those before it.
 DIVIDED = (
     "gemma2", "phi3", "olmo2", "stablelm-parallel", "gpt-neox", "falcon", "falcon-grouped", "cohere2",
-    "apertus", "olmoe", "qwen2-moe", "deepseek-v3",
+    "apertus", "olmoe", "qwen2-moe", "deepseek-v3", "granite-swa", "flint",
 )  # fmt: skip
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 

@@ -96,16 +96,16 @@ def test_a_tied_checkpoint_may_carry_its_head(make_checkpoint):
             {"model__layers__9__mlp__up_proj__weight": torch.ones(2)},
             r"does not describe, model\.layers\.9\.mlp",
         ),
-        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(48)}, r"does not describe.*q_proj\.bias"),
-        ({"model__norm__weight": torch.ones(47)}, r"model\.norm\.weight.*shape \[47\].*describes \[48\]"),
-        ({"model__norm__weight": torch.ones(48, 1)}, r"shape \[48, 1\]"),
-        ({"model__norm__weight": torch.ones(48, dtype=torch.int8)}, r"stored as I8.*not supported"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(64)}, r"does not describe.*q_proj\.bias"),
+        ({"model__norm__weight": torch.ones(63)}, r"model\.norm\.weight.*shape \[63\].*describes \[64\]"),
+        ({"model__norm__weight": torch.ones(64, 1)}, r"shape \[64, 1\]"),
+        ({"model__norm__weight": torch.ones(64, dtype=torch.int8)}, r"stored as I8.*not supported"),
         (
-            {"model__norm__weight": torch.ones(48).to(torch.float8_e4m3fn)},
+            {"model__norm__weight": torch.ones(64).to(torch.float8_e4m3fn)},
             r"stored as F8_E4M3.*not supported.*choose",
         ),
-        ({"model__norm__weight": torch.full((48,), float("nan"))}, r"model\.norm\.weight.*not finite"),
-        ({"model__norm__weight": torch.full((48,), -float("inf"))}, r"model\.norm\.weight.*not finite"),
+        ({"model__norm__weight": torch.full((64,), float("nan"))}, r"model\.norm\.weight.*not finite"),
+        ({"model__norm__weight": torch.full((64,), -float("inf"))}, r"model\.norm\.weight.*not finite"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(changes, message, make_checkpoint):
@@ -125,7 +125,7 @@ def test_a_missing_layer_is_listed_in_short(make_checkpoint):
 
 def test_weights_too_large_for_the_chosen_type_are_refused(make_checkpoint):
     path, _ = make_checkpoint(dtype=torch.bfloat16)
-    edit(path, model__norm__weight=torch.full((48,), 1e6, dtype=torch.bfloat16))
+    edit(path, model__norm__weight=torch.full((64,), 1e6, dtype=torch.bfloat16))
     load(path, torch.bfloat16)
     with pytest.raises(ModelError, match=r"not finite as torch\.float16 \(stored as BF16\)"):
         load(path, torch.float16)

@@ -33,6 +33,10 @@ LATENT = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
 }
+SWA = {
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gemma2": (  # query_pre_attn_scalar, caps of attention's scores and of logits that do something
@@ -71,6 +75,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),  # activations whose numbers are in the checkpoint
     "olmoe": ("olmoe", EXPERTS | {"num_experts": 8}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}),
+    # Attention sinks; full layers have no rotations.
+    "granite-swa": ("granite_swa", SWA | {"attention_multiplier": 0.3, "layer_rope_theta": [1e4, 0, 1e4]}),
+    "granite-moe-swa": ("granitemoe_swa", EXPERTS | SWA | {"num_local_experts": 8}),
+    "flint": (
+        "flint",
+        EXPERTS | SWA | {"head_dim": 16, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    ),
     # Experts of a layer in one tensor.
     "granite-moe": ("granitemoe", EXPERTS | {"num_local_experts": 8, "residual_multiplier": 0.7}),
     # Values narrower than keys; rotations of complex numbers; experts chosen by groups.
