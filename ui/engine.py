@@ -11,7 +11,7 @@ from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestL
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
-from neo_desktop.ui.html import Markup, panel, tag
+from neo_desktop.ui.html import Markup, add_navigation, panel, tag
 from neo_desktop.ui.pace import is_read
 
 PERIOD_S = 1.0
@@ -37,6 +37,7 @@ ABOUT = {
 
 def engine_view(services: PageServices) -> None:
     """Build the view; it asks the engine once a second while it is seen."""
+    add_navigation()
     shown = panel("<p>Asking the engine …</p>", elem_id="engine")
 
     async def follow() -> AsyncIterator[str]:

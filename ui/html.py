@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.components import Navbar
 
 VOID = frozenset({"br", "hr", "input"})
 
@@ -51,6 +52,11 @@ def button(label: str, act: str, *, kind: str = "", title: str | None = None, **
     return tag(
         "button", label, type="button", class_=f"button {kind}".strip(), title=title, data_act=act, **named
     )
+
+
+def add_navigation() -> None:
+    """Show the links to all views."""
+    Navbar(main_page_name="Chat")
 
 
 def panel(value: str = "", **options: Any) -> gr.HTML:

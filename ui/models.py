@@ -10,14 +10,16 @@ from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.engine import while_seen
-from neo_desktop.ui.html import Markup, button, panel, tag
+from neo_desktop.ui.engine_charts import figure
+from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
 
 
 def models_view(services: PageServices) -> None:
     """Build the view."""
     shelf = services.shelf
+    add_navigation()
     shown = panel("<p>Looking for models …</p>", elem_id="models")
-    with gr.Group(elem_id="pull"):
+    with gr.Column(elem_classes="side-by-side"), gr.Group(elem_id="pull"):
         name = gr.Textbox(
             label="Get another model",
             info="Its name on huggingface.co, as ORGANISATION/NAME; of GGUF files, :QUANTISATION may follow. "
@@ -185,7 +187,8 @@ def _chats(fit: dict[str, Any]) -> Markup:
         return f"{count:,} or more" if count >= fit["most_chats"] else f"{count:,}"
 
     place = "in the imitated GPU-cache" if fit["is_imitated"] else "on the GPU alone"
-    text = f"{most(fit['gpu_chats'])} chats of {fit['chat_tokens']:,} tokens"
+    chats = "chat" if fit["gpu_chats"] == 1 else "chats"
+    text = f"{most(fit['gpu_chats'])} {chats} of {fit['chat_tokens']:,} tokens"
     if fit["chats"] > fit["gpu_chats"]:
         text += f" {place}, {most(fit['chats'])} with main memory"
     pieces = [("used gpu", fit["gpu_chats"]), ("used cpu", fit["chats"] - fit["gpu_chats"])]
@@ -202,11 +205,10 @@ def _figures(fit: dict[str, Any]) -> list[tuple[str, str]]:
     speed = fit["speed"]
     if speed is None:
         return [*rows, ("Speed", f"not known: {fit['speed_reason']}")]
-    rows.append(("One chat", f"about {speed['one_chat_tokens_per_s']:.2g} tokens/s (predicted)"))
+    rows.append(("One chat", f"about {figure(speed['one_chat_tokens_per_s'])} tokens/s (predicted)"))
     if speed["best_chats"] > 1:
-        rows.append(
-            (f"{speed['best_chats']} chats", f"about {speed['best_tokens_per_s']:,.0f} tokens/s together")
-        )
+        together = f"about {figure(speed['best_tokens_per_s'])} tokens/s together"
+        rows.append((f"{speed['best_chats']} chats", together))
     return rows
 
 

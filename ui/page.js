@@ -11,13 +11,14 @@ document.addEventListener('keydown', (event) => {
   else if (event.key === 'Escape') press('#question .stop-button');
   else if (event.key === '/' && !isTyping) focus('#question textarea');
 });
-// On a phone the list would cover the chat.
-window.addEventListener('load', () => {
-  if (innerWidth > 768) return;
-  const wait = setInterval(() => {
-    const toggle = document.querySelector('#sidebar .toggle-button');
-    if (!toggle) return;
-    clearInterval(wait);
-    toggle.click();
-  }, 50);
+// On a phone the list covers the chat: close it after the start, and when a chat was chosen.
+const isPhone = () => innerWidth <= 768;
+const closeList = () => document.querySelector('#sidebar.open .toggle-button')?.click();
+document.addEventListener('click', (event) => {
+  if (isPhone() && event.target.closest?.('#chats a, #new-chat')) closeList();
 });
+const wait = setInterval(() => {
+  if (!isPhone() || document.querySelector('#sidebar.was-open:not(.open)')) clearInterval(wait);
+  document.querySelector('#sidebar.open')?.classList.add('was-open');
+  if (isPhone()) closeList();
+}, 100);

@@ -14,7 +14,6 @@ os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
 
 import gradio as gr
 from fastapi import FastAPI
-from gradio.components import Navbar
 from starlette.routing import Mount
 
 from neo_desktop.app.news import CHATS, MODELS
@@ -23,6 +22,7 @@ from neo_desktop.ui.api import add_api
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.guard import PageGuard
+from neo_desktop.ui.html import add_navigation
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import models_view
 from neo_desktop.ui.pace import is_read
@@ -92,7 +92,7 @@ def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
     context = gr.context.Context.root_block
     assert context is not None
-    Navbar(main_page_name="Chat")
+    add_navigation()
     with gr.Sidebar(width=280, elem_id="sidebar"):
         left = gr.Column()
     with gr.Column(elem_id="chat"):

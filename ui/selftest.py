@@ -11,19 +11,21 @@ from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.selftest import SUITES, SelfTestError
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.engine import while_seen
-from neo_desktop.ui.html import Markup, button, panel, tag
+from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
 
 
 def selftest_view(services: PageServices) -> None:
     """Build the view."""
     selftest = services.selftest
-    gr.Markdown(
-        "# Self-test\nMeasures this computer: what it can run, how fast, and what offloading gains on it. "
-        "The loaded model gives its memory back first; a question meanwhile loads it again and disturbs the "
-        "figures."
-    )
-    suites = gr.CheckboxGroup(list(SUITES), value=list(SUITES), label="What to measure")
-    start = gr.Button("Start", variant="primary")
+    add_navigation()
+    with gr.Column(elem_classes="side-by-side"):
+        gr.Markdown(
+            "# Self-test\nMeasures this computer: what it can run, how fast, and what offloading gains. "
+            "The loaded model gives its memory back first. A question meanwhile loads it again and disturbs "
+            "the figures."
+        )
+        suites = gr.CheckboxGroup(list(SUITES), value=list(SUITES), label="What to measure")
+        start = gr.Button("Start", variant="primary")
     shown = panel(elem_id="selftest")
     report = panel(elem_id="report")
 
