@@ -1,4 +1,4 @@
-"""The commands of the README run as they are printed."""
+"""Commands that the README and the users' pages print run; links lead somewhere."""
 
 import os
 import re
@@ -15,7 +15,11 @@ import typer
 from neo_desktop.app.cli import app, with_command
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("install", "models", "offloading", "api", "faq")),
+]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\bN\b")
 LINES = [
     shlex.split(line, comments=True)
@@ -79,3 +83,15 @@ def test_commands_that_need_no_network_run(arguments: list[str], tmp_path: Path)
     run = subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert arguments in COMMANDS or arguments[:2] == ["models", "info"]
+
+
+def test_the_readme_is_short_and_honest_on_its_first_screen() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert len(text.split()) <= 800
+    assert "has not run on a real GPU" in "\n".join(text.splitlines()[:20])
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
