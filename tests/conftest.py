@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -53,3 +54,25 @@ def rungs() -> Iterator[Rungs]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every parameter set of tests marked `sample`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, keep as many parameter sets of a test as its `sample` mark says, spread by a hash."""
+    if config.getoption("--all"):
+        return
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for same in sets.values():
+        mark = same[0].get_closest_marker("sample")
+        assert mark is not None
+        spread = sorted(same, key=lambda item: crc32(item.nodeid.encode()))
+        left_out |= {item.nodeid for item in spread[mark.args[0] :]}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]

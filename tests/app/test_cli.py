@@ -141,6 +141,7 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
     assert not out.exists() or json.loads((out / "report.json").read_text())["interrupted"] == "throughput"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -170,6 +171,7 @@ def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["serve", "chat", "profile", "bench"])
 def test_a_slice_of_no_gpu_is_one_clear_line(command: str, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "page") if command == "bench" else ()
@@ -237,6 +239,7 @@ def damage(folder: Path, how: str) -> None:
         (folder / "tokenizer.json").unlink()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("how", "hint"),
     [

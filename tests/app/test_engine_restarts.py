@@ -94,6 +94,7 @@ async def test_a_killed_process_is_told_to_everybody_and_started_again(loader: F
     assert all(map(is_gone, loader.pids))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("token", "said"),
     [

@@ -131,6 +131,7 @@ HOSTILE: list[tuple[str, str | dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("path", "body"), HOSTILE, ids=[str(body)[:60] for _, body in HOSTILE])
 def test_what_cannot_be_answered_is_refused_with_a_sentence(
     http: httpx.Client, path: str, body: str | dict[str, Any]

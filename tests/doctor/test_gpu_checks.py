@@ -69,6 +69,7 @@ def checks(rig: Rig) -> dict[str, Check]:
     return {check.name: check for check in kernel_checks.kernel_checks(rig)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rung", ["triton", "torch"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_right_kernels_pass(rig: SmallRig, kernel: str, rung: str) -> None:

@@ -53,6 +53,7 @@ def test_a_start_tells_how_long_loading_and_the_first_token_took(
     assert "the first token came" in said[1]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     checkpoints: dict[str, Path], family: str
@@ -69,6 +70,7 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         assert list(together.token_ids) == expected
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
     [
@@ -123,6 +125,7 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         assert getattr(engine.stats(), happens) > 0, "the test did not reach what it is about"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_predictions_measured_here_change_nothing_but_the_speed(
     checkpoints: dict[str, Path], policy: str

@@ -120,6 +120,7 @@ def model_with_sinks() -> Decoder:
     return tiny_model(attention_sinks=True, softcap=0.5)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(12))
@@ -319,6 +320,7 @@ def brief_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("brief_collections")
 @pytest.mark.parametrize("error_type", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(

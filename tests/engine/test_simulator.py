@@ -184,6 +184,7 @@ def test_the_same_workload_gives_the_same_figures(policy: str) -> None:
 # ---- policies ----
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("gpu", "model", "prompt", "output", "gpu_tokens"),
     [
@@ -238,6 +239,7 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
     assert same.totals.num_iterations == exact.totals.num_iterations
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slowdowns", [(1.0, 2.5), (1.0, 0.5), (2.0, 1.0), (0.5, 1.0)])
 def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float, float]) -> None:
     """After learning, it does nearly as well as one whose tables were right from the start."""

@@ -39,6 +39,7 @@ def make_executor(model: Decoder, hook: Hook | None = None, timeline: Timeline |
     return thread_executor(model, storage, lanes=lanes, timeline=timeline)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_plans_give_the_unsplit_models_tokens(whole: Decoder, seed: int) -> None:
     """Prompts, decodes of both places, moves, one or two sub-batches; any division of any matrix."""
@@ -102,6 +103,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return save_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("policy", ["gpu-only", "neo", "auto", "apex"])
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) -> None:
     """From weights that lie on the device as far as was asked for, divided by what was measured."""
@@ -122,6 +124,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) 
     assert [list(output.token_ids) for output in outputs] == expected
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +166,7 @@ def test_an_iteration_that_fails_in_experts_can_be_done_again(
     executor.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_experts_of_checkpoints_give_transformers_tokens(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family)

@@ -36,6 +36,7 @@ def make_executor(
     return thread_executor(model, storage)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(8))

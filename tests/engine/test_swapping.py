@@ -97,6 +97,7 @@ def run_and_check(model: Decoder, executor: PlanExecutor, plan: IterationPlan) -
     check_result(model, plan, contexts, executor.execute(plan))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
 @pytest.mark.parametrize("places", [(Place.SWAPPED,), (Place.DEVICE, Place.SWAPPED), ALL], ids=len)
 @pytest.mark.parametrize("seed", range(5))

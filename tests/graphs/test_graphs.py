@@ -56,6 +56,7 @@ def model() -> Decoder:
     return tiny_model((None, 5), form=PLAIN, attention_sinks=True, softcap=0.5)
 
 
+@pytest.mark.sample(2)
 @both_kernels
 @pytest.mark.parametrize("seed", range(2))
 def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> None:

@@ -124,6 +124,7 @@ def test_random_plans_give_the_tokens_of_the_whole(model: Decoder, seed: int) ->
     ranks.close()
 
 
+@pytest.mark.sample(0)
 def test_between_sums_the_code_of_transformers_is_graphs(traced: list[Decoder]) -> None:
     """Of experts one sum per layer, too."""
     whole, *parts = traced

@@ -167,6 +167,7 @@ def test_a_gpu_that_does_not_hand_over_is_not_waited_for(
     executor.close()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
 def test_experts_in_host_memory(seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def test_edits_that_were_computed_wrongly_are_computed(model_type: str, edit: Ed
     assert check(tmp_path / "model", model_type, edit, with_traced=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model_type", "edit"), BY_TRANSFORMERS)
 def test_what_the_written_decoder_lacks_is_computed_by_transformers(
     model_type: str, edit: Edit, tmp_path: Path

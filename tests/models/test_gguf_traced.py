@@ -48,6 +48,7 @@ def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.
     return logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path, model = write_traced(tmp_path, family)
@@ -60,6 +61,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     path, _ = write_traced(tmp_path, family)
@@ -74,6 +76,7 @@ def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path
     assert list(output.token_ids) == greedy
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("family", ["gemma2", "granite", "phi3"])  # a tied head, rows in order, fused ones
 def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ BY_ITS_CODE: dict[str, tuple[str, dict[str, Any], int]] = {  # and the context t
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_ITS_CODE)
 def test_more_is_computed_by_the_code_of_transformers(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -218,6 +218,7 @@ def edit(path: Path, change: Callable[[Tensors], object]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 def test_each_format_is_what_it_is_described_to_be(
@@ -473,6 +474,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
 }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_does_not_go_together_is_told_in_a_sentence(

@@ -58,6 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return saved | {name: save(root / name, name, {}) for name in WRITTEN}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], family: str) -> None:
     checkpoint = open_checkpoint(folders[family])
@@ -80,6 +81,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", PATTERNS)
 def test_operators_compute_what_they_take_the_place_of(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +187,7 @@ QUANTISED: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_folders_stand_for_the_same_numbers(tmp_path: Path, name: str) -> None:
     """Kept in their bits they differ by the rounding of minima and inputs."""
@@ -216,6 +219,7 @@ def test_configurations_are_equal_and_hashed_alike(folders: dict[str, Path]) -> 
     assert one != read_traced(folders["olmo2"])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], family: str) -> None:
     """With every policy; prompts are computed in pieces."""

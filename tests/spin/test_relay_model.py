@@ -55,6 +55,7 @@ def _search(folder: Path, options: str, *, circles: bool = False) -> tuple[int, 
     return int(errors[1]), first[1] if first is not None else ""
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     "options",
     [
@@ -86,6 +87,7 @@ def test_nobody_goes_round_in_circles(tmp_path: Path) -> None:
 _DEADLOCK = "invalid end state"
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     ("defect", "faults", "found"),
     [
