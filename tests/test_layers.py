@@ -56,6 +56,7 @@ def test_only_policies_and_set_up_name_a_place() -> None:
         ("neo_desktop.engine.engine", "fastapi"),
         ("neo_desktop.engine.schedule.scheduler", "torch"),
         ("neo_desktop.app.bench", "fastapi"),
+        ("neo_desktop.app.commands.serve_command", "gradio"),
     ],
 )
 def test_importing_does_not_drag_in_what_is_not_needed(module: str, unwanted: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,25 @@ def mount(app: FastAPI) -> FastAPI:
     demo = build(services)
     demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS)
     demo._queue.sleep_when_free = QUEUE_SLEEP_S
-    gr.mount_gradio_app(
-        app,
-        demo,
-        "/",
-        theme=THEME,
-        css_paths=[Path(__file__).parent / "page.css"],
-        head=HEAD,
-        footer_links=[],
-        run_history=False,
-        show_error=False,
-        max_file_size=MAX_FILE,
-        ssr_mode=False,
-        enable_monitoring=False,
-        pwa=True,
-        mcp_server=False,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SSR mode")  # it is off, and Gradio warns all the same
+        gr.mount_gradio_app(
+            app,
+            demo,
+            "/",
+            theme=THEME,
+            css_paths=[Path(__file__).parent / "page.css"],
+            head=HEAD,
+            favicon_path=str(Path(__file__).parent / "icon.svg"),
+            footer_links=[],
+            run_history=False,
+            show_error=False,
+            max_file_size=MAX_FILE,
+            ssr_mode=False,
+            enable_monitoring=False,
+            pwa=True,
+            mcp_server=False,
+        )
     mounted = app.routes[-1]
     assert isinstance(mounted, Mount)
     mounted.app = PageGuard(mounted.app, uploads)
