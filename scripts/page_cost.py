@@ -32,9 +32,9 @@ PORT = "--remote-debugging-port=7980"
 BOX = "#question textarea"
 SERVER = """
 import sys, time, pathlib
-sys.path[:0] = [{root!r}, {root!r} + "/tests", {root!r} + "/tests/support"]
-from app.conftest import running
-from app.fake_engine import ScriptedExecutor, make_engine
+sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
+from tests.app.conftest import running
+from tests.app.fake_engine import ScriptedExecutor, make_engine
 from neo_desktop.ui.page import mount
 
 class Paced(ScriptedExecutor):
