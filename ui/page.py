@@ -153,9 +153,6 @@ def chat_page(services: PageServices) -> None:
         chat.tick,
         *settings.components,
     ]
-        **QUIET,
-        "show_progress_on": [chat.address],
-    }  # a timer for each output costs the browser 9 % of a core
     seen = chat.header.seen(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
     first = context.load(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
     chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)
