@@ -305,14 +305,12 @@ def test_an_answer_that_was_cut_is_kept_and_goes_on(loader: FragileLoader, tmp_p
     host = ModelHost(load=loader, name="alpha")
     with serving(host, tmp_path / "chats") as chats:
         chat_id = chats.new_chat(max_tokens=2000)
-        with chats.events(chat=chat_id) as page:
-            _, answer = chats.ask(chat_id, "one")
-            page.read_until(lambda page: bool((page.nodes.get(answer["id"]) or {}).get("blocks")))
-            os.kill(loader.pids[0], signal.SIGKILL)
-            page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "cut")
-            assert "started again" in page.nodes[answer["id"]]["error"]
-            assert chats.http.post(f"/messages/{answer['id']}/continue").status_code < 300
-            page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
+        _, answer = chats.ask(chat_id, "one")
+        chats.until(answer, lambda now: bool(now["text"]))
+        os.kill(loader.pids[0], signal.SIGKILL)
+        assert "started again" in chats.ended(answer)["error"]
+        chats.call("resume", answer["id"])
+        assert chats.ended(answer)["state"] == "done"
 
 
 def test_starts_are_counted_within_ten_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
