@@ -60,7 +60,7 @@ def told(error: Exception) -> gr.Error:
     text = (
         "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
     )
-    return gr.Error(text[:1].upper() + text[1:], print_exception=False, title="Not possible", duration=8)
+    return gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8)
 
 
 def read_upload(path: str) -> bytes:
@@ -233,7 +233,7 @@ class ChatView:
         """Ask an example's question."""
         await self._carry_out(lambda: self.ask(look, str(event.value["text"]), []))
 
-    def show_more(self, look: Look) -> None:
+    async def show_more(self, look: Look) -> None:
         """Show earlier messages, too."""
         look.window += 3 * WINDOW
         self.services.news.tell(look.topic)

@@ -36,7 +36,7 @@ def selftest_view(services: PageServices) -> None:
                 yield selftest_html(selftest.view())
                 await changed.wait()
 
-    def begin(chosen: list[str]) -> None:
+    async def begin(chosen: list[str]) -> None:
         try:
             selftest.start_on(services.host, chosen)
         except (SelfTestError, ValueError) as error:

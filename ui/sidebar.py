@@ -115,12 +115,12 @@ class Sidebar:
         except REFUSALS as error:
             raise told(error) from None
 
-    def start_chat(self, look: Look) -> None:
+    async def start_chat(self, look: Look) -> None:
         """Show an empty chat."""
         look.deleted = None
         self._chat.go(look, None)
 
-    def find(self, query: str, look: Look) -> None:
+    async def find(self, query: str, look: Look) -> None:
         """List the chats that hold all words."""
         look.query = query[:1000]
         self._chat.services.news.tell(look.topic)

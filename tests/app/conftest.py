@@ -48,6 +48,22 @@ class RunningServer:
 
 
 @contextlib.contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Serve an app from a thread; its address."""
+    sock = claim_port("127.0.0.1", 0)
+    is_ready = threading.Event()
+    server = Server(app, is_ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    assert is_ready.wait(30)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@contextlib.contextmanager
 def running(
     engine: Engine | EngineLink,
     *,

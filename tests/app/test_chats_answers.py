@@ -13,10 +13,10 @@ from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.server import Server, claim_port, create_app
+from neo_desktop.app.web.server import create_app
 
 from .chat_client import ChatClient, RefusedError, install
-from .conftest import RunningServer, eventually, is_idle, running
+from .conftest import RunningServer, eventually, is_idle, running, served
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
 
@@ -258,19 +258,10 @@ def test_a_question_waits_for_the_model_that_is_being_loaded(tmp_path: Path) -> 
 
 @contextmanager
 def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
-    sock = claim_port("127.0.0.1", 0)
-    is_ready = threading.Event()
     app = create_app(host, data_folder=folder)
     install(app)
-    server = Server(app, is_ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    assert is_ready.wait(30)
-    try:
-        yield ChatClient(f"http://127.0.0.1:{sock.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        thread.join(30)
+    with served(app) as url:
+        yield ChatClient(url)
 
 
 @pytest.mark.parametrize(

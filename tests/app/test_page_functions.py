@@ -1,10 +1,11 @@
 """The page's named functions, for programs."""
 
+import inspect
 from pathlib import Path
 
 from gradio_client import Client
 
-from neo_desktop.ui.page import mount
+from neo_desktop.ui.page import build, mount
 
 from .chat_client import ChatClient
 from .conftest import running
@@ -26,3 +27,12 @@ def test_programs_chat_by_the_pages_functions(tmp_path: Path) -> None:
         assert (more["chat_id"], more["state"]) == (said["chat_id"], "done")
         assert ChatClient(server.url).titles() == ["a question"]
         assert [model["runnable"] for model in client.predict(api_name="/models")] == []
+
+
+def test_all_functions_of_the_page_run_on_the_event_loop(tmp_path: Path) -> None:
+    """What they call belongs to it."""
+    with running(make_engine(ScriptedExecutor()), data_folder=tmp_path) as server:
+        functions = [one.fn for one in build(server.app.state.page).fns.values() if one.fn is not None]
+    assert len(functions) > 20
+    for function in functions:
+        assert inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function), function

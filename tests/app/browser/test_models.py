@@ -1,0 +1,93 @@
+"""The Models and Self-test views in a real browser: a real loader, a local hub, a stand-in for the bench."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from checkpoints import save_checkpoint
+from fake_hub import FakeHub, serve_hub
+from playwright.sync_api import Locator, expect
+
+from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, own_folder
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.ui.page import mount
+
+from ..conftest import served
+from .conftest import ChatPage
+
+pytestmark = pytest.mark.browser
+
+REPORTER = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+print(json.dumps({"share": 0.5, "what": "reading memory"}), file=sys.stderr, flush=True)
+while not (folder.parent / "go").exists():
+    time.sleep(0.05)
+folder.mkdir(parents=True)
+(folder / "report.html").write_text("<h1>It went well</h1>")
+report = {"started": "2026-11-22T20:15:00", "suites": [{"suite": "hardware"}], "interrupted": None}
+(folder / "report.json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    data = tmp_path / "data"
+    monkeypatch.setenv("NEO_DESKTOP_DATA", str(data))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("neo_desktop.app.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
+    remote = save_checkpoint(tmp_path / "remote", "llama")
+    save_checkpoint(tmp_path / "mine" / "torn", "llama")
+    (tmp_path / "mine" / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)
+    options = EngineOptions(device="cpu", gpu_cache_tokens=2048, cpu_cache_tokens=2048, policy="gpu-only")
+    loader = ModelLoader(Catalogue([own_folder(), tmp_path / "mine"]), options)
+    app = create_app(ModelHost(load=loader, name=BUILTIN_NAME), data_folder=data, loader=loader)
+    files = {file.name: file.read_bytes() for file in remote.iterdir()}
+    with serve_hub(FakeHub({"org/tiny": files})) as hub:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with served(mount(app)) as address:
+            yield address
+
+
+def card(chat: ChatPage, name: str) -> Locator:
+    return chat.page.locator(f'#models [data-model="{name}"]')
+
+
+def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[..., ChatPage]) -> None:
+    chat = new_page(url)
+    chat.page.goto(f"{url}/models")
+    expect(card(chat, BUILTIN_NAME)).to_contain_text("Loaded")
+    expect(card(chat, "torn")).to_contain_text("Cannot be run")
+    name = chat.page.get_by_label("Get another model")
+    name.fill("no-name")
+    name.press("Enter")
+    expect(chat.page.get_by_text("is no model's name")).to_be_visible()
+    name.fill("org/tiny")
+    name.press("Enter")
+    card(chat, "org/tiny").get_by_role("button", name="Load").click()
+    expect(card(chat, "org/tiny")).to_contain_text("Loaded")
+    card(chat, "org/tiny").get_by_role("button", name="Unload").click()
+    expect(card(chat, "org/tiny").get_by_role("button", name="Load")).to_be_visible()
+    chat.open(url)
+    expect(chat.page.locator(".model-line")).to_have_attribute("data-state", "none")
+
+
+def test_the_self_test_shows_its_progress_and_its_report(
+    url: str, new_page: Callable[..., ChatPage], tmp_path: Path
+) -> None:
+    chat = new_page(url)
+    chat.page.goto(f"{url}/self-test")
+    chat.page.get_by_role("button", name="Start").click()
+    expect(chat.page.locator("#selftest")).to_contain_text("reading memory")
+    (tmp_path / "data" / "selftest" / "go").touch()
+    chat.page.get_by_role("button", name="2026-11-22").click()
+    expect(chat.page.frame_locator("#report iframe").get_by_role("heading")).to_have_text("It went well")
