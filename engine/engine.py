@@ -195,8 +195,7 @@ class Engine:
         if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         if parts.workers is not None and isinstance(cost_model, TableCostModel):
-            num_ranks = 1 if parts.leader is None else parts.leader.rank.count
-            cost_model = cost_model.with_attention(*measured_workers(storage, decoder, num_ranks))
+            cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
         if isinstance(cost_model, TableCostModel):
             cost_model = cost_model.with_attention(measured_peers(storage, decoder))
         # Without a trace, single iterations are recorded for those who look.

@@ -295,6 +295,8 @@ class EngineOptions:
             )
         if self.tensor_parallel > 1 and self.gpu_weights_gib is not None:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
+        if self.tensor_parallel > 1 and self.workers is not None:
+            raise ValueError("workers do not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.peer_gpu is not None:
             raise ValueError("peer_gpu does not go with tensor_parallel: leave one of them out")
 

@@ -10,6 +10,7 @@ part is seen. `--baseline` streams the same answers without a page, to be taken 
 
 import argparse
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -134,8 +135,7 @@ def main() -> None:
         chrome = next(
             one
             for one in psutil.process_iter(["cmdline"])
-            if "--remote-debugging-port=7980" in (one.info["cmdline"] or [])
-            and "--type=" not in " ".join(one.info["cmdline"])
+            if "--remote-debugging-port=7980" in (one.info["cmdline"] or []) and "--type=" not in " ".join(one.info["cmdline"])
         )
         print("start", start_to_page(browser, box), flush=True)
         for num_pages in (1, 8):
@@ -176,10 +176,7 @@ def main() -> None:
                 time.sleep(2)
                 before = cpu_s(process)
                 time.sleep(SECONDS / 2)
-                print(
-                    f"the same without pages: server {(cpu_s(process) - before) / SECONDS * 2:.1%}",
-                    flush=True,
-                )
+                print(f"the same without pages: server {(cpu_s(process) - before) / SECONDS * 2:.1%}", flush=True)
                 print(f"memory {process.memory_info().rss / 2**20:.0f} MiB", flush=True)
         browser.close()
 

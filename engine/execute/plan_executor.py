@@ -32,7 +32,6 @@ from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Bucket, Capacity, Rows
-from neo_desktop.engine.execute.ranks.losses import Losses
 from neo_desktop.engine.execute.swapping import swapped_pool
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
@@ -75,7 +74,6 @@ class PlanExecutor(Executor):
         uses_gpu: whether the backend has relays and graphs, as far as the ladder allows them.
         timeline: records what every lane does.
         patience: with stages of an iteration; when it ends, the executor is lost.
-        losses: tells all ranks of a divided model which workers are lost; None: the model is whole.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class PlanExecutor(Executor):
         uses_gpu: bool = False,
         timeline: Timeline | None = None,
         patience: Patience = DEFAULT_PATIENCE,
-        losses: Losses | None = None,
     ) -> None:
         self._model = model = stages.decoder
         self._stages = stages
@@ -99,7 +96,6 @@ class PlanExecutor(Executor):
         self._uses_gpu = uses_gpu
         self._timeline = timeline
         self._patience = patience
-        self._losses = losses
         self._watch = patience.watch()  # of the iteration
         can_have_graphs = uses_gpu and stages.writes_in_place
         self._has_graphs = can_have_graphs and ladder.rung("graphs") != "eager"
@@ -368,8 +364,6 @@ class PlanExecutor(Executor):
             self._backend.wait()
             if relays is not None:
                 relays.finish(self._timeline)
-            if self._losses is not None:
-                self._losses.check(plan)
             batches = [each for each in on_host if isinstance(each, HostBatch) and each.is_waited_for]
             attention_ns = sum(each.busy_ns for each in batches)
             if self._is_closed:

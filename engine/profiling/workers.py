@@ -29,7 +29,7 @@ UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
 
 
 @torch.inference_mode()
-def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks: int = 1) -> Surface:
+def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
     """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
 
     Whatever the memory held is lost.
@@ -38,8 +38,6 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks:
         pool: the worker's.
         num_heads: of queries.
         dtype: of them.
-        num_ranks: which ask at the same time, each for as many heads. Only this one does so now: for so many
-            times the requests, which is as much to attend to.
 
     Raises:
         WorkerLostError: the worker does not answer.
@@ -51,7 +49,6 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks:
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
     def prepare(tables: Tensor, lens: Tensor) -> Callable[[], None]:
-        tables, lens = tables.repeat(num_ranks, 1), lens.repeat(num_ranks)
         rows = len(lens)
         qkv = torch.randn(rows, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
@@ -115,15 +112,9 @@ def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
 
 
 def measured_workers(
-    storage: KVStorage, decoder: Decoder, num_ranks: int = 1
+    storage: KVStorage, decoder: Decoder
 ) -> tuple[dict[Place, Surface], dict[Place, Network]]:
-    """Return what attention takes in each place of a worker, and the way; of absent ones, what others take.
-
-    Args:
-        storage: of this rank.
-        decoder: likewise.
-        num_ranks: among which the model is divided.
-    """
+    """Return what attention takes in each worker, and the way; of absent ones, what others take."""
     config = decoder.config
     sent = config.num_heads + 2 * config.num_kv_heads  # heads of a row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
@@ -134,7 +125,7 @@ def measured_workers(
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype, num_ranks)
+            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
         else:
             absent.append(place)
     typical = next(iter(found.values()), UNKNOWN)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import save_checkpoint
 from cost_models import machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
@@ -317,21 +316,3 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
                 assert answers.end() == expected(checkpoints["llama"], batch)
             assert engine.stats().num_staggered_decodes > 0
             assert_is_idle(engine)
-
-
-@pytest.mark.usefixtures("all_at_own_pace")
-def test_a_divided_model_gives_the_same_tokens_and_loses_none(
-    stack: ExitStack, secret: Path, tmp_path: Path
-) -> None:
-    save_checkpoint(tmp_path / "llama", "llama", num_key_value_heads=4, num_attention_heads=8, head_dim=16)
-    batch = prompts()
-    worker, address = stack.enter_context(running_worker())
-    engine = stack.enter_context(make_engine(tmp_path / "llama", secret, str(address), ranks=2))
-    answers = Answers(engine, batch)
-    answers.until(lambda: bool(engine._scheduler.own_pace) and len(answers.tokens["0"]) > 5)
-    for session in list(worker._sessions.values())[1:]:  # one part's connections
-        session.end()
-    answers.until(lambda: engine.live_view().workers[ONE].num_losses > 0)
-    assert answers.end() == expected(tmp_path / "llama", batch)
-    assert engine.stats().num_staggered_decodes > 0
-    assert_is_idle(engine)
