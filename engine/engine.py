@@ -34,7 +34,6 @@ from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.profiling.expert_use import ExpertUse
-from neo_desktop.engine.profiling.peer import measured_peers
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
@@ -43,7 +42,6 @@ from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.second_gpu import free_bytes, second_gpu, with_second_gpu
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
@@ -143,13 +141,10 @@ class Engine:
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
-            peer = None if options.peer_gpu is None else second_gpu(options.peer_gpu, device)
             parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
             timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
             measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
             try:
-                if peer is not None:
-                    parts = with_second_gpu(parts, peer, free_bytes(peer))
                 return cls.from_parts(
                     parts,
                     options.policy,
@@ -196,8 +191,6 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         if parts.workers is not None and isinstance(cost_model, TableCostModel):
             cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
-        if isinstance(cost_model, TableCostModel):
-            cost_model = cost_model.with_attention(measured_peers(storage, decoder))
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader

@@ -19,7 +19,6 @@ from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.peer import peer_of
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
@@ -52,12 +51,11 @@ def build_executor(
     most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
-    peer = peer_of(*(storage[place] for place in storage.places))
-    backend = open_backend(streams, timeline, None if peer is None else peer.device)
+    backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
         stages = _stages(model, None, group)
         return PlanExecutor(stages, storage, capacity, backend, timeline=timeline)
-    if ladder.rung("graphs") == "host-flags" and any(place.through_host for place in storage.places):
+    if ladder.rung("graphs") == "host-flags" and any(place.host_attends for place in storage.places):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
             if flags.is_pinned():

@@ -9,18 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
-from neo_desktop.engine.cuda.copies import suits_graphs, upload
+from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members, swapped_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
-from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
-    DistantPrompts,
-    HostWays,
-    PeerWays,
+    HostPrompts,
     Prompts,
     prompts_of,
     slots_of,
@@ -37,7 +34,6 @@ from neo_desktop.engine.execute.swapping import (
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.execute.workspace import BatchMemory, HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
-from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
 from neo_desktop.engine.placement import Place
@@ -181,14 +177,11 @@ class ProgramBuilder:
             self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, places = memory.rows, memory.inputs, self._storage.places
         split, num_layers = self._workspace.split, self._model.config.num_layers
-        hand_offs, decodes, peers, first = [], [], [], 0
+        hand_offs, decodes, first = [], [], 0
         for index, place in enumerate(places):
             count = rows.decodes[index]
             hand_over = memory.hand_overs[index]
             if not count:
-                continue
-            if isinstance(pool := self._storage[place], PeerPool):
-                peers.append(self._peer_decodes(pool, rows.decodes_of(index), members.decodes[index]))
                 continue
             if hand_over is None:
                 of_place = slice(first, first + count)
@@ -224,21 +217,6 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._staggered(memory, members) if members.staggered else None,
-            peers,
-        )
-
-    def _peer_decodes(
-        self, pool: PeerPool, rows: slice, sequences: Sequence[ScheduledSequence]
-    ) -> PeerDecodes:
-        tables = padded_block_tables([s.block_table for s in sequences])
-        slots = [decode_slot(sequence, pool.block_size) for sequence in sequences]
-        return PeerDecodes(
-            rows,
-            pool,
-            self._model.config,
-            upload(torch.from_numpy(tables), torch.int32, pool.device),
-            upload([s.context_len for s in sequences], torch.int32, pool.device),
-            upload(slots, torch.int64, pool.device),
         )
 
     def _staggered(self, memory: Memory, members: Members) -> Staggered:
@@ -280,7 +258,7 @@ class ProgramBuilder:
                 f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
                 f"{num_stages} stages and at most {MAX_STAGGERED} slots"
             )
-        attended = [place for place in self._storage.places if place.through_host]
+        attended = [place for place in self._storage.places if place.host_attends]
         for sequence in plan.staggered_sequences:
             if not sequence.is_decode or sequence.place not in attended:
                 raise ValueError(
@@ -298,10 +276,8 @@ class ProgramBuilder:
 
         def make(place: Place, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
             if place.host_attends:
-                ways: HostWays | PeerWays = HostWays(self._transfers, pool, memory.index)
-                if isinstance(pool, PeerPool):
-                    ways = PeerWays(pool, memory.index)
-                return DistantPrompts(ways, chunks, device, self._row_shape, dtype)
+                index = memory.index
+                return HostPrompts(self._transfers, pool, index, chunks, device, self._row_shape, dtype)
             if stream is not None and isinstance(pool, SwappedPool):
                 return SwappedPrompts(pool, chunks, slots, stream, memory.index)
             return DevicePrompts(pool, chunks)

@@ -114,7 +114,7 @@ class PlanExecutor(Executor):
             )
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
-        has_host = model.has_splits or any(place.through_host for place in storage.places)
+        has_host = model.has_splits or any(place.host_attends for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
         self._swapped = swapped

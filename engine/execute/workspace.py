@@ -128,12 +128,12 @@ class Workspace:
         self.latest = self._table[:rows]
         self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
         self._hand_overs = [
-            [self._hand_over(decodes) if place.through_host else None for place in places] for _ in range(2)
+            [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
         ]
         # What staggered decodes have; None: neither the CPU nor a worker attends to any place.
         self.staggered: StaggeredMemory | None = None
-        if through_host := [place for place in places if place.through_host]:
-            self.staggered = StaggeredMemory(config, dtype, device, through_host)
+        if at_host := [place for place in places if place.host_attends]:
+            self.staggered = StaggeredMemory(config, dtype, device, at_host)
         # What products with split matrices have; None: there are none.
         self.split: SplitProducts | None = None
         if model.has_splits:

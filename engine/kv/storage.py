@@ -211,6 +211,6 @@ class KVStorage:
             slots_of(old, source.block_size),
             target,
             slots_of(new, target.block_size),
-            from_pages=copies[0].source.through_host,
-            to_pages=copies[0].target.through_host,
+            from_pages=copies[0].source.host_attends,
+            to_pages=copies[0].target.host_attends,
         )

@@ -6,11 +6,8 @@ alone. So what a worker does once for each message is part of the way, some tens
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
@@ -32,7 +29,8 @@ UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
 def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
     """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
 
-    Whatever the memory held is lost.
+    Whatever the memory held is lost. What takes too long is left out, from the largest numbers of
+    requests on, but for the first two.
 
     Args:
         pool: the worker's.
@@ -48,26 +46,6 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     rows = torch.randn(2, num_tokens, kv_heads, head_dim, dtype=dtype)
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
-    def prepare(tables: Tensor, lens: Tensor) -> Callable[[], None]:
-        rows = len(lens)
-        qkv = torch.randn(rows, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
-        out = torch.empty(rows, num_heads, head_dim, dtype=dtype)
-        return partial(layer.decode, q, k, v, None, tables, lens, out, 1.0, None)
-
-    return over_grid(pool, prepare)
-
-
-def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], None]]) -> Surface:
-    """Return what decode attention takes per layer, in ms: over (requests, context).
-
-    What takes too long is left out, from the largest numbers of requests on, but for the first two.
-
-    Args:
-        pool: the first `STORED_TOKENS` tokens of its first layer are stored, or as many as it has.
-        prepare: given block tables and context lengths, returns what attends, and waits for the end of it.
-    """
-    num_tokens = min(STORED_TOKENS, pool.num_blocks * pool.block_size)
     started_s = time.perf_counter()
     found: list[list[float]] = []
     for requests in REQUESTS:
@@ -82,11 +60,14 @@ def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], Non
             tables = blocks.view(requests, width)
             # The newest tokens are stored, each in a block of its own.
             tables[:, -1] = torch.arange(requests, dtype=torch.int32)
-            attend = prepare(tables, torch.full((requests,), context, dtype=torch.int32))
+            lens = torch.full((requests,), context, dtype=torch.int32)
+            qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+            q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
+            out = torch.empty(requests, num_heads, head_dim, dtype=dtype)
             times = []
-            for _ in range(1 + REPEATS):  # the first one sends the tables, or compiles
+            for _ in range(1 + REPEATS):  # the first one sends the tables
                 begun_s = time.perf_counter()
-                attend()
+                layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
         found.append(row)

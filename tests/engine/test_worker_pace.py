@@ -82,10 +82,8 @@ def test_each_place_gets_as_many_as_it_has_time_for() -> None:
 
 
 def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
-    """A second GPU's decodes never do: its KV is not reached through host memory."""
     cost = far(sending_ms=0.4)
-    cost = replace(cost, attention={**cost.attention, Place.PEER: cost.attention[ONE]})
-    queue = [(place, 100) for place in (ONE, TWO, Place.PEER) for _ in range(60)]
+    queue = [(place, 100) for place in (ONE, TWO) for _ in range(60)]
     outlook = Outlook(cost, on_device(4), HostQueue(queue))
     (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
     assert 0 < apart.num_staggered < 120
@@ -127,7 +125,7 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
         for place in (Place.HOST, *WORKERS):
             least = begun[place].requests if place in begun else 0
             more = rest[place].requests if place in rest else 0
-            if workers_only and not place.is_worker:
+            if workers_only and not place.is_remote:
                 more = 0
             assert least <= each.staggered.get(place, 0) <= least + more
 
