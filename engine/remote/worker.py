@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from neo_desktop.engine.remote.greeting import RefusedError, check_secret, welcome
-from neo_desktop.engine.remote.session import Session, fitting_blocks
+from neo_desktop.engine.remote.session import CPU, Session, fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tune
 
@@ -26,6 +26,7 @@ class WorkerLimits:
     """What a worker gives."""
 
     memory_bytes: int  # for KV
+    device: torch.device = CPU  # whose memory it is, and what attends
 
 
 class AttentionWorker:
@@ -163,5 +164,5 @@ class AttentionWorker:
                 if lost.names[0] != names[0]:
                     raise RefusedError("this worker attends for another engine")
                 lost.end()  # the engine has lost it
-            self._session = Session(names, shape, sinks, num_blocks)
+            self._session = Session(names, shape, sinks, num_blocks, self._limits.device)
             return self._session
