@@ -42,8 +42,6 @@ from neo_desktop.models.stages import Stages
 
 NOWHERE: Mapping[str, int] = {}
 NO_BLOCKS = IntArray().view()
-# How many times longer a kernel takes to read host memory than a copy. Not measured: what it has to be worth.
-GATHERING_COST = 1.25
 
 
 class ProgramBuilder:
@@ -94,8 +92,6 @@ class ProgramBuilder:
         members = Members.of_all(plan, places)
         bucket = Bucket.of(plan, members, places, self._storage.block_size)
         blocks = np.unique(swapped_blocks(plan, self._storage.block_size))
-        if for_graphs and bucket.is_whole and self._is_worth_gathering(bucket, len(blocks)):
-            bucket = bucket.gathering(len(blocks))
         memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(bucket)
@@ -134,13 +130,6 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _is_worth_gathering(self, bucket: Bucket, num_blocks: int) -> bool:
-        """Whether a graph gathers the used blocks sooner than it copies all up to the last of them."""
-        if self._swapped is None or not self._swapped.gathers:
-            return False
-        copied = min(bucket.rounded().swapped_blocks, self._swapped.present_blocks)
-        return num_blocks * GATHERING_COST < copied
-
     def _window_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
     ) -> WindowStream | None:
@@ -156,11 +145,6 @@ class ProgramBuilder:
             return None
         if graph is None:
             return swaps.stream(pool.runs_of(blocks))
-        if graph.bucket.gathered_blocks:
-            first = graph.parts[0]
-            listed = first.staged.gathered.numpy()
-            listed[: len(blocks)], listed[len(blocks) :] = blocks, -1
-            return swaps.gathering(first.inputs.gathered, len(blocks))
         count = min(graph.bucket.swapped_blocks, pool.present_blocks)
         return swaps.stream([BlockRun(0, count)] if count else [])
 

@@ -104,14 +104,7 @@ class PlanExecutor(Executor):
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
             swapped = swapped_pool(storage)
-            self._workspace = Workspace(
-                stages,
-                storage.places,
-                capacity,
-                num_programs,
-                has_graphs=has_graphs,
-                swapped_blocks=0 if swapped is None else swapped.num_blocks,
-            )
+            self._workspace = Workspace(stages, storage.places, capacity, num_programs, has_graphs=has_graphs)
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(place.host_attends for place in storage.places)

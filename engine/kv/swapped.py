@@ -22,14 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.cuda.copies import suits_graphs
-from neo_desktop.engine.cuda.driver import reads_host_addresses
 from neo_desktop.engine.cuda.pinned import PinnedPieces
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
@@ -95,10 +92,6 @@ class SwappedPool(KVPool):
         else:
             shape = len(swapped), num_blocks * block_size, *row
             self.homes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        # Kernels read all pieces of a layer by one address.
-        self._reads_pieces = self._pieces is None or device.type == "cpu" or reads_host_addresses(device)
-        if swapped and self.gathers:  # compiles the kernel, so that no iteration waits for the compiler
-            self.gather(swapped[0], torch.full((1,), -1, dtype=torch.int32, device=device))
 
     @property
     def stores_early(self) -> bool:
@@ -177,25 +170,6 @@ class SwappedPool(KVPool):
             num_blocks = self._pieces.unpin(num_blocks)
         begin = num_blocks * self.block_size
         return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether `gather` brings the blocks that it is asked for, and no others."""
-        can_read = self._reads_pieces and suits_graphs(self.homes, self.device)
-        return self.kind.gathers and can_read and ladder.rung("row_copy") == "triton"
-
-    def gather(self, layer: int, blocks: Tensor) -> None:
-        """Start to bring the blocks of a list that is read on the device.
-
-        A kernel reads them where they lie in host memory. It is for graphs, whose copies are always the same.
-
-        Args:
-            layer: a swapped one.
-            blocks: [n] int32 on the device; -1: none.
-        """
-        turn = self._turns[layer]
-        k, v = self.homes
-        self.layer(layer).gather(k[turn], v[turn], blocks)
 
     def rows_at(self, slots: Tensor) -> "SwappedRows":
         """See `KVPool`."""

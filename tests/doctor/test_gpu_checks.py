@@ -167,12 +167,6 @@ def test_a_swap_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyP
         check_swap(rig)
 
 
-def test_a_block_that_does_not_come_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks, "gather_blocks", lambda *arguments: None)
-    with pytest.raises(CheckError, match="other values"):
-        checks(rig)["row_copy-triton"].run()
-
-
 def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceLayer, "read", lambda self, slots, out: out.zero_())
     with pytest.raises(CheckError, match="other values"):

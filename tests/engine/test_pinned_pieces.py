@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
-from neo_desktop.engine.cuda import driver, pinned
+from neo_desktop.engine.cuda import pinned
 from neo_desktop.engine.cuda.pinned import PinnedPieces, check_weight_pages, weight_bytes
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
@@ -303,25 +303,3 @@ def test_graphs_copy_nothing_that_is_gone(runtime: Runtime) -> None:
     compute(first + 6, first + 7)
     assert not backend.was_graph
     executor.close()
-
-
-@pytest.mark.parametrize(("result", "value", "expected"), [(0, 1, True), (0, 0, False), (1, 1, False)])
-def test_a_kernel_reads_pieces_where_addresses_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, result: int, value: int, expected: bool
-) -> None:
-    name = "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
-    made = SimpleNamespace(
-        CUdevice_attribute=SimpleNamespace(**{name: 91}),
-        cuDeviceGet=lambda ordinal: (0, 70 + ordinal),
-        cuDeviceGetAttribute=lambda which, handle: (result, value if (which, handle) == (91, 71) else 0),
-    )
-    monkeypatch.setattr(driver, "open_driver", lambda: made)
-    assert driver.reads_host_addresses(torch.device("cuda", 1)) is expected
-
-
-def test_without_a_driver_no_kernel_reads_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise RuntimeError("it is missing")
-
-    monkeypatch.setattr(driver, "open_driver", missing)
-    assert not driver.reads_host_addresses(torch.device("cuda"))
