@@ -145,7 +145,7 @@ class ProgramBuilder:
             return None
         if graph is None:
             return swaps.stream(pool.runs_of(blocks))
-        count = min(graph.bucket.swapped_blocks, pool.present_blocks)
+        count = min(graph.bucket.swapped_blocks, pool.num_blocks)
         return swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(
