@@ -33,7 +33,6 @@ from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
 from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
-from neo_desktop.engine.profiling.expert_use import ExpertUse
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
@@ -47,7 +46,6 @@ from neo_desktop.models.config import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
-COUNTS_KEPT_EVERY = 2000  # iterations; reading them waits for the device
 WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
 
@@ -83,9 +81,6 @@ class Engine:
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
         self._decoder = model.decoder
-        self._expert_use = model.expert_use
-        ExpertUse.begin(model.decoder)
-        self._num_collected = 0
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._policy = policy
@@ -287,14 +282,7 @@ class Engine:
 
     def collect(self) -> None:
         """Wait for the iteration under way, or else for one that starts now, and take its tokens in."""
-        try:
-            self._iterations.collect()
-        except Exception:
-            self._expert_use = None  # the device is lost: nobody asks it any more
-            raise
-        self._num_collected += 1
-        if self._num_collected % COUNTS_KEPT_EVERY == 0:
-            self._keep_expert_use()
+        self._iterations.collect()
 
     def launch(self) -> None:
         """Plan the next iteration, of all requests that are there now, and start it, if there is work."""
@@ -385,15 +373,9 @@ class Engine:
             self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace, workers
         )
 
-    def _keep_expert_use(self) -> None:
-        if self._expert_use is not None:
-            with self.streams.on_device():
-                self._expert_use.keep(self._decoder)
-
     def close(self) -> None:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""
         if "_decoder" in vars(self):
-            self._keep_expert_use()
             del self._decoder
             self._iterations.close()
             if self._workers is not None:

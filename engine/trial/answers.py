@@ -195,7 +195,6 @@ def quick_shape(config: ModelConfig) -> ModelConfig:
             count=min(experts.count, max(QUICK_EXPERTS, experts.per_token)),
             intermediate_size=min(experts.intermediate_size, QUICK_INTERMEDIATE // QUICK_EXPERTS),
             layers=tuple(layer for layer in experts.layers if layer < layers),
-            order=None,
         )
     return replace(
         config,

@@ -64,7 +64,6 @@ class TracedDecoder(Decoder):
         if of_model.sinks:
             self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
-        self.expert_use: Tensor | None = None
         self.stages: Any = None  # `TracedStages`, made once
 
     def _linear(self, fused: Fused, form: LinearForm) -> Linear:
