@@ -158,21 +158,13 @@ class Mixture:
             native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
 
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x."""
+        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x.
+
+        All experts lie on the device.
+        """
+        assert self.on_host is None
         self.route(x, room)
-        if self.has_device_part:
-            self.multiply_on_device(x, room, out)
-        if self.on_host is None:
-            return
-        self.find_host_ids(room, 0)
-        on_host, ids, shares = x.cpu(), room.choice.host_ids.cpu(), room.choice.weights.cpu()
-        made = torch.empty_like(on_host)
-        scratch = room if x.device.type == "cpu" else room.in_host_memory()
-        self.multiply_on_host(on_host, ids, shares, scratch, made)
-        if self.has_device_part:
-            out.add_(made.to(out.device))
-        else:
-            out.copy_(made)
+        self.multiply_on_device(x, room, out)
 
 
 def mixtures(decoder: Decoder, operators: Operators) -> dict[int, Mixture]:

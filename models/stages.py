@@ -234,17 +234,6 @@ class Stages:
         }
         return {place: linear for place, linear in linears.items() if isinstance(linear, Split)}
 
-    @property
-    def splits(self) -> list[str]:
-        """Those of `TURN` that are split in any turn."""
-        names = {name for _, name in self.split_matrices}
-        return [name for name in TURN if name in names]
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether any matrix is split."""
-        return bool(self.splits)
-
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
         self.decoder.embed(token_ids, state.residual)
