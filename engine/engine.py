@@ -33,8 +33,6 @@ from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
 from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
-from neo_desktop.engine.profiling.expert_use import ExpertUse
-from neo_desktop.engine.profiling.peer import measured_peers
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
@@ -43,13 +41,11 @@ from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.second_gpu import free_bytes, second_gpu, with_second_gpu
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
-COUNTS_KEPT_EVERY = 2000  # iterations; reading them waits for the device
 WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
 
@@ -85,9 +81,6 @@ class Engine:
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
         self._decoder = model.decoder
-        self._expert_use = model.expert_use
-        ExpertUse.begin(model.decoder)
-        self._num_collected = 0
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._policy = policy
@@ -143,13 +136,10 @@ class Engine:
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
-            peer = None if options.peer_gpu is None else second_gpu(options.peer_gpu, device)
             parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
             timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
             measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
             try:
-                if peer is not None:
-                    parts = with_second_gpu(parts, peer, free_bytes(peer))
                 return cls.from_parts(
                     parts,
                     options.policy,
@@ -195,10 +185,7 @@ class Engine:
         if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         if parts.workers is not None and isinstance(cost_model, TableCostModel):
-            num_ranks = 1 if parts.leader is None else parts.leader.rank.count
-            cost_model = cost_model.with_attention(*measured_workers(storage, decoder, num_ranks))
-        if isinstance(cost_model, TableCostModel):
-            cost_model = cost_model.with_attention(measured_peers(storage, decoder))
+            cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader
@@ -295,14 +282,7 @@ class Engine:
 
     def collect(self) -> None:
         """Wait for the iteration under way, or else for one that starts now, and take its tokens in."""
-        try:
-            self._iterations.collect()
-        except Exception:
-            self._expert_use = None  # the device is lost: nobody asks it any more
-            raise
-        self._num_collected += 1
-        if self._num_collected % COUNTS_KEPT_EVERY == 0:
-            self._keep_expert_use()
+        self._iterations.collect()
 
     def launch(self) -> None:
         """Plan the next iteration, of all requests that are there now, and start it, if there is work."""
@@ -393,15 +373,9 @@ class Engine:
             self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace, workers
         )
 
-    def _keep_expert_use(self) -> None:
-        if self._expert_use is not None:
-            with self.streams.on_device():
-                self._expert_use.keep(self._decoder)
-
     def close(self) -> None:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""
         if "_decoder" in vars(self):
-            self._keep_expert_use()
             del self._decoder
             self._iterations.close()
             if self._workers is not None:

@@ -3,7 +3,6 @@
 See `execute.ranks.messages` for what is said.
 """
 
-import contextlib
 import faulthandler
 import logging
 import os
@@ -19,13 +18,12 @@ from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.ranks.group import BrokenGroupError
 from neo_desktop.engine.execute.ranks.leader import share_cpus
 from neo_desktop.engine.execute.ranks.members import Follower
-from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Reach, Ready
+from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Ready
 from neo_desktop.engine.execute.ranks.plans import PlanReader
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import load
-from neo_desktop.engine.parts import take_memory, with_workers
-from neo_desktop.engine.remote.link import WorkerLostError
+from neo_desktop.engine.parts import take_memory
 
 FAILED_STATUS = 1
 
@@ -67,7 +65,7 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
     share_cpus(beginning.rank.count)
     options = beginning.options
     loaded = load(options, rank=beginning.rank)
-    parts = with_workers(take_memory(loaded, options, member=follower), options, follower)
+    parts = take_memory(loaded, options, member=follower)
     limits = parts.limits
     executor = build_executor(
         loaded.decoder,
@@ -83,12 +81,8 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
     for message in follower.messages:
         if isinstance(message, Question):
             follower.tell(message)
-        elif isinstance(message, Reach):
-            assert parts.workers is not None
-            follower.reach(parts.workers, message)
         else:
-            with contextlib.suppress(WorkerLostError):  # rank 0 raises it, too, and plans anew
-                executor.execute(reader.plan(message))
+            executor.execute(reader.plan(message))
 
 
 def _portable(error: Exception) -> Exception:

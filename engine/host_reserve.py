@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from neo_desktop.engine.kv.cache import KVCache, PoolSize
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
@@ -40,8 +41,8 @@ class HostReserve:
 
     A smaller cache uses its first blocks only. Requests with others move in the next iteration, or are
     computed again. Once no request has a block behind them, those pages go back to the system; the
-    addresses stay, so that nothing that refers to them has to be made anew, but for graphs that copy from
-    pinned memory. The oldest request keeps its blocks.
+    addresses stay, so that nothing that refers to them has to be made anew. The oldest request keeps its
+    blocks. Pinned memory, as the swap-cache of a GPU, stays.
 
     All calls come from the engine's thread, while no iteration is under way.
 
@@ -122,35 +123,25 @@ class HostReserve:
 
     def _least_blocks(self, place: Place, size: PoolSize) -> int:
         least = max(self._scheduler.least_blocks(place), int(size.most * LEAST_SHARE))
-        together = self._pools[place].blocks_given_back
-        return min(-(-least // together) * together, size.most)
+        return min(-(-least // BLOCKS_PER_RUN) * BLOCKS_PER_RUN, size.most)
 
     def _set_limits(self, limits: Mapping[Place, int]) -> bool:
-        """Set those that change; return whether any did. A cache grows as far as the system grants it."""
-        has_changed = False
-        for place, wanted in limits.items():
-            limit = before = self._kv.size(place).limit
-            if wanted > before:
-                limit = max(self._pools[place].take_again(wanted), before)
-            elif wanted < before:
-                limit = wanted
-            if limit != before:
-                self._scheduler.set_limit(place, limit)
-                has_changed = True
-        return has_changed
+        """Set those that change; return whether any did."""
+        changed = {place: limit for place, limit in limits.items() if limit != self._kv.size(place).limit}
+        for place, limit in changed.items():
+            self._scheduler.set_limit(place, limit)
+        return bool(changed)
 
     def _shrink(self, missing: int) -> bool:
         """Begin to give back: of the memory that each cache takes, the same share."""
         sizes = self._sizes()
-        held = {place: self._pools[place].held_blocks(size.touched) for place, size in sizes.items()}
-        held_bytes = sum(blocks * self._pools[place].block_bytes for place, blocks in held.items())
+        held_bytes = sum(size.touched * self._pools[place].block_bytes for place, size in sizes.items())
         kept_share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
         limits = {}
         for place, size in sizes.items():
-            together = self._pools[place].blocks_given_back
-            kept = int(held[place] * kept_share) // together * together
+            kept = int(size.touched * kept_share) // BLOCKS_PER_RUN * BLOCKS_PER_RUN
             kept = max(kept, self._least_blocks(place, size))
-            if kept < held[place]:
+            if kept < size.touched:
                 limits[place] = min(kept, size.limit)
         has_changed = self._set_limits(limits)
         self._draining |= limits.keys()
@@ -189,8 +180,8 @@ class HostReserve:
         share = min(spare / missing, 1.0)
         limits = {}
         for place, size in sizes.items():
-            together = self._pools[place].blocks_given_back
-            grown = (size.limit + int((size.most - size.limit) * share)) // together * together
+            grown = size.limit + int((size.most - size.limit) * share)
+            grown = grown // BLOCKS_PER_RUN * BLOCKS_PER_RUN
             limits[place] = size.most if share == 1.0 else max(grown, size.limit)
         has_changed = self._set_limits(limits)
         for place, size in self._sizes().items():

@@ -96,14 +96,6 @@ MECHANISMS: Mapping[str, Mechanism] = {
             (Rung("pinned", "pinned"), Rung("pageable", "pageable: copies wait for each other")),
         ),
         Mechanism(
-            "peer_copies",
-            "Copies between two GPUs",
-            (
-                Rung("direct", "by CUDA, straight where it can"),
-                Rung("through-host", "two copies each, through pinned host memory"),
-            ),
-        ),
-        Mechanism(
             "isa",
             "Instructions of CPU attention",
             tuple(Rung(isa, isa) for isa in reversed(native.available_isas())),

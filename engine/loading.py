@@ -25,7 +25,6 @@ from neo_desktop.engine.profiling.budget import (
     activation_bytes,
     limits_of,
 )
-from neo_desktop.engine.profiling.expert_use import ExpertUse
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
@@ -63,7 +62,6 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     streams: Streams  # of the decoder's device
-    expert_use: ExpertUse | None = None  # of a checkpoint's experts
 
 
 # Decides where the weights go of a model of this form, dtype and device; None: all where the device computes.
@@ -111,10 +109,6 @@ def load(
         ignored = ", ".join(whole.generation.ignored)
         logger.warning("%s: recommended, but not done here: %s", checkpoint.name, ignored)
     weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
-    use = None
-    if whole.experts is not None and rank.count == 1:
-        use = ExpertUse(checkpoint.path, whole.experts)
-        whole = use.ordered(whole)
     config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
@@ -136,9 +130,7 @@ def load(
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
-    if use is not None and decoder.has_split_experts:
-        logger.info("experts on the device: %s", use.which)
-    return LoadedModel(name, config, decoder, tokenizer, streams, use)
+    return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
 def available_bytes(rank: Rank) -> int:

@@ -241,15 +241,6 @@ class EngineOptions:
             panel="Workers",
         ),
     ] = 10.0
-    peer_gpu: Annotated[
-        int | None,
-        Option(
-            flag="--peer-gpu",
-            metavar="INDEX",
-            least=0,
-            help="Another GPU of this computer that holds KV and attends to it, too: its number, from 0 on.",
-        ),
-    ] = None
     trace_timeline: Annotated[
         Path | None,
         Option(
@@ -295,8 +286,8 @@ class EngineOptions:
             )
         if self.tensor_parallel > 1 and self.gpu_weights_gib is not None:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
-        if self.tensor_parallel > 1 and self.peer_gpu is not None:
-            raise ValueError("peer_gpu does not go with tensor_parallel: leave one of them out")
+        if self.tensor_parallel > 1 and self.workers is not None:
+            raise ValueError("workers do not go with tensor_parallel: leave one of them out")
 
     @property
     def most_requests(self) -> int:
@@ -338,7 +329,6 @@ class EngineKeywords(TypedDict, total=False):
     worker_secret: str | Path | None
     worker_ca: str | Path | None
     worker_timeout_s: float
-    peer_gpu: int | None
     trace_timeline: str | Path | None
     max_batch_tokens: int | None
     max_batch_requests: int | None

@@ -9,7 +9,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.execute.ranks.leader import Leader
-from neo_desktop.engine.execute.ranks.members import Follower, Member
+from neo_desktop.engine.execute.ranks.members import Member
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.swapped import make_pool
@@ -72,7 +72,6 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     leader = Leader(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
-        parts = with_workers(parts, options, leader)
     except BaseException:
         leader.close()
         raise
@@ -100,15 +99,12 @@ def addresses_of(named: str) -> list[Address]:
     return [Address.parse(text.strip()) for text in named.split(",")]
 
 
-def with_workers(
-    parts: EngineParts, options: EngineOptions, member: Leader | Follower | None = None
-) -> EngineParts:
+def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
     """Connect an engine's parts to workers; those that cannot be reached are tried again in the background.
 
     Args:
-        parts: of this rank; they are returned as they are if no workers are asked for.
+        parts: returned as they are if no workers are asked for.
         options: of the engine.
-        member: of the ranks among which the model is divided, all of which connect; None: it is whole.
 
     Raises:
         ValueError: the heads cannot be divided among so many.
@@ -124,40 +120,23 @@ def with_workers(
     shape = AttentionShape.of(config, BLOCK_SIZE, decoder.dtype)
     sinks = None if decoder.sinks is None else torch.stack([each.float().cpu() for each in decoder.sinks])
     cluster: Cluster | None = None
-    if isinstance(member, Follower):
-        count = int(named) if named.isdigit() else len(addresses_of(named))
-        addresses: Sequence[Callable[[], Address]] = member.finders(count, by_heads)
-    elif named.isdigit():
+    if named.isdigit():
         cluster = Cluster(int(named), trust.secret)
-        addresses = cluster.addresses
+        addresses: Sequence[Callable[[], Address]] = cluster.addresses
     else:
         addresses = [partial(_same, address) for address in addresses_of(named)]
     try:
-        workers = Workers(
-            addresses,
-            trust,
-            config,
-            shape,
-            sinks,
-            most,
-            cluster=cluster,
-            by_heads=by_heads,
-            engine_rank=None if member is None else member.engine_rank,
-        )
+        workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster, by_heads=by_heads)
     except ValueError:
         if cluster is not None:
             cluster.close()
         raise
-    if member is None:
-        workers.connect()
-        num_blocks = workers.num_blocks
-    else:
-        num_blocks = member.connect(workers)
+    workers.connect()
     pools = {place: parts.storage[place] for place in parts.storage.places}
     return replace(
         parts,
-        num_blocks=parts.num_blocks | num_blocks,
-        storage=KVStorage(pools | workers.pools(num_blocks)),
+        num_blocks=parts.num_blocks | workers.num_blocks,
+        storage=KVStorage(pools | workers.pools),
         workers=workers,
     )
 

@@ -7,8 +7,8 @@ class _Place(NamedTuple):
     name: str
     label: str  # what metrics and reports call it
     in_host_memory: bool  # whether its KV lies there between iterations, even where there is a GPU
-    host_attends: bool  # whether its decodes cross the bus: the native CPU kernels attend for them
-    is_remote: bool = False  # whether others do that: an attention worker on another computer, a second GPU
+    host_attends: bool  # whether its decodes go through host memory: the CPU attends for them, or a worker
+    is_remote: bool = False  # whether an attention worker does that, at the other end of a network
 
 
 class Place(_Place):
@@ -22,7 +22,6 @@ class Place(_Place):
 
     DEVICE: ClassVar["Place"]  # the GPU-cache, imitated in host memory where there is no GPU
     HOST: ClassVar["Place"]  # the CPU-cache
-    PEER: ClassVar["Place"]  # the memory of a second GPU, which attends to it
     SWAPPED: ClassVar["Place"]  # host memory whose KV comes to the device, layer by layer, to be attended to
 
     @classmethod
@@ -45,21 +44,6 @@ class Place(_Place):
         return self.host_attends and not self.is_remote
 
     @property
-    def is_worker(self) -> bool:
-        """Whether an attention worker attends, at the other end of a network."""
-        return self.is_remote and self.in_host_memory
-
-    @property
-    def through_host(self) -> bool:
-        """Whether q, k, v and the output of its decodes go through host memory."""
-        return self.host_attends and self.in_host_memory
-
-    @property
-    def is_peer(self) -> bool:
-        """Whether a second GPU attends, which gets them from the model's."""
-        return self.host_attends and not self.in_host_memory
-
-    @property
     def is_swapped(self) -> bool:
         """Whether its KV comes from host memory to the device for each layer: the device attends to it."""
         return self.in_host_memory and not self.host_attends
@@ -72,12 +56,11 @@ class Place(_Place):
     @property
     def stays_on_device(self) -> bool:
         """Whether the host has no part in its decodes."""
-        return not self.host_attends and not self.in_host_memory
+        return not self.in_host_memory
 
 
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)
 Place.SWAPPED = Place("swapped", label="swap", in_host_memory=True, host_attends=False)
-Place.PEER = Place("second-gpu", label="second-gpu", in_host_memory=False, host_attends=True, is_remote=True)
 PLACES = (Place.DEVICE, Place.HOST)  # whose attention is measured: each in its own way
 ALL_PLACES = (Place.DEVICE, Place.SWAPPED, Place.HOST)

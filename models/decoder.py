@@ -121,12 +121,6 @@ class Decoder:
             self.lm_head = self.embedding
         self.streamed_shares = UNMEASURED  # of split matrices; replaced once it is measured
         self.streamed_experts = UNMEASURED  # likewise, of experts in host memory
-        # How often each expert was chosen, [layers, experts + 1] int32, where some lie in host memory; the
-        # last column is for rows that are nobody's.
-        self.expert_use: Tensor | None = None
-        if config.experts is not None and self.has_split_experts:
-            shape = config.num_layers, config.experts.count + 1
-            self.expert_use = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:

@@ -67,13 +67,6 @@ class ExpertScratch(NamedTuple):
             experts.per_token,
         )
 
-    def in_host_memory(self) -> "ExpertScratch":
-        """Return the same room there."""
-        choice = Choice(*(torch.empty_like(each, device="cpu") for each in self.choice))
-        tensors = (self.logits, self.gate_up, self.gated, self.products)
-        logits, *of_pairs = (torch.empty_like(each, device="cpu") for each in tensors)
-        return ExpertScratch(logits, choice, of_pairs[0], of_pairs[1], of_pairs[2], self.per_token)
-
     def first(self, rows: int) -> "ExpertScratch":
         """Return views for the first rows."""
         pairs = min(rows, ROWS_AT_ONCE) * self.per_token

@@ -35,13 +35,9 @@ class Mixture:
         weights: of all of them.
         config: what they are.
         operators: of the device.
-        use: [experts + 1] int32, where choices are counted; None: they are not.
     """
 
-    def __init__(
-        self, weights: Experts, config: ExpertsConfig, operators: Operators, use: Tensor | None = None
-    ) -> None:
-        self._use = use
+    def __init__(self, weights: Experts, config: ExpertsConfig, operators: Operators) -> None:
         self._router, self._config, self._operators = weights.router, config, operators
         self._num_resident = config.count
         self._split: _Matrices | None = None
@@ -82,20 +78,16 @@ class Mixture:
             return []
         return expert_pieces(self._split, self._config.count, streamed, dtype)
 
-    def route(self, x: Tensor, room: ExpertScratch, counted: Tensor | None = None) -> None:
+    def route(self, x: Tensor, room: ExpertScratch) -> None:
         """Choose experts for x `[n, hidden]`.
 
         Args:
             x: of the device.
             room: where the choice goes.
-            counted: [n] bool: which of them are counted; None: none.
         """
         logits = self._router.multiply(x, room.logits)
         ids, weights, _ = room.choice
         self._operators.choose_experts(logits, self._config.normalises, ids, weights)
-        if self._use is not None and counted is not None:
-            chosen = torch.where(counted[:, None], ids, self._config.count).flatten().long()
-            self._use.scatter_add_(0, chosen, torch.ones_like(self._use[:1]).expand(len(chosen)))
 
     def find_host_ids(self, room: ExpertScratch, streamed: int) -> None:
         """Say of the choice which of the experts in host memory they are; -1: none of the CPU's.
@@ -166,21 +158,13 @@ class Mixture:
             native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
 
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x."""
+        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x.
+
+        All experts lie on the device.
+        """
+        assert self.on_host is None
         self.route(x, room)
-        if self.has_device_part:
-            self.multiply_on_device(x, room, out)
-        if self.on_host is None:
-            return
-        self.find_host_ids(room, 0)
-        on_host, ids, shares = x.cpu(), room.choice.host_ids.cpu(), room.choice.weights.cpu()
-        made = torch.empty_like(on_host)
-        scratch = room if x.device.type == "cpu" else room.in_host_memory()
-        self.multiply_on_host(on_host, ids, shares, scratch, made)
-        if self.has_device_part:
-            out.add_(made.to(out.device))
-        else:
-            out.copy_(made)
+        self.multiply_on_device(x, room, out)
 
 
 def mixtures(decoder: Decoder, operators: Operators) -> dict[int, Mixture]:
@@ -189,9 +173,7 @@ def mixtures(decoder: Decoder, operators: Operators) -> dict[int, Mixture]:
     if config is None:
         return {}
     return {
-        index: Mixture(
-            layer.mlp, config, operators, None if decoder.expert_use is None else decoder.expert_use[index]
-        )
+        index: Mixture(layer.mlp, config, operators)
         for index, layer in layers
         if isinstance(layer.mlp, Experts)
     }

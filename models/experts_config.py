@@ -1,6 +1,6 @@
 """The sizes of a mixture of experts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,12 +32,6 @@ class ExpertsConfig:
     router_bias: bool = False
     bias: bool = False
     clamped: ClampedGate | None = None  # None: silu(gate) * up
-    # In which order experts lie, of each of `layers`, by the checkpoint's numbers; None: in that of these.
-    order: tuple[tuple[int, ...], ...] | None = None
-
-    def order_of(self, layer: int) -> Sequence[int]:
-        """Return the checkpoint's numbers of a layer's experts as they lie."""
-        return range(self.count) if self.order is None else self.order[self.layers.index(layer)]
 
 
 def check_experts(

@@ -187,22 +187,6 @@ def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Ten
         rows.copy_(torch.where(is_read, cache[place], rows))
 
 
-def gather_blocks(k_home: Tensor, v_home: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> None:
-    """Copy blocks of host memory to the same blocks of the caches, without waiting for them.
-
-    By torch all of them: it would have to wait for the device to know which.
-
-    Args:
-        k_home: [slots, kv_heads, head_dim] in host memory, v_home likewise.
-        v_home: see k_home.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim] on the device, v_cache likewise.
-        v_cache: see k_cache.
-        blocks: [n] int32 on the device, each at most once; -1: none.
-    """
-    for home, cache in ((k_home, k_cache), (v_home, v_cache)):
-        cache.flatten(0, 1).copy_(home, non_blocking=True)
-
-
 def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return blocks, and offsets in them, of slots >= 0."""
     block_size = cache.shape[1]

@@ -1,9 +1,6 @@
 """Which of the processes a process is among which a model is divided; see `ranks`."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-Runs = tuple[slice, ...]  # places that follow each other, in order
 
 # Inner numbers are divided by the largest of these that leaves each rank about as many: so quantised columns
 # consist of whole blocks.
@@ -36,8 +33,3 @@ class Rank:
 
 
 ALONE = Rank()
-
-
-def num_places(runs: Iterable[slice]) -> int:
-    """Return how many places there are in runs of them."""
-    return sum(run.stop - run.start for run in runs)

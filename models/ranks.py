@@ -26,7 +26,7 @@ from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.quantised import PartShape
-from neo_desktop.models.rank import Rank, Runs, num_places
+from neo_desktop.models.rank import Rank
 from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
@@ -43,6 +43,11 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     count, experts = rank.count, config.experts
     if count == 1:
         return config
+    if isinstance(config, TracedConfig):
+        raise ModelError(
+            f"{config.architecture} runs by the code of transformers, which --tensor-parallel cannot divide: "
+            "leave --tensor-parallel out."
+        )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     for what, size, can_be in (
         ("heads", heads, heads % count == 0),
@@ -53,8 +58,6 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
                 f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
                 "for --tensor-parallel."
             )
-    if isinstance(config, TracedConfig):
-        return _traced_config_of_rank(config, rank)
     inner = rank.inner_part(config.intermediate_size)
     sizes = [inner.stop - inner.start]
     if experts is not None:
@@ -77,31 +80,12 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     )
 
 
-def _traced_config_of_rank(config: TracedConfig, rank: Rank) -> TracedConfig:
-    from neo_desktop.models.traced.division import division, part_of_outline  # noqa: PLC0415 - rarely needed
-
-    part = part_of_outline(config.of_model, division(config.source, config.of_model, rank), rank)
-    return replace(
-        config,
-        num_heads=part.heads,
-        num_kv_heads=part.kv_heads,
-        tie_word_embeddings=part.head is None,
-        of_model=part,
-        rank=rank,
-    )
-
-
 def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearForm:
     """Return the form of a rank's part of a model whose matrices are kept in this one."""
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form
     of_rank = config_of_rank(config, rank)
     whole, part = config.matrices, of_rank.matrices
-    if isinstance(of_rank, TracedConfig):
-        rows = {fused.name: fused.rows for fused in of_rank.of_model.all_matrices}
-        return replace(
-            form, stored={name: _of_rows(parts, rows.get(name)) for name, parts in form.stored.items()}
-        )
 
     def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
         kind = name.partition(".")[2]
@@ -110,15 +94,6 @@ def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearFor
         return tuple(replace(each, rows=each.rows * part[kind].rows // whole[kind].rows) for each in parts)
 
     return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
-
-
-def _of_rows(parts: tuple[PartShape, ...], rows: tuple[int, ...] | None) -> tuple[PartShape, ...]:
-    """Return parts of a matrix with other numbers of rows; None: as they are, like the embedding's."""
-    if rows is None:
-        return parts
-    if len(parts) == 1:  # those of experts that are of one type are one
-        return (replace(parts[0], rows=sum(rows)),)
-    return tuple(replace(each, rows=count) for each, count in zip(parts, rows, strict=True))
 
 
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:
@@ -133,7 +108,7 @@ def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weight
     """
     if rank.count == 1:
         return weights
-    parts = _TracedParts(config, rank) if isinstance(config, TracedConfig) else _Parts(config, rank)
+    parts = _Parts(config, rank)
     tensors = {name: parts.of(name, stored) for name, stored in weights.tensors.items()}
     found = {name: part for name, part in tensors.items() if part is not None}
     return Weights(weights.path, weights.description, found)
@@ -166,52 +141,24 @@ class _Parts:
         _, _, _, in_layer = name.split(".", 3)
         module, _, kind = in_layer.rpartition(".")
         if module in self._rows:
-            return _Part(stored, (self._rows[module],))
+            return _Part(stored, self._rows[module])
         if module not in self._columns:
             return stored
         if kind == "bias":
             return stored if self._rank.number == 0 else _Zeros(stored)
-        return _of_columns(name, stored, (self._columns[module],), self._rank)
+        return _of_columns(name, stored, self._columns[module], self._rank)
 
 
-class _TracedParts:
-    def __init__(self, config: TracedConfig, rank: Rank) -> None:
-        from neo_desktop.models.traced.division import division  # noqa: PLC0415 - rarely needed
-
-        outline, self._rank = config.of_model, rank
-        found = division(config.source, outline, rank)
-        self._rows, self._columns = dict(found.rows), found.columns
-        self._heads = () if outline.head is None else (*outline.head.weights, *outline.head.biases)
-        self._sums = set[str]()  # biases of what is added up
-        for fused in outline.matrices:
-            for weight, bias in zip(fused.weights, fused.biases, strict=False):
-                if weight in self._rows:
-                    self._rows[bias] = self._rows[weight]
-                if weight in self._columns:
-                    self._sums.add(bias)
-
-    def of(self, name: str, stored: StoredTensor) -> StoredTensor | None:
-        """See `_Parts`."""
-        if self._rank.number > 0 and name in self._heads:
-            return None
-        if name in self._rows:
-            return _Part(stored, self._rows[name])
-        if name in self._columns:
-            return _of_columns(name, stored, self._columns[name], self._rank)
-        return _Zeros(stored) if self._rank.number > 0 and name in self._sums else stored
-
-
-def _of_columns(name: str, stored: StoredTensor, columns: Runs, rank: Rank) -> "_Part":
+def _of_columns(name: str, stored: StoredTensor, columns: slice, rank: Rank) -> "_Part":
     if stored.blocks is not None:
         elements, _ = _ELEMENTS[stored.blocks.type_name]
-        for run in columns:
-            if run.start % elements or run.stop % elements:
-                raise ModelError(
-                    f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
-                    f"a part of its columns, from {run.start} to {run.stop}, would cut: it cannot be "
-                    f"divided among {rank.count} processes."
-                )
-    return _Part(stored, (slice(0, stored.shape[0]),), columns)
+        if columns.start % elements or columns.stop % elements:
+            raise ModelError(
+                f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
+                f"a part of its columns, from {columns.start} to {columns.stop}, would cut: it cannot be "
+                f"divided among {rank.count} processes."
+            )
+    return _Part(stored, slice(0, stored.shape[0]), columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +172,8 @@ class _Part:
     """
 
     whole: StoredTensor
-    rows: Runs
-    columns: Runs | None = None
+    rows: slice
+    columns: slice | None = None
 
     @property
     def file(self) -> Path:
@@ -237,8 +184,8 @@ class _Part:
     def shape(self) -> tuple[int, ...]:
         _, *columns = self.whole.shape
         if self.columns is not None:
-            columns = [num_places(self.columns)]
-        return num_places(self.rows), *columns
+            columns = [self.columns.stop - self.columns.start]
+        return self.rows.stop - self.rows.start, *columns
 
     @property
     def type_name(self) -> str:
@@ -261,25 +208,22 @@ class _Part:
         elements, nbytes = _ELEMENTS[whole.type_name]
         columns = self.columns
         if columns is not None:
-            columns = tuple(
-                slice(run.start // elements * nbytes, run.stop // elements * nbytes) for run in columns
-            )
+            columns = slice(columns.start // elements * nbytes, columns.stop // elements * nbytes)
         return Blocks(whole.type_name, lambda rows: self._cut(whole.pieces(rows), columns))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         return self._cut(self.whole.pieces(), self.columns)
 
     def _cut(
-        self, pieces: Iterator[tuple[int, Tensor]], columns: Runs | None
+        self, pieces: Iterator[tuple[int, Tensor]], columns: slice | None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the part in one: its rows need not begin where a piece does."""
         found = []
         for first, piece in pieces:
-            if first >= self.rows[-1].stop:
+            if first >= self.rows.stop:
                 break
-            for run in self.rows:
-                rows = piece[max(run.start - first, 0) : max(run.stop - first, 0)]
-                found.append(rows if columns is None else torch.cat([rows[:, each] for each in columns], 1))
+            rows = piece[max(self.rows.start - first, 0) : max(self.rows.stop - first, 0)]
+            found.append(rows if columns is None else rows[:, columns])
         yield 0, torch.cat(found)
 
 
@@ -287,7 +231,7 @@ class _Zeros(_Part):
     """Zeros in place of a bias that another rank adds."""
 
     def __init__(self, whole: StoredTensor) -> None:
-        super().__init__(whole, (slice(0, whole.shape[0]),))
+        super().__init__(whole, slice(0, whole.shape[0]))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, torch.zeros(self.shape)

@@ -94,7 +94,7 @@ def stages_of(
     if isinstance(decoder, TracedDecoder):
         from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed
 
-        return TracedStages.of(decoder, operators, reduce)
+        return TracedStages.of(decoder, operators)
     return Stages(decoder, operators, reduce, has_head=has_head)
 
 

@@ -75,7 +75,6 @@ class State:
     attention: Tensor  # [rows, heads, head_dim]: its output
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor
-    counted: Tensor  # [rows] bool: whether experts that are chosen for it count as used; padding does not
     scratch: Scratch
     _seen: list[native.View] | None = field(default=None, compare=False)  # see `seen_by_native`
 
@@ -99,7 +98,6 @@ class State:
             attention=room(config.num_heads, config.head_dim),
             cos=room(1, config.rotation_width, of=torch.float32),
             sin=room(1, config.rotation_width, of=torch.float32),
-            counted=room(of=torch.bool),
             scratch=scratch.first(rows),
         )
 
@@ -125,7 +123,6 @@ class State:
             self.attention[:rows],
             self.cos[:rows],
             self.sin[:rows],
-            self.counted[:rows],
             self.scratch.first(rows),
         )
 
@@ -140,7 +137,6 @@ class State:
         of_them = slice(first_row, first_row + len(rows))
         torch.index_select(self.residual, 0, rows, out=into.residual[of_them])
         torch.index_select(self.attention, 0, rows, out=into.attention[of_them])
-        torch.index_select(self.counted, 0, rows, out=into.counted[of_them])
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,25 +234,9 @@ class Stages:
         }
         return {place: linear for place, linear in linears.items() if isinstance(linear, Split)}
 
-    @property
-    def splits(self) -> list[str]:
-        """Those of `TURN` that are split in any turn."""
-        names = {name for _, name in self.split_matrices}
-        return [name for name in TURN if name in names]
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether any matrix is split."""
-        return bool(self.splits)
-
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
-        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows].
-
-        Token 0 at position 0 is padding.
-        """
+        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
         self.decoder.embed(token_ids, state.residual)
-        if self.decoder.expert_use is not None:
-            torch.ne(token_ids + positions, 0, out=state.counted)
         state.x.zero_()
         self.rotate(positions, state.cos, state.sin)
 
@@ -301,7 +281,7 @@ class Stages:
             if mixture is not None and mixture.on_host is not None:
                 assert scratch.experts is not None
                 work.append(partial(self._norm_for_mlp, finished, state))
-                work.append(partial(mixture.route, scratch.normed, scratch.experts, state.counted))
+                work.append(partial(mixture.route, scratch.normed, scratch.experts))
                 experts = DividedExperts(mixture, scratch.normed, scratch.experts, state.x)
                 yield Step(partial(_run, tuple(work)), experts)
                 work.clear()

@@ -155,8 +155,7 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
         names[f"{index}.output"] = [f"{attention}o_proj.weight"]
         if config.experts is not None and index in config.experts.layers:
             for kind in ("gate", "up", "down"):
-                order = config.experts.order_of(index)
-                modules = expert_names(config.architecture).of_each(kind, order)
+                modules = expert_names(config.architecture).of_each(kind, range(config.experts.count))
                 names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
             continue
         names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]

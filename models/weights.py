@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -108,35 +108,16 @@ def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
 
 def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: int) -> Iterator[NamedWeight]:
     assert config.experts is not None
-    names, order = expert_names(config.architecture), config.experts.order_of(layer)
+    names, count = expert_names(config.architecture), config.experts.count
     hidden, intermediate = config.hidden_size, config.experts.intermediate_size
-    routers = _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": len(order)})
-    if config.experts.order is not None:
-        places = torch.tensor(order).argsort().tolist()  # of the checkpoint's first expert, its second ..
-        routers = (_permuted(router, places) for router in routers)
-    yield from routers
+    yield from _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": count})
     for kind, rows, columns in (
         ("gate", intermediate, hidden),
         ("up", intermediate, hidden),
         ("down", hidden, intermediate),
     ):
-        of_each = dict.fromkeys(names.of_each(kind, order), rows)
+        of_each = dict.fromkeys(names.of_each(kind, range(count)), rows)
         yield from _parts(prefix, getattr(experts, kind), columns, of_each)
-
-
-def _permuted(weight: NamedWeight, places: Sequence[int]) -> NamedWeight:
-    return replace(
-        weight, load=partial(_load_to, weight.load, places), dense=partial(_rows_of, weight.dense, places)
-    )
-
-
-def _load_to(load: Callable[[int, Tensor], object], places: Sequence[int], row: int, values: Tensor) -> None:
-    for place, value in zip(places[row : row + len(values)], torch.split(values, 1), strict=True):
-        load(place, value)
-
-
-def _rows_of(dense: Callable[[], Tensor], places: Sequence[int]) -> Tensor:
-    return dense()[torch.tensor(places)]
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:

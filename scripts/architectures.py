@@ -3,17 +3,15 @@
     python -m scripts.architectures                   all causal language models, some ten minutes
     python -m scripts.architectures phi3 olmoe        these
 
-Of each are compared the scores of transformers and those of the stages that its code is cut into, whole and
-divided among two ranks, in float32. What is refused is shown with the reason. Each runs in its own process.
+Of each are compared the scores of transformers and those of the stages that its code is cut into, in float32.
+What is refused is shown with the reason. Each runs in its own process.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Barrier
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.rank import Rank
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.stages import Scratch, Stages, State
 from neo_desktop.models.traced.config import read_traced
@@ -104,15 +101,8 @@ def save(model_type: str, folder: Path) -> Tensor:
     raise RuntimeError(f"no small one can be made ({str(first).splitlines()[0][:80]})")
 
 
-def load(folder: Path, rank: Rank, reduce: Callable[[Tensor], object] | None) -> tuple[Decoder, Stages]:
-    """Load a rank's part."""
-    config = read_traced(folder)
-    decoder = load_model(open_checkpoint(folder), config, dtype=torch.float32, device=CPU, rank=rank)
-    return decoder, stages_of(decoder, None, reduce, has_head=rank.number == 0)
-
-
 def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
-    """Return the scores after each token, [n, vocab]; of a rank without a head nothing of use."""
+    """Return the scores after each token, [n, vocab]."""
     config, rows = decoder.config, len(TOKENS)
     of = config, rows, decoder.dtype, CPU
     state = State.empty(*of, Scratch.empty(*of))
@@ -134,28 +124,7 @@ def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
     stages.advance(config.num_layers - 1, None, state)
     normed = torch.empty(rows, config.hidden_size)
     stages.final_norm(state, normed)
-    room = torch.empty(rows, config.vocab_size)
-    return stages.logits(normed, room) if stages.has_head else room
-
-
-def scores_of_ranks(folder: Path, count: int) -> Tensor:
-    """Return those that ranks compute together, each in a thread."""
-    given: list[Tensor] = [torch.empty(0)] * count
-    together = Barrier(count, timeout=PATIENCE_S)
-
-    def reduce_of(number: int) -> Callable[[Tensor], None]:
-        def reduce(part: Tensor) -> None:
-            given[number] = part.clone()
-            together.wait()
-            part.copy_(torch.stack(given).sum(0))
-            together.wait()
-
-        return reduce
-
-    parts = [load(folder, Rank(number, count), reduce_of(number)) for number in range(count)]
-    with ThreadPoolExecutor(count) as threads:
-        found = list(threads.map(lambda part: scores_of(*part), parts))
-    return found[0]
+    return stages.logits(normed, torch.empty(rows, config.vocab_size))
 
 
 def off(found: Tensor, expected: Tensor) -> str:
@@ -170,14 +139,12 @@ def tried(model_type: str) -> str:
         folder = Path(name)
         try:
             expected = save(model_type, folder)
-            decoder, stages = load(folder, Rank(), None)
-            found = off(scores_of(decoder, stages), expected)
+            decoder = load_model(
+                open_checkpoint(folder), read_traced(folder), dtype=torch.float32, device=CPU
+            )
+            return off(scores_of(decoder, stages_of(decoder, None)), expected)
         except (ModelError, RuntimeError) as error:
             return f"no: {str(error).split('config.json ')[-1]}"
-        try:
-            return f"{found}; two ranks {off(scores_of_ranks(folder, 2), expected)}"
-        except ModelError as error:
-            return f"{found}; not divided: {str(error).split('config.json ')[-1]}"
 
 
 def main() -> None:

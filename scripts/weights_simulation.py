@@ -3,7 +3,6 @@
     python scripts/weights_simulation.py sweep      GPU memory of 6 to 90 % of the weights (HeteGen, figure 8)
     python scripts/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
     python scripts/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
-    python scripts/weights_simulation.py experts    what it brings to have those on the GPU that are used most
     python scripts/weights_simulation.py plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All have the same
@@ -60,8 +59,6 @@ from neo_desktop.models.stored_form import StoredForm, uniform_form
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
 SHARES = (0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-SKEWS = (0.0, 0.5, 1.0)  # of the use of experts
-SKEWED_SHARES = (0.25, 0.5, 0.75)
 MACHINES = ("t4", "rtx-3060", "rtx-4090")
 CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
 CARD_HOST_GIB = 64  # of main memory, whatever the usual host of the card has
@@ -204,22 +201,6 @@ class Case:
             }[name]
         )
 
-    def with_skew(self, skew: float) -> "Case":
-        """The same, placed alike, if experts are used unequally and those used most are on the GPU."""
-        case = replace(self)
-        case.__dict__["plan"] = self.plan
-        case.__dict__["matrices"] = {
-            name: replace(sizes, skew=skew) if sizes.is_experts else sizes
-            for name, sizes in self.matrices.items()
-        }
-        return case
-
-    def share_by_cpu(self) -> float:
-        """Return the share of the experts that tokens choose that are not on the GPU."""
-        experts = {name: sizes for name, sizes in self.matrices.items() if sizes.is_experts}
-        others = [sizes.used(self.plan.resident_rows[name]) for name, sizes in experts.items()]
-        return sum(others) / sum(sizes.used() for sizes in experts.values())
-
     def rate(self, products_ms: Callable[[int], float]) -> float:
         """Return tokens of the answer per second, the prompt's time included."""
         read = bytes_read(self.config, DTYPE, self.form)
@@ -346,28 +327,6 @@ def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 
 
-def experts() -> None:
-    print(
-        "| GPU | model | weights on the GPU | "
-        + " | ".join(f"by the CPU, skew {skew:g}" for skew in SKEWS)
-        + " | "
-        + " | ".join(f"tokens/s, skew {skew:g}" for skew in SKEWS)
-        + " |"
-    )
-    print("|---" * (3 + 2 * len(SKEWS)) + "|")
-    mixtures = [model for model, make in MODELS.items() if make()[0].experts is not None]
-    for gpu, model, share in product(MACHINES, mixtures, SKEWED_SHARES):
-        found = [Case.of(gpu, model, share).with_skew(skew) for skew in SKEWS]
-        print(
-            f"| {get_gpu(gpu).title} | {model} | {share:.0%} | "
-            + " | ".join(f"{case.share_by_cpu():.0%}" for case in found)
-            + " | "
-            + " | ".join(f"{case.rung('divided'):.1f}" for case in found)
-            + " |",
-            flush=True,
-        )
-
-
 def plot(out: Path) -> None:
     mpl.use("Agg")
     figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
@@ -397,7 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("sweep", "ablation", "cards", "experts", "plot"))
+    parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
     match arguments.part:
@@ -407,8 +366,6 @@ def main() -> None:
             ablation()
         case "cards":
             cards()
-        case "experts":
-            experts()
         case "plot":
             plot(arguments.out)
 

@@ -107,7 +107,6 @@ def _memory(running: Running) -> Markup:
     caches = [
         (f"GPU-cache{imitated}", "gpu", running.gpu_cache),
         ("CPU-cache", "cpu", running.cpu_cache),
-        ("Second GPU", "second-gpu", running.second_gpu_cache),
     ]
     workers = []
     for worker in running.workers:
@@ -167,7 +166,6 @@ def _chats(running: Running, device: str) -> Markup:
     names = {
         "gpu": f"On the {device}",
         "cpu": "In main memory",
-        "second-gpu": "On the second GPU",
         "worker": "On workers",
     }
     rows: list[Markup] = []

@@ -13,7 +13,6 @@ LANE_NAMES = {
     "cpu": "CPU attends",
     "to-device": "to device",
     "swap": "KV moves",
-    "peer": "second GPU",
 }
 
 

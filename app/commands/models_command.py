@@ -150,7 +150,7 @@ def info(
     elif fit is not None:
         if summary.is_by_transformers:
             table.add_row("Computed by", "the code of transformers, cut into stages at attention")
-        for row in (*_fit_rows(fit), *_expert_rows(model, fit)):
+        for row in _fit_rows(fit):
             table.add_row(*row)
         if fit.speed is not None and not fit.speed.is_measured:
             table.add_row(
@@ -279,17 +279,6 @@ def _plan_rows(fit: "Fit") -> list[tuple[str, str]]:
         return []
     kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
     return [("On the GPU", f"{', '.join(kinds)}; embeddings and head")]
-
-
-def _expert_rows(model: "LocalModel", fit: "Fit") -> list[tuple[str, str]]:
-    """Which experts are on the GPU, if not all are."""
-    from neo_desktop.engine.profiling.expert_use import ExpertUse
-    from neo_desktop.models.checkpoint import open_checkpoint
-
-    config = model.summary.config
-    if config is None or config.experts is None or not fit.resident_shares or model.shape is not None:
-        return []
-    return [("Experts there", ExpertUse(open_checkpoint(model.summary.path).path, config.experts).which)]
 
 
 def _runs_as(fit: "Fit") -> str:

@@ -5,11 +5,13 @@ import signal
 import socket
 from types import FrameType
 
+import torch
 from rich.markup import escape
 
 from neo_desktop import native
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.app.commands.worker_options import WorkerOptions
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.parts import bind_threads
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
@@ -30,7 +32,8 @@ def run_worker(options: WorkerOptions) -> None:
     """
     made = make_secret(options.worker_secret)
     secret, tls = read_secret(options.worker_secret), worker_tls(options.tls_cert, options.tls_key)
-    available = host_memory().available_bytes
+    device = _device(options.device)
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().available_bytes
     memory = int(SHARE * available if options.memory is None else min(options.memory * GIB, available))
     if options.connect is not None:
         _offer(options, secret, memory)
@@ -41,16 +44,18 @@ def run_worker(options: WorkerOptions) -> None:
         native.set_default_num_threads(options.threads)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.create_server((address.host, address.port), family=family, backlog=16) as listener:
-        worker = AttentionWorker(listener, secret, WorkerLimits(memory), tls)
+        worker = AttentionWorker(listener, secret, WorkerLimits(memory, device), tls)
         # Ctrl-C and SIGTERM come to the thread that accepts, and end that.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: _end(worker, number, frame))
         if made is not None:
             stdout.print(f"A secret was made: copy {escape(str(made))} to the computer of the engine.")
+        is_gpu = device.type == "cuda"
+        where_it_attends = str(device) if is_gpu else f"{native.default_num_threads()} threads"
         where = Address(*listener.getsockname()[:2])
         stdout.print(
             f"Attention worker: [bold]{where}[/], {memory / GIB:.1f} GiB for KV, "
-            f"{native.default_num_threads()} threads, {'encrypted' if tls else 'not encrypted'}",
+            f"{where_it_attends}, {'encrypted' if tls else 'not encrypted'}",
             highlight=False,
             soft_wrap=True,
         )
@@ -62,8 +67,10 @@ def run_worker(options: WorkerOptions) -> None:
 def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
     """Be a part of a cluster until Ctrl-C, a SIGTERM, or its end."""
     check_ray()
-    if options.tls_cert is not None or options.threads is not None:
-        raise ValueError("--tls-cert and --threads do not go with --connect: let the worker listen instead")
+    if options.tls_cert is not None or options.threads is not None or options.device != "cpu":
+        raise ValueError(
+            "--tls-cert, --threads and --device do not go with --connect: let the worker listen instead"
+        )
     head = Address.parse(options.connect or "", default_port=HEAD_PORT)
     node = offer(head, secret, memory)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -77,6 +84,23 @@ def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
     if status > 0:
         raise RuntimeError(f"Ray has ended with status {status}: is {head} the address of a server's Ray?")
     stdout.print("Stopped.")
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of that name.
+
+    Raises:
+        ValueError: the name is unknown, or there is no such device.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):
+        raise ValueError(f"--device {name!r} is unknown: choose cpu, cuda or cuda:N")
+    device, index = choose_device(kind), int(number or 0)
+    if device.type == "cpu":
+        return device
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"there is no GPU {index}: this computer has {torch.cuda.device_count()}, from 0 on")
+    return torch.device("cuda", index)
 
 
 def _end(worker: AttentionWorker, number: int, frame: FrameType | None) -> None:

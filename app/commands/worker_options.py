@@ -38,9 +38,17 @@ class WorkerOptions:
             "--memory",
             metavar="GIB",
             min=0.001,
-            help="The most memory for KV. Default: 80 % of what is free.",
+            help="The most memory for KV, of the device. Default: 80 % of what is free.",
         ),
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda[:N]",
+            help="Where the KV lies, and what attends: main memory and the CPU, or a GPU (number N, else 0).",
+        ),
+    ] = "cpu"
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="That attend. Default: one per core.")
     ] = None

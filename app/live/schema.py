@@ -46,7 +46,7 @@ class RequestLine(_Json):
 
     number: int = Field(description="stays the same for as long as the request lives")
     place: str = Field(
-        description="gpu, cpu, second-gpu or worker: which cache holds its KV; attention is computed there"
+        description="gpu, cpu or worker: which cache holds its KV; attention is computed there"
     )
     progress: str = Field(description="prefilling or decoding")
     tokens: int = Field(description="prompt and output so far")
@@ -85,7 +85,7 @@ class LaneSpanView(_Json):
 
 
 class LaneView(_Json):
-    """What carries out work in order: device, to-host, cpu, to-device, swap, peer."""
+    """What carries out work in order: device, to-host, cpu, to-device, swap."""
 
     name: str
     busy: float = Field(description="share of the iteration, 0 to 1")
@@ -157,7 +157,6 @@ class Running(_Json):
     gpu_sms: int | None = Field(description="the GPU's multiprocessors that are used")
     gpu_cache: Cache | None = Field(description="null: the policy uses none")
     cpu_cache: Cache | None = Field(description="likewise")
-    second_gpu_cache: Cache | None = Field(description="null: there is none")
     workers: list[WorkerLine]
     requests: list[RequestLine] = Field(description="those that own KV, by arrival")
     waiting: int = Field(description="requests without KV")

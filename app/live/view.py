@@ -26,7 +26,7 @@ from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.workers import WorkerState
 
-LANES = ("device", "to-host", "cpu", "to-device", "swap", "peer")  # as they are drawn
+LANES = ("device", "to-host", "cpu", "to-device", "swap")  # as they are drawn
 
 
 def engine_view(view: LiveView, age_s: float = 0.0) -> EngineView:
@@ -54,7 +54,6 @@ def _running(view: LiveView) -> Running:
         gpu_sms=stats.gpu_sms,
         gpu_cache=caches.get("gpu"),
         cpu_cache=caches.get("cpu"),
-        second_gpu_cache=caches.get(Place.PEER.label),
         workers=[_worker(view, place, state) for place, state in view.workers.items()],
         requests=[
             RequestLine(
@@ -109,7 +108,7 @@ def _worker(view: LiveView, place: Place, state: WorkerState) -> WorkerLine:
 
 def _word(place: Place) -> str:
     """What the page calls a place: one word for all workers."""
-    return "worker" if place.is_remote and not place.is_peer else place.label
+    return "worker" if place.is_remote else place.label
 
 
 def _cache(pool: PoolUsage, block_size: int) -> Cache:

@@ -82,15 +82,11 @@ def _running(view: LiveView) -> str:
     if num == 1:
         return _single(view)
     if num_workers := sum(request.place.is_remote for request in view.requests):
-        num_peer = sum(request.place.is_peer for request in view.requests)
-        num_cpu -= num_workers - num_peer
-        who = "the second GPU" if num_peer == num_workers else "workers"
-        if 0 < num_peer < num_workers:
-            who = "workers and the second GPU"
+        num_cpu -= num_workers
         return (
             f"{num} chats at once: {num - num_cpu - num_workers} with their memory on {gpu}, {num_cpu} in "
-            f"main memory, {num_workers} on {who}, which attend{'s' * (who == 'the second GPU')} for them "
-            f"while {gpu} computes.{_alone(view)}"
+            f"main memory, {num_workers} on workers, which attend for them while {gpu} computes."
+            f"{_alone(view)}"
         )
     if num_cpu == 0:
         everything = "memory on " + gpu
@@ -111,8 +107,7 @@ def _running(view: LiveView) -> str:
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
     if request.place.is_remote:
-        where = "the second GPU" if request.place.is_peer else str(request.place)
-        where = f"Its memory is on {where}, which attends while {gpu} computes the rest."
+        where = f"Its memory is on {request.place}, which attends while {gpu} computes the rest."
     elif request.place.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:

@@ -42,22 +42,6 @@ def open_driver() -> Driver:
     return driver
 
 
-def reads_host_addresses(device: torch.device) -> bool:
-    """Return whether a GPU's kernels can read registered memory at the CPU's addresses, as far as is known.
-
-    If not, each registered range has a place of its own there, and ranges that follow each other need not.
-    """
-    try:
-        driver = open_driver()
-        result, handle = driver.cuDeviceGet(device.index or 0)
-        if result == 0:
-            which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-            result, value = driver.cuDeviceGetAttribute(which, handle)
-    except RuntimeError:  # the driver has no such function, or there is none
-        return False
-    return result == 0 and bool(value)
-
-
 def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
     """Let a stream set `flag`, an int32 in pinned host memory, after its earlier work can be seen there.
 

@@ -49,12 +49,7 @@ def steps(device_type: str) -> Sequence[Step]:
         {"graphs": "device-only"},
         {"graphs": "eager"},
         dict.fromkeys(KERNELS, "torch"),
-        {
-            "prompt_attention": "math",
-            "host_memory": "pageable",
-            "nvml": "without",
-            "peer_copies": "through-host",
-        },
+        {"prompt_attention": "math", "host_memory": "pageable", "nvml": "without"},
         *on_cpu,
     ]
 

@@ -21,7 +21,7 @@ from neo_desktop.engine.waiting import Watch
 
 MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
 
-NEVER_FIXED = (Lane.STORE, Lane.SWAP, Lane.PEER)  # what they get depends on the plan
+NEVER_FIXED = (Lane.STORE, Lane.SWAP)  # what they get depends on the plan
 
 
 class AnyProgram(Protocol):
@@ -160,14 +160,10 @@ class StreamBackend:
     Args:
         streams: where the lanes' own come from.
         timeline: told when lanes were busy. Graphs are captured with events if it records all iterations.
-        peer: a second GPU that has KV.
     """
 
-    def __init__(self, streams: Streams, timeline: Timeline | None, peer: torch.device | None = None) -> None:
-        others = (*TOLD_BY, Lane.PEER)
-        self._streams = {lane: streams.stream() for lane in Lane if lane not in others}
-        if peer is not None:
-            self._streams[Lane.PEER] = torch.cuda.Stream(peer)  # type: ignore[no-untyped-call]
+    def __init__(self, streams: Streams, timeline: Timeline | None) -> None:
+        self._streams = {lane: streams.stream() for lane in Lane if lane not in TOLD_BY}
         self._device = self._streams[Lane.DEVICE]
         self._main = streams
         self._timeline = timeline
@@ -328,8 +324,6 @@ class StreamBackend:
     def _fork(self) -> None:
         """Let all streams wait for the device's: so a capture includes them."""
         begin = self._device.record_event()
-        if (peer := self._streams.get(Lane.PEER)) is not None and not self._tape.is_capturing:
-            peer.wait_stream(torch.cuda.current_stream(peer.device))  # on which its inputs were brought
         for lane, stream in self._streams.items():
             if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
                 stream.wait_event(begin)
@@ -350,10 +344,8 @@ def _keep_for_ever(graph: torch.cuda.CUDAGraph) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
 
 
-def open_backend(
-    streams: Streams, timeline: Timeline | None = None, peer: torch.device | None = None
-) -> Backend:
-    """Return what runs programs on a device, and on a second GPU that has KV."""
+def open_backend(streams: Streams, timeline: Timeline | None = None) -> Backend:
+    """Return what runs programs on a device."""
     if streams.device.type == "cuda":
-        return StreamBackend(streams, timeline, peer)
+        return StreamBackend(streams, timeline)
     return ThreadBackend(timeline, streams=streams)

@@ -16,11 +16,9 @@ from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.ranks.group import Group
-from neo_desktop.engine.execute.ranks.losses import Losses
 from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.peer import peer_of
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
@@ -53,13 +51,11 @@ def build_executor(
     most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
-    peer = peer_of(*(storage[place] for place in storage.places))
-    backend = open_backend(streams, timeline, None if peer is None else peer.device)
-    losses = None if group is None else Losses(storage, group.sum_on_host)
+    backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
         stages = _stages(model, None, group)
-        return PlanExecutor(stages, storage, capacity, backend, timeline=timeline, losses=losses)
-    if ladder.rung("graphs") == "host-flags" and any(place.through_host for place in storage.places):
+        return PlanExecutor(stages, storage, capacity, backend, timeline=timeline)
+    if ladder.rung("graphs") == "host-flags" and any(place.host_attends for place in storage.places):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
             if flags.is_pinned():
@@ -80,7 +76,6 @@ def build_executor(
         num_programs=num_programs,
         uses_gpu=True,
         timeline=timeline,
-        losses=losses,
     )
     if ladder.rung("graphs") != "eager" and not executor.fits_graphs:
         ladder.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")

@@ -9,18 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
-from neo_desktop.engine.cuda.copies import suits_graphs, upload
+from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members, swapped_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
-from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
-    DistantPrompts,
-    HostWays,
-    PeerWays,
+    HostPrompts,
     Prompts,
     prompts_of,
     slots_of,
@@ -37,7 +34,6 @@ from neo_desktop.engine.execute.swapping import (
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.execute.workspace import BatchMemory, HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
-from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
 from neo_desktop.engine.placement import Place
@@ -46,8 +42,6 @@ from neo_desktop.models.stages import Stages
 
 NOWHERE: Mapping[str, int] = {}
 NO_BLOCKS = IntArray().view()
-# How many times longer a kernel takes to read host memory than a copy. Not measured: what it has to be worth.
-GATHERING_COST = 1.25
 
 
 class ProgramBuilder:
@@ -98,8 +92,6 @@ class ProgramBuilder:
         members = Members.of_all(plan, places)
         bucket = Bucket.of(plan, members, places, self._storage.block_size)
         blocks = np.unique(swapped_blocks(plan, self._storage.block_size))
-        if for_graphs and bucket.is_whole and self._is_worth_gathering(bucket, len(blocks)):
-            bucket = bucket.gathering(len(blocks))
         memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(bucket)
@@ -138,13 +130,6 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _is_worth_gathering(self, bucket: Bucket, num_blocks: int) -> bool:
-        """Whether a graph gathers the used blocks sooner than it copies all up to the last of them."""
-        if self._swapped is None or not self._swapped.gathers:
-            return False
-        copied = min(bucket.rounded().swapped_blocks, self._swapped.present_blocks)
-        return num_blocks * GATHERING_COST < copied
-
     def _window_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
     ) -> WindowStream | None:
@@ -160,12 +145,7 @@ class ProgramBuilder:
             return None
         if graph is None:
             return swaps.stream(pool.runs_of(blocks))
-        if graph.bucket.gathered_blocks:
-            first = graph.parts[0]
-            listed = first.staged.gathered.numpy()
-            listed[: len(blocks)], listed[len(blocks) :] = blocks, -1
-            return swaps.gathering(first.inputs.gathered, len(blocks))
-        count = min(graph.bucket.swapped_blocks, pool.present_blocks)
+        count = min(graph.bucket.swapped_blocks, pool.num_blocks)
         return swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(
@@ -181,14 +161,11 @@ class ProgramBuilder:
             self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, places = memory.rows, memory.inputs, self._storage.places
         split, num_layers = self._workspace.split, self._model.config.num_layers
-        hand_offs, decodes, peers, first = [], [], [], 0
+        hand_offs, decodes, first = [], [], 0
         for index, place in enumerate(places):
             count = rows.decodes[index]
             hand_over = memory.hand_overs[index]
             if not count:
-                continue
-            if isinstance(pool := self._storage[place], PeerPool):
-                peers.append(self._peer_decodes(pool, rows.decodes_of(index), members.decodes[index]))
                 continue
             if hand_over is None:
                 of_place = slice(first, first + count)
@@ -224,21 +201,6 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._staggered(memory, members) if members.staggered else None,
-            peers,
-        )
-
-    def _peer_decodes(
-        self, pool: PeerPool, rows: slice, sequences: Sequence[ScheduledSequence]
-    ) -> PeerDecodes:
-        tables = padded_block_tables([s.block_table for s in sequences])
-        slots = [decode_slot(sequence, pool.block_size) for sequence in sequences]
-        return PeerDecodes(
-            rows,
-            pool,
-            self._model.config,
-            upload(torch.from_numpy(tables), torch.int32, pool.device),
-            upload([s.context_len for s in sequences], torch.int32, pool.device),
-            upload(slots, torch.int64, pool.device),
         )
 
     def _staggered(self, memory: Memory, members: Members) -> Staggered:
@@ -280,7 +242,7 @@ class ProgramBuilder:
                 f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
                 f"{num_stages} stages and at most {MAX_STAGGERED} slots"
             )
-        attended = [place for place in self._storage.places if place.through_host]
+        attended = [place for place in self._storage.places if place.host_attends]
         for sequence in plan.staggered_sequences:
             if not sequence.is_decode or sequence.place not in attended:
                 raise ValueError(
@@ -298,10 +260,8 @@ class ProgramBuilder:
 
         def make(place: Place, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
             if place.host_attends:
-                ways: HostWays | PeerWays = HostWays(self._transfers, pool, memory.index)
-                if isinstance(pool, PeerPool):
-                    ways = PeerWays(pool, memory.index)
-                return DistantPrompts(ways, chunks, device, self._row_shape, dtype)
+                index = memory.index
+                return HostPrompts(self._transfers, pool, index, chunks, device, self._row_shape, dtype)
             if stream is not None and isinstance(pool, SwappedPool):
                 return SwappedPrompts(pool, chunks, slots, stream, memory.index)
             return DevicePrompts(pool, chunks)

@@ -27,7 +27,6 @@ class Lane(StrEnum):
     HOST_WEIGHTS = "host-weights"  # the host's part, where they are not pinned: to buffers that are
     SWAP_IN = "swap-in"  # KV that comes from host memory to be attended to on the device, a layer ahead
     SWAP_OUT = "swap-out"  # likewise: what is new of it, on its way back
-    PEER = "peer"  # all of a second GPU: attention for its decodes, rows that come and go
     HOST_SWAP = "host-swap"  # the host's part: rows into its pages, and out of them
 
 

@@ -144,11 +144,7 @@ class Lanes:
             with_flags: whether relays do the CPU's work; threads do otherwise.
         """
         patience = PATIENCE_WITH_RELAYS if with_flags else 1.0
-        # Times are told on one GPU's clock: not those of a second one.
-        lanes = {
-            lane: StreamLane(lane, None if lane is Lane.PEER else timeline, stream, tape, patience)
-            for lane, stream in streams.items()
-        }
+        lanes = {lane: StreamLane(lane, timeline, stream, tape, patience) for lane, stream in streams.items()}
         host: dict[Lane, HostLane] = {}
         for lane, told_by in TOLD_BY.items():
             host[lane] = RelayLane(lanes[told_by]) if with_flags else ThreadLane(lane, timeline)

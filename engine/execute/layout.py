@@ -9,7 +9,7 @@ there. Each part may have padding behind it, which nobody reads.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
@@ -110,9 +110,7 @@ class Bucket:
     sub_batches: tuple[Rows, ...]
     max_blocks: int  # of a row of the block tables of decodes that the device attends for
     has_copies: bool = False  # whether blocks move, so that layers have to wait for them
-    # Of swapped KV, what comes to the device in each layer: the first blocks, or so many of a list.
-    swapped_blocks: int = 0
-    gathered_blocks: int = 0
+    swapped_blocks: int = 0  # so many of the first come to the device in each layer
 
     @classmethod
     def of(
@@ -143,12 +141,7 @@ class Bucket:
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
             round_swapped(self.swapped_blocks),
-            round_swapped(self.gathered_blocks),
         )
-
-    def gathering(self, blocks: int) -> "Bucket":
-        """Return the sizes for an iteration that gathers the swapped blocks that it uses, so many."""
-        return replace(self, swapped_blocks=0, gathered_blocks=blocks)
 
     @property
     def is_whole(self) -> bool:

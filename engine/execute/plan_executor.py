@@ -32,8 +32,6 @@ from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Bucket, Capacity, Rows
-from neo_desktop.engine.execute.ranks.losses import Losses
-from neo_desktop.engine.execute.swapping import swapped_pool
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.kernels.dispatch import fits_graph
@@ -75,7 +73,6 @@ class PlanExecutor(Executor):
         uses_gpu: whether the backend has relays and graphs, as far as the ladder allows them.
         timeline: records what every lane does.
         patience: with stages of an iteration; when it ends, the executor is lost.
-        losses: tells all ranks of a divided model which workers are lost; None: the model is whole.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class PlanExecutor(Executor):
         uses_gpu: bool = False,
         timeline: Timeline | None = None,
         patience: Patience = DEFAULT_PATIENCE,
-        losses: Losses | None = None,
     ) -> None:
         self._model = model = stages.decoder
         self._stages = stages
@@ -99,7 +95,6 @@ class PlanExecutor(Executor):
         self._uses_gpu = uses_gpu
         self._timeline = timeline
         self._patience = patience
-        self._losses = losses
         self._watch = patience.watch()  # of the iteration
         can_have_graphs = uses_gpu and stages.writes_in_place
         self._has_graphs = can_have_graphs and ladder.rung("graphs") != "eager"
@@ -107,22 +102,13 @@ class PlanExecutor(Executor):
         self._always_rounds = can_have_graphs and stages.is_part
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
-            swapped = swapped_pool(storage)
-            self._workspace = Workspace(
-                stages,
-                storage.places,
-                capacity,
-                num_programs,
-                has_graphs=has_graphs,
-                swapped_blocks=0 if swapped is None else swapped.num_blocks,
-            )
+            self._workspace = Workspace(stages, storage.places, capacity, num_programs, has_graphs=has_graphs)
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
-        has_host = model.has_splits or any(place.through_host for place in storage.places)
+        has_host = model.has_splits or any(place.host_attends for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
-        self._swapped = swapped
-        self._changes = self._count_changes()  # when graphs were captured
+        self._changes = ladder.changes  # when graphs were captured: they hold kernels as they were chosen
         self._is_closed = False
         self._lost: EngineLostError | None = None
         self._rows_of_tokens: Mapping[str, int] = {}  # in `Workspace.latest`, of the iteration started last
@@ -169,18 +155,14 @@ class PlanExecutor(Executor):
     def _may_use_flags(self) -> bool:
         return self._uses_gpu and ladder.rung("graphs") == "host-flags" and self.fits_graphs
 
-    def _count_changes(self) -> tuple[int, int]:
-        """Count changes of what graphs hold: kernels as they were chosen, and memory that they copy."""
-        return ladder.changes, 0 if self._swapped is None else self._swapped.changes
-
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
-        if self._changes != (changes := self._count_changes()):
-            self._changes = changes
+        if self._changes != ladder.changes:
+            self._changes = ladder.changes
             self._backend.forget()
         if not self._uses_gpu:  # no device works beside this thread
             return partial(self._attempt, partial(self._carry_out, plan))
@@ -368,8 +350,6 @@ class PlanExecutor(Executor):
             self._backend.wait()
             if relays is not None:
                 relays.finish(self._timeline)
-            if self._losses is not None:
-                self._losses.check(plan)
             batches = [each for each in on_host if isinstance(each, HostBatch) and each.is_waited_for]
             attention_ns = sum(each.busy_ns for each in batches)
             if self._is_closed:

@@ -191,9 +191,6 @@ class Program:
                     build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
             if self._window is not None:
                 build.add(partial(self._end_layer, self._window, layer), is_fixed=self._has_fixed_layers)
-        for each in self._passes:
-            if each.peers:
-                build.add(partial(self._wait_for_peers, each), is_fixed=False)
         build.add(self._collect_last, is_fixed=self._has_fixed_layers)
         self._ending.add(build, self._stream, is_cut_at_sums=self._is_cut_at_sums)
         return build.parts
@@ -231,11 +228,9 @@ class Program:
     def _add_step(self, build: PartBuilder, each: SubBatchPass, layer: int) -> None:
         """Go from the attention of the layer before to that of this one; prompts' follows.
 
-        Sums over ranks and the work of a second GPU are never fixed: graphs stand before and after them.
+        Sums over ranks are never fixed: graphs stand before and after them.
         """
         is_fixed = self._has_fixed_layers
-        if each.peers and layer:
-            build.add(partial(self._wait_for_peers, each), is_fixed=False)
         if self._is_cut_at_sums:
             build.add(partial(self._begin_step, each, layer), is_fixed=is_fixed)
             steps = self._stages.steps(
@@ -245,8 +240,6 @@ class Program:
             build.add_steps(stage, steps, is_fixed=is_fixed)
         else:
             build.add(partial(self._advance, each, layer), is_fixed=is_fixed)
-        if each.peers:
-            build.add(partial(self._ask_peers, each, layer), is_fixed=False)
         if each.decodes or each.hand_offs or each.staggered is not None:
             build.add(partial(self._attend_to_decodes, each, layer), is_fixed=is_fixed)
 
@@ -274,14 +267,6 @@ class Program:
             if decodes.new_rows is not None:
                 decodes.new_rows.send(recorder, layer, attended)
         recorder.wait(exchanged)
-
-    def _ask_peers(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
-        linear = recorder.mark()
-        for peer in each.peers:
-            peer.submit(recorder, layer, each.memory.index, each.memory.state, linear)
-
-    def _wait_for_peers(self, each: SubBatchPass, recorder: Recorder) -> None:
-        recorder.wait([peer.attended for peer in each.peers if peer.attended is not None])
 
     def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
         """Give the linear stages to the lanes."""

@@ -12,12 +12,10 @@ from torch import Tensor
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
-from neo_desktop.engine.execute.peer import FromPeer, ToPeer
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 
@@ -118,50 +116,13 @@ class DevicePrompts:
         """Do nothing."""
 
 
-class HostWays:
-    """How chunks' rows get to a pool in host memory, and from there.
+class HostPrompts:
+    """Chunks whose KV lies in host memory.
 
     Args:
         make: makes transfers.
         pool: the place's.
         index: of the sub-batch.
-    """
-
-    def __init__(self, make: TransferMemory, pool: KVPool, index: int) -> None:
-        self._make, self._pool, self._index = make, pool, index
-
-    def there(self, slots: Tensor) -> ToHost:
-        """Return what stores rows in slots."""
-        transfer = self._make.transfer(
-            STORE, self._pool, slots, to_host=True, is_behind=True, index=self._index
-        )
-        return ToHost(transfer, Lane.STORE)
-
-    def back(self, slots: Tensor) -> FromHost:
-        """Return what brings the rows of slots."""
-        return FromHost(self._make.transfer(FETCH, self._pool, slots, to_host=False, index=self._index))
-
-
-class PeerWays:
-    """Likewise of a second GPU's pool."""
-
-    def __init__(self, pool: PeerPool, index: int) -> None:
-        self._pool, self._index = pool, index
-
-    def there(self, slots: Tensor) -> ToPeer:
-        """Return what stores rows in slots."""
-        return ToPeer(STORE, self._index, self._pool, slots)
-
-    def back(self, slots: Tensor) -> FromPeer:
-        """Return what brings the rows of slots."""
-        return FromPeer(FETCH, self._index, self._pool, slots)
-
-
-class DistantPrompts:
-    """Chunks whose KV lies in host memory, or in a second GPU's.
-
-    Args:
-        ways: there and back.
         chunks: theirs.
         device: the model's.
         row_shape: (kv_heads, head_dim)
@@ -170,7 +131,9 @@ class DistantPrompts:
 
     def __init__(
         self,
-        ways: HostWays | PeerWays,
+        make: TransferMemory,
+        pool: KVPool,
+        index: int,
         chunks: Sequence[Prefill],
         device: torch.device,
         row_shape: tuple[int, int],
@@ -179,17 +142,18 @@ class DistantPrompts:
         self._groups = [group.attending_on(device) for group in groups_of(chunks)]
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         new = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
-        self._there = ways.there(new)
+        there = make.transfer(STORE, pool, new, to_host=True, is_behind=True, index=index)
+        self._there = ToHost(there, Lane.STORE)
         earlier = [chunk.earlier_slots for group in self._groups for chunk in group.chunks]
         num_earlier = sum(map(len, earlier))
-        self._back: FromHost | FromPeer | None = None
+        self._back: FromHost | None = None
         self._fetched: list[Signal | None] = [None] * NUM_BUFFERS
         self._read: tuple[Signal, ...] = ()  # what has read the buffers
         self._sent: Signal | None = None  # the layer's k and v
         self._earlier: list[Tensor] = []
         if num_earlier:
             slots = torch.cat(earlier)
-            self._back = ways.back(slots)
+            self._back = FromHost(make.transfer(FETCH, pool, slots, to_host=False, index=index))
             # One buffer is read by the attention of a layer while the other is filled for the next.
             shape = (2, num_earlier, *row_shape)
             self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.lane import Signal
-from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prompts import Prompts
 from neo_desktop.engine.execute.split_products import SplitPass
 from neo_desktop.engine.execute.staggered import Staggered
@@ -50,4 +49,3 @@ class SubBatchPass:
     last_rows: Sequence[int]  # whose hidden states are needed after all layers
     split: SplitPass | None = None  # its products with split matrices; None: the model has none
     staggered: Staggered | None = None
-    peers: Sequence[PeerDecodes] = ()

@@ -47,7 +47,6 @@ class WindowStream:
         bring: starts to bring what is attended to of a layer.
         num_tokens: how many tokens' KV that is.
         times: of the copies.
-        needs_inputs: whether what comes is told by inputs of the iteration.
     """
 
     def __init__(
@@ -56,13 +55,10 @@ class WindowStream:
         bring: Callable[[int], None],
         num_tokens: int,
         times: CopyTimes,
-        *,
-        needs_inputs: bool = False,
     ) -> None:
         self._start = bring
         self._num_tokens = num_tokens
         self._times = times
-        self._needs_inputs = needs_inputs
         self._waiting = deque(layers if num_tokens else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
         self._arrived: dict[int, Signal] = {}
@@ -75,9 +71,8 @@ class WindowStream:
         self._bring(recorder)
 
     def allow_all(self, recorder: Recorder) -> None:
-        """Let all layers come, as soon as the device has the inputs, if that tell what comes."""
-        after = (recorder.mark(),) if self._needs_inputs and self._waiting else ()
-        self._ready = dict.fromkeys(self._waiting, after)
+        """Let all layers come."""
+        self._ready = dict.fromkeys(self._waiting, ())
         self._bring(recorder)
 
     def wait(self, recorder: Recorder, layer: int) -> None:
@@ -142,13 +137,6 @@ class SwapMemory:
         pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
         bring = partial(pool.bring, runs=runs)
         return WindowStream(pool.swapped_layers, bring, num_blocks * pool.block_size, self._times)
-
-    def gathering(self, blocks: Tensor, count: int) -> WindowStream:
-        """Return what brings the blocks of a list of inputs, [n] int32, that are not -1: so many."""
-        pool = self._pool
-        bring = partial(pool.gather, blocks=blocks)
-        tokens = count * pool.block_size
-        return WindowStream(pool.swapped_layers, bring, tokens, self._times, needs_inputs=True)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
         """Return what the decodes of a sub-batch go through.

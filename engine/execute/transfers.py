@@ -17,7 +17,6 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.kv.peer import PeerPool, across, peer_of
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
@@ -151,7 +150,6 @@ class Moves:
             pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
             self._pieces += [_piece(group, old, new, make) for old, new in zip(*pieces, strict=True)]
         self._set_up: Signal | None = None
-        self._has_peer = any(peer_of(group.source, group.target) for group in groups)
 
     @property
     def has_any(self) -> bool:
@@ -169,12 +167,7 @@ class Moves:
             return ()
         if self._set_up is None:
             self._set_up = recorder.mark()  # the slots must have arrived
-        ends: list[Signal] = []
-        for piece in self._pieces:
-            # A second GPU's are on a lane of their own, and the others on theirs: they keep the plan's order.
-            before = ends if self._has_peer else ()
-            ends.append(piece.submit(recorder, layer, (self._set_up, *before)))
-        return tuple(ends)
+        return tuple(piece.submit(recorder, layer, (self._set_up,)) for piece in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +204,7 @@ class _MoveFromPages:
 
 @dataclass(frozen=True, slots=True)
 class _DirectMove:
-    """Between GPUs' places: the CPU has no part in it."""
+    """Between places that the GPU reads and writes: the CPU has no part in it."""
 
     source: KVPool
     target: KVPool
@@ -221,23 +214,13 @@ class _DirectMove:
 
     def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
         stage = Stage(NAME, layer, NO_SUB_BATCH, self.num_rows)
-        peer = peer_of(self.source, self.target)
-        if peer is None:
-            return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
-        return recorder.run(Lane.PEER, stage, partial(self._cross, peer, layer), after)
+        return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
 
     def _copy(self, layer: int) -> None:
-        self.new.write(layer, self._read(layer).to(self.target.device, non_blocking=True))
-
-    def _cross(self, peer: PeerPool, layer: int) -> None:
-        with peer.beside_device():
-            self.new.write(layer, across(self._read(layer), self.target.device))
-
-    def _read(self, layer: int) -> Rows:
         pool = self.source
         rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
         self.old.read(layer, rows)
-        return rows
+        self.new.write(layer, rows.to(self.target.device, non_blocking=True))
 
 
 _Move = _MoveToPages | _MoveFromPages | _DirectMove

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
-from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows, round_swapped
+from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows
 from neo_desktop.engine.execute.split_products import SplitProducts
 from neo_desktop.engine.execute.staggered_memory import StaggeredMemory
 from neo_desktop.engine.kernels.splits import num_splits
@@ -35,7 +35,6 @@ class Inputs:
     decode_slots: Tensor  # [decodes that the device attends for]: where that stores KV; -1: it does not
     block_tables: Tensor  # [decodes that the device attends for, max_blocks]
     staggered_positions: Tensor  # [layers, staggered], of those that stand at each stage but the last
-    gathered: Tensor  # [blocks] of swapped KV that come, of all sub-batches, in the first; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ class Workspace:
         capacity: the largest iteration's sizes.
         num_programs: of decode attention, that the GPU runs at once.
         has_graphs: whether there are graphs, which choose tokens themselves.
-        swapped_blocks: that a graph may gather.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class Workspace:
         num_programs: int,
         *,
         has_graphs: bool,
-        swapped_blocks: int = 0,
     ) -> None:
         model = stages.decoder
         config, dtype, device = model.config, model.dtype, model.device
@@ -115,7 +112,7 @@ class Workspace:
         num_rows = sum(len(state.residual) for state in self._states)
         num_tables = 2 * decodes * sum(not place.host_attends for place in places)
         num_ints = 4 * num_rows + num_tables * (2 + max(capacity.blocks, 1))
-        num_ints += config.num_layers * MAX_STAGGERED + round_swapped(swapped_blocks)
+        num_ints += config.num_layers * MAX_STAGGERED
         self._is_staged = device.type != "cpu" or has_graphs
         self._staged = [
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
@@ -128,12 +125,12 @@ class Workspace:
         self.latest = self._table[:rows]
         self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
         self._hand_overs = [
-            [self._hand_over(decodes) if place.through_host else None for place in places] for _ in range(2)
+            [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
         ]
         # What staggered decodes have; None: neither the CPU nor a worker attends to any place.
         self.staggered: StaggeredMemory | None = None
-        if through_host := [place for place in places if place.through_host]:
-            self.staggered = StaggeredMemory(config, dtype, device, through_host)
+        if at_host := [place for place in places if place.host_attends]:
+            self.staggered = StaggeredMemory(config, dtype, device, at_host)
         # What products with split matrices have; None: there are none.
         self.split: SplitProducts | None = None
         if model.has_splits:
@@ -200,9 +197,8 @@ class Workspace:
                 *((decodes,),) * 2,
                 (decodes, bucket.max_blocks),
                 (self._config.num_layers, rows.staggered),
-                (0 if index else bucket.gathered_blocks,),
             )
-            for index, (rows, decodes) in enumerate(zip(bucket.sub_batches, device_decodes, strict=True))
+            for rows, decodes in zip(bucket.sub_batches, device_decodes, strict=True)
         ]
         num_ints = sum(math.prod(shape) for each in shapes for shape in each)
         is_fixed = (

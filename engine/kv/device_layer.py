@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import (
-    gather_blocks,
     paged_decode,
     programs_per_sm,
     read_rows,
@@ -27,7 +26,6 @@ class DeviceLayer(KVLayer):
     __slots__ = ("_k", "_num_sms", "_v")
 
     stores_early = True  # with the rotation
-    gathers = True
 
     def __init__(
         self,
@@ -80,10 +78,6 @@ class DeviceLayer(KVLayer):
         """See `KVLayer`."""
         for rows, cache in ((k, self._k), (v, self._v)):
             cache.flatten(0, 1)[first : first + len(rows)].copy_(rows, non_blocking=True)
-
-    def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> None:
-        """See `KVLayer`."""
-        gather_blocks(k, v, self._k, self._v, blocks)
 
     def store(self, slots: Tensor) -> Store:
         """See `KVLayer`."""

@@ -63,7 +63,6 @@ class KVLayer(ABC):
     __slots__ = ("block_size", "device", "sinks", "softcap")
 
     stores_early = False  # whether rows are stored where they are made, and not by `decode`
-    gathers = False  # whether there is a `gather`
 
     def __init__(
         self,
@@ -112,10 +111,6 @@ class KVLayer(ABC):
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Put rows into the slots from `first` on, without waiting for them to come from host memory."""
         self.write(k, v, torch.arange(first, first + len(k), device=self.device))
-
-    def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> None:
-        """Copy blocks of host memory to where they belong; see `operators.gather_blocks`."""
-        raise NotImplementedError
 
     def store(self, slots: Tensor) -> Store | None:
         """Return where rows go that are stored early, if they are; slots as of `operators.Store`."""

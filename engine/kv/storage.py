@@ -12,7 +12,6 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
@@ -99,23 +98,8 @@ class KVPool:
             return 0
         return sum(part.nbytes for part in self.parts) // max(self.num_blocks, 1)
 
-    @property
-    def blocks_given_back(self) -> int:
-        """How many blocks are given back together, at least."""
-        return BLOCKS_PER_RUN
-
-    def held_blocks(self, touched: int) -> int:
-        """Return how many blocks take memory if so many of the first ones were ever written to."""
-        return touched
-
-    def take_again(self, num_blocks: int) -> int:
-        """Take memory for the first blocks again; return how many have it: fewer if the system refuses."""
-        return num_blocks
-
     def give_back(self, num_blocks: int) -> int:
         """Give the memory behind the first blocks, whole runs, back to the system; return how many bytes.
-
-        Of what is given back in pieces only (`blocks_given_back`) the pieces that lie wholly behind them.
 
         Raises:
             OSError: the system refuses.
@@ -211,6 +195,6 @@ class KVStorage:
             slots_of(old, source.block_size),
             target,
             slots_of(new, target.block_size),
-            from_pages=copies[0].source.through_host,
-            to_pages=copies[0].target.through_host,
+            from_pages=copies[0].source.host_attends,
+            to_pages=copies[0].target.host_attends,
         )

@@ -13,7 +13,7 @@ or pages, so that neighbouring slots are brought and stored in one copy.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.cuda.copies import suits_graphs
-from neo_desktop.engine.cuda.driver import reads_host_addresses
-from neo_desktop.engine.cuda.pinned import PinnedPieces
+from neo_desktop.engine.cuda.pinned import kv_bytes
 from neo_desktop.engine.kv.layer import KVLayer, Rows
-from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
 from neo_desktop.engine.ladder import ladder
@@ -86,19 +84,13 @@ class SwappedPool(KVPool):
         super().__init__(config, num_blocks, block_size, dtype, device, kind, sinks, slots)
         # [layers, slots, kv_heads, head_dim] each: of those that are not resident.
         row = config.num_kv_heads, config.head_dim
-        self._pieces: PinnedPieces | None = None  # of a GPU: what the homes lie in
-        if _pins(device):
-            block_bytes = block_size * math.prod(row) * dtype.itemsize
-            self._pieces = PinnedPieces(2 * len(swapped), num_blocks, block_bytes, BLOCKS_PER_RUN)
-            memory = self._pieces.memory.view(dtype).view(2, len(swapped), -1, *row)
-            self.homes = memory[0], memory[1]
+        shape = 2, len(swapped), num_blocks * block_size, *row
+        if device.type == "cuda":
+            memory = kv_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         else:
-            shape = len(swapped), num_blocks * block_size, *row
-            self.homes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        # Kernels read all pieces of a layer by one address.
-        self._reads_pieces = self._pieces is None or device.type == "cpu" or reads_host_addresses(device)
-        if swapped and self.gathers:  # compiles the kernel, so that no iteration waits for the compiler
-            self.gather(swapped[0], torch.full((1,), -1, dtype=torch.int32, device=device))
+            memory = torch.empty(shape, dtype=dtype)
+        self.homes = memory[0], memory[1]
+        self._is_pinned = device.type == "cuda" and ladder.rung("host_memory") == "pinned"
 
     @property
     def stores_early(self) -> bool:
@@ -127,75 +119,19 @@ class SwappedPool(KVPool):
         turn, there = self._turns[layer], self.layer(layer)
         k, v = self.homes
         for first_block, num_blocks in runs:
-            for begin, count in self.within_pieces(
-                first_block * self.block_size, num_blocks * self.block_size
-            ):
-                end = begin + count
-                there.fill(k[turn, begin:end], v[turn, begin:end], begin)
-
-    def within_pieces(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Cut slots that follow each other where a copy must not go on: yield `(first slot, slots)`."""
-        end = first + count
-        most = end if self._pieces is None else self._pieces.piece_blocks * self.block_size
-        while first < end:
-            border = min(first // most * most + most, end)
-            yield first, border - first
-            first = border
-
-    @property
-    def changes(self) -> int:
-        """How often memory was given back or taken again: graphs that copy from it have to be made anew."""
-        return 0 if self._pieces is None else self._pieces.changes
-
-    @property
-    def present_blocks(self) -> int:
-        """How many of the first blocks have memory that graphs can copy."""
-        return self.num_blocks if self._pieces is None else min(self._pieces.num_pinned, self.num_blocks)
+            begin, end = (block * self.block_size for block in (first_block, first_block + num_blocks))
+            there.fill(k[turn, begin:end], v[turn, begin:end], begin)
 
     @property
     def block_bytes(self) -> int:
-        """See `KVPool`."""
-        own, homes = super().block_bytes, sum(home.nbytes for home in self.homes) // max(self.num_blocks, 1)
-        return own + homes if own or self._pieces is not None else 0
-
-    @property
-    def blocks_given_back(self) -> int:
-        """See `KVPool`."""
-        return super().blocks_given_back if self._pieces is None else self._pieces.piece_blocks
-
-    def held_blocks(self, touched: int) -> int:
-        """See `KVPool`; pinned memory is there, touched or not."""
-        return self.present_blocks if self._pieces is not None and self._pieces.is_pinned else touched
-
-    def take_again(self, num_blocks: int) -> int:
-        """See `KVPool`."""
-        return num_blocks if self._pieces is None else min(self._pieces.pin(num_blocks), num_blocks)
+        """See `KVPool`; pinned memory cannot be given back."""
+        homes = 0 if self._is_pinned else sum(home.nbytes for home in self.homes)
+        return super().block_bytes + homes // max(self.num_blocks, 1)
 
     def give_back(self, num_blocks: int) -> int:
         """See `KVPool`."""
-        if self._pieces is not None:
-            num_blocks = self._pieces.unpin(num_blocks)
         begin = num_blocks * self.block_size
         return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether `gather` brings the blocks that it is asked for, and no others."""
-        can_read = self._reads_pieces and suits_graphs(self.homes, self.device)
-        return self.kind.gathers and can_read and ladder.rung("row_copy") == "triton"
-
-    def gather(self, layer: int, blocks: Tensor) -> None:
-        """Start to bring the blocks of a list that is read on the device.
-
-        A kernel reads them where they lie in host memory. It is for graphs, whose copies are always the same.
-
-        Args:
-            layer: a swapped one.
-            blocks: [n] int32 on the device; -1: none.
-        """
-        turn = self._turns[layer]
-        k, v = self.homes
-        self.layer(layer).gather(k[turn], v[turn], blocks)
 
     def rows_at(self, slots: Tensor) -> "SwappedRows":
         """See `KVPool`."""
@@ -238,11 +174,7 @@ class SwappedRows(PoolRows):
     def __init__(self, pool: SwappedPool, slots: Tensor) -> None:
         super().__init__(pool, slots)
         self._swapped = pool
-        self._runs = [
-            (row + begin - slot, begin, part)
-            for row, slot, count in _runs(slots)
-            for begin, part in pool.within_pieces(slot, count)
-        ]
+        self._runs = _runs(slots)
 
     def read(self, layer: int, out: Rows) -> None:
         """See `PoolRows`."""
@@ -283,8 +215,3 @@ def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
     begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1).tolist()
     ends = [*begins[1:], len(numbers)]
     return [(begin, int(numbers[begin]), end - begin) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _pins(device: torch.device) -> bool:
-    """Whether a device copies from host memory that is pinned for it."""
-    return device.type == "cuda"

@@ -122,9 +122,9 @@ NOT_ON_HOST = OnHost()
 def times_on_host(cost: CostModel, decodes: Mapping[Place, Decodes]) -> OnHost:
     """Return what decodes of a sub-batch take whoever attends, of all but the device.
 
-    The CPU, workers and a second GPU attend beside each other.
+    The CPU and workers attend beside each other.
     """
-    cpu_ms = workers_ms = others_ms = longest_ms = sending_ms = 0.0
+    cpu_ms = workers_ms = longest_ms = sending_ms = 0.0
     requests, of_cpu = 0, False
     for place, (here, context_tokens) in decodes.items():
         if not place.host_attends:
@@ -134,20 +134,18 @@ def times_on_host(cost: CostModel, decodes: Mapping[Place, Decodes]) -> OnHost:
         if not place.is_remote:
             cpu_ms += here_ms
             of_cpu = True
-        elif place.is_worker:
+        else:
             way = cost.way_ms(place, here)
             workers_ms = max(workers_ms, here_ms)
             longest_ms = max(longest_ms, here_ms + way.all)
             sending_ms += way.sending  # all over the one network of this computer
-        else:
-            others_ms = max(others_ms, here_ms)
     if not requests:
         return NOT_ON_HOST
     hand_off_ms = cost.hand_off_ms(requests)
     return OnHost(
-        max(cpu_ms, others_ms, longest_ms) + hand_off_ms,
+        max(cpu_ms, longest_ms) + hand_off_ms,
         cpu_ms + hand_off_ms if of_cpu else 0.0,
-        max(workers_ms, others_ms + hand_off_ms) if others_ms else workers_ms,
+        workers_ms,
         sending_ms,
     )
 
@@ -362,7 +360,7 @@ def timing_of(
     attention_ms = attending_ms(cost, loads, waited_for)
     for load in loads:
         for place, (requests, _) in load.decodes.items():
-            if place.is_worker:
+            if place.is_remote:
                 attention_ms += cost.num_layers * cost.way_ms(place, requests).all
     copied_tokens = sum(swapped_tokens_of(load)[0] for load in loads)
     if not copied_tokens:

@@ -16,8 +16,6 @@ more than it can, and nearly everything is streamed.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -48,8 +46,6 @@ class Sizes:
     unit: int = 64  # resident rows are multiples of it, or all
     used_share: float = 1.0  # of them by one row of inputs; less than 1: they are experts, a row for each
     handed: int = 0  # numbers of inputs and outputs of such a row; 0: of all columns and rows
-    # How unequally experts are used, the first ones most: after Zipf's law, 0: all alike, 1: by 1 / number.
-    skew: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -72,32 +68,12 @@ class Sizes:
             rows: of inputs, which use experts at random.
             first: rows of the weights before this one do not count.
         """
-        if not self.is_experts:
-            return 1 - first / self.rows
-        return _touched_from(self.rows, self.used_share, self.skew, rows)[first]
+        used = 1 - (1 - self.used_share) ** rows if self.is_experts else 1.0
+        return used * (1 - first / self.rows)
 
     def handed_bytes(self, rows: int, others: float) -> float:
         """Return the bytes of inputs and outputs, of so many rows of them, where the CPU has this share."""
         return rows * (self.handed or self.columns + others * self.rows) * self.itemsize
-
-
-@cache
-def _chances(count: int, used_share: float, skew: float) -> tuple[float, ...]:
-    """How likely a row of inputs uses each expert: after Zipf's law, though none more than surely."""
-    weights = [number**-skew for number in range(1, count + 1)]
-    low, high = 0.0, 1 / weights[-1]
-    for _ in range(60):  # the factor with which they are so many together
-        factor = (low + high) / 2
-        is_more = sum(min(factor * weight, 1.0) for weight in weights) > used_share * count
-        low, high = (low, factor) if is_more else (factor, high)
-    return tuple(min(high * weight, 1.0) for weight in weights)
-
-
-@cache
-def _touched_from(count: int, used_share: float, skew: float, rows: int) -> tuple[float, ...]:
-    """See `Sizes.touched`: of each first row, and 0 behind the last one."""
-    chances = [(1 - (1 - chance) ** rows) / count for chance in _chances(count, used_share, skew)]
-    return (*accumulate(reversed(chances), initial=0.0),)[::-1]
 
 
 class ProductTime(NamedTuple):

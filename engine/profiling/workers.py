@@ -6,11 +6,8 @@ alone. So what a worker does once for each message is part of the way, some tens
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
@@ -29,17 +26,16 @@ UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
 
 
 @torch.inference_mode()
-def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks: int = 1) -> Surface:
+def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
     """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
 
-    Whatever the memory held is lost.
+    Whatever the memory held is lost. What takes too long is left out, from the largest numbers of
+    requests on, but for the first two.
 
     Args:
         pool: the worker's.
         num_heads: of queries.
         dtype: of them.
-        num_ranks: which ask at the same time, each for as many heads. Only this one does so now: for so many
-            times the requests, which is as much to attend to.
 
     Raises:
         WorkerLostError: the worker does not answer.
@@ -50,27 +46,6 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks:
     rows = torch.randn(2, num_tokens, kv_heads, head_dim, dtype=dtype)
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
-    def prepare(tables: Tensor, lens: Tensor) -> Callable[[], None]:
-        tables, lens = tables.repeat(num_ranks, 1), lens.repeat(num_ranks)
-        rows = len(lens)
-        qkv = torch.randn(rows, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
-        out = torch.empty(rows, num_heads, head_dim, dtype=dtype)
-        return partial(layer.decode, q, k, v, None, tables, lens, out, 1.0, None)
-
-    return over_grid(pool, prepare)
-
-
-def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], None]]) -> Surface:
-    """Return what decode attention takes per layer, in ms: over (requests, context).
-
-    What takes too long is left out, from the largest numbers of requests on, but for the first two.
-
-    Args:
-        pool: the first `STORED_TOKENS` tokens of its first layer are stored, or as many as it has.
-        prepare: given block tables and context lengths, returns what attends, and waits for the end of it.
-    """
-    num_tokens = min(STORED_TOKENS, pool.num_blocks * pool.block_size)
     started_s = time.perf_counter()
     found: list[list[float]] = []
     for requests in REQUESTS:
@@ -85,11 +60,14 @@ def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], Non
             tables = blocks.view(requests, width)
             # The newest tokens are stored, each in a block of its own.
             tables[:, -1] = torch.arange(requests, dtype=torch.int32)
-            attend = prepare(tables, torch.full((requests,), context, dtype=torch.int32))
+            lens = torch.full((requests,), context, dtype=torch.int32)
+            qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+            q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
+            out = torch.empty(requests, num_heads, head_dim, dtype=dtype)
             times = []
-            for _ in range(1 + REPEATS):  # the first one sends the tables, or compiles
+            for _ in range(1 + REPEATS):  # the first one sends the tables
                 begun_s = time.perf_counter()
-                attend()
+                layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
         found.append(row)
@@ -115,15 +93,9 @@ def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
 
 
 def measured_workers(
-    storage: KVStorage, decoder: Decoder, num_ranks: int = 1
+    storage: KVStorage, decoder: Decoder
 ) -> tuple[dict[Place, Surface], dict[Place, Network]]:
-    """Return what attention takes in each place of a worker, and the way; of absent ones, what others take.
-
-    Args:
-        storage: of this rank.
-        decoder: likewise.
-        num_ranks: among which the model is divided.
-    """
+    """Return what attention takes in each worker, and the way; of absent ones, what others take."""
     config = decoder.config
     sent = config.num_heads + 2 * config.num_kv_heads  # heads of a row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
@@ -134,7 +106,7 @@ def measured_workers(
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype, num_ranks)
+            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
         else:
             absent.append(place)
     typical = next(iter(found.values()), UNKNOWN)

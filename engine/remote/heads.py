@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.transfer import HostBuffer
-from neo_desktop.engine.remote.link import Address, WorkerLink
+from neo_desktop.engine.remote.link import WorkerLink
 from neo_desktop.engine.remote.shape import AttentionShape
 
 CPU = torch.device("cpu")
@@ -45,11 +45,6 @@ class HeadGroup:
     def address(self) -> str | None:
         """Where they listen, for people; None: nobody knows it of any."""
         return ", ".join(str(each.address) for each in self._links if each.address is not None) or None
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """Where each listened at the last `open`."""
-        return tuple(address for each in self._links for address in each.addresses)
 
     @property
     def num_blocks(self) -> int:

@@ -16,7 +16,6 @@ from neo_desktop.engine.remote.greeting import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
-from neo_desktop.models.rank import ALONE, Rank
 
 DEFAULT_PORT = 7455
 DEFAULT_TIMEOUT_S = 10.0  # for a worker to answer
@@ -86,25 +85,15 @@ class WorkerLink:
         name: of the worker, for people.
         find: returns where it listens; asked at each `open`.
         trust: what it is known by.
-        engine: what the worker knows the engine by, the same on all its ranks; None: by a name of its own.
-        rank: of the engine, whose heads the worker attends for here.
     """
 
-    def __init__(
-        self,
-        name: str,
-        find: Callable[[], Address],
-        trust: Trust,
-        engine: str | None = None,
-        rank: Rank = ALONE,
-    ) -> None:
+    def __init__(self, name: str, find: Callable[[], Address], trust: Trust) -> None:
         self.name = name
         self.address: Address | None = None  # None: nobody knows it yet
         self._find = find
         self.num_blocks = 0
         self._trust = trust
-        self._engine = engine or secrets.token_hex(16)
-        self._rank = rank
+        self._engine = secrets.token_hex(16)
         self._shape: AttentionShape | None = None
         self._attention: Channel | None = None
         self._rows: Channel | None = None
@@ -115,11 +104,6 @@ class WorkerLink:
         self._buffer = HostBuffer(CPU)
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
-        """Where it listened at the last `open`."""
-        return () if self.address is None else (self.address,)
-
-    @property
     def is_open(self) -> bool:
         """Whether nothing has failed since `open`."""
         return self._attention is not None and self._lost is None
@@ -128,7 +112,7 @@ class WorkerLink:
         """Connect; how many blocks the worker has is known then.
 
         Args:
-            shape: of the attention of the model, or of the rank's part of it.
+            shape: of the model's attention.
             sinks: [layers, heads] fp32; None: there are none.
             most_blocks: more are of no use.
 
@@ -140,14 +124,13 @@ class WorkerLink:
         names = {"engine": self._engine, "session": secrets.token_hex(16)}
         attention = self._connect(self.address)
         try:
-            rank = {"rank": self._rank.number, "ranks": self._rank.count}
-            asked = names | rank | {"shape": shape.to_json(), "most_blocks": most_blocks}
+            asked = names | {"shape": shape.to_json(), "most_blocks": most_blocks}
             attention.send_json(Kind.SET_UP, asked)
             if sinks is not None:
                 attention.send(Kind.SET_UP, bytes_of(sinks.to(CPU, torch.float32).contiguous()))
             self.num_blocks = int(attention.json(attention.answer(Kind.READY))["num_blocks"])
             rows = self._connect(self.address)
-            rows.send_json(Kind.SET_UP, names | rank | {"joins": True})
+            rows.send_json(Kind.SET_UP, names | {"joins": True})
             rows.json(rows.answer(Kind.READY))
         except BaseException:
             attention.close()

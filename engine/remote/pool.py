@@ -10,18 +10,16 @@ from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import WorkerLink
-from neo_desktop.engine.remote.rank_link import RankLink
 from neo_desktop.models.config import ModelConfig
 
 CPU = torch.device("cpu")
-AnyLink = WorkerLink | HeadGroup | RankLink
+AnyLink = WorkerLink | HeadGroup
 
 
 class RemoteLayer(KVLayer):
     """One layer of a worker's memory. All tensors are in this computer's host memory.
 
-    Raises WorkerLostError in all it does: the worker does not answer any more. On a rank of several nothing
-    raises: see `RankLink`.
+    Raises WorkerLostError in all it does: the worker does not answer any more.
     """
 
     __slots__ = ("_index", "_link")
@@ -85,7 +83,6 @@ class RemotePool(KVPool):
         block_size: tokens per block.
         dtype: the model's.
         link: open.
-        num_blocks: that all ranks have there; None: as many as the link has.
     """
 
     def __init__(
@@ -95,14 +92,13 @@ class RemotePool(KVPool):
         block_size: int,
         dtype: torch.dtype,
         link: AnyLink,
-        num_blocks: int | None = None,
     ) -> None:
         # Nothing of what another pool takes is here: no memory, and no parts.
         self.worker = place.name
         self.link = link
         self.kind = RemoteLayer
         # When it was made: another number may come back with the worker.
-        self.num_blocks = link.num_blocks if num_blocks is None else num_blocks
+        self.num_blocks = link.num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = CPU

@@ -5,7 +5,7 @@ Which block holds whose KV is known to the engine alone.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import block_bytes
+from neo_desktop.engine.kv.layer import KVLayer, block_bytes
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
 
@@ -33,20 +34,27 @@ class Session:
         shape: of the model's attention.
         sinks: [layers, heads] fp32; None: there are none.
         num_blocks: in each layer.
+        device: whose memory it is, and what attends.
     """
 
     def __init__(
-        self, names: tuple[str, str], shape: AttentionShape, sinks: Tensor | None, num_blocks: int
+        self,
+        names: tuple[str, str],
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        num_blocks: int,
+        device: torch.device = CPU,
     ) -> None:
         self.names = names
         self.shape = shape
         self.num_blocks = num_blocks
-        parts = HostLayer.allocate(shape, num_blocks, shape.block_size, shape.kv_dtype, CPU)
+        kind: type[KVLayer] = HostLayer if device.type == "cpu" else GpuLayer
+        parts = kind.allocate(shape, num_blocks, shape.block_size, shape.kv_dtype, device)
         self._layers = [
-            HostLayer(
+            kind(
                 tuple(part[index] for part in parts),
                 shape.block_size,
-                None if sinks is None else sinks[index],
+                None if sinks is None else sinks[index].to(device),
                 shape.attention_softcap,
             )
             for index in range(shape.num_layers)
@@ -85,7 +93,7 @@ class _Desk:
     It answers in order, and what is wrong with a message is said when those before it are answered.
     """
 
-    def __init__(self, session: Session, layers: list[HostLayer], channel: Channel) -> None:
+    def __init__(self, session: Session, layers: Sequence[KVLayer], channel: Channel) -> None:
         self._shape = session.shape
         self._layers = layers
         self._channel = channel

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from neo_desktop.engine.remote.tls import SharedTls
 
-VERSION = 3  # of all of this; both sides must have the same
+VERSION = 4  # of all of this; both sides must have the same
 MAX_TEXT_BYTES = 1 << 20
 MAX_BYTES = 1 << 31  # of a message
 LAST_S = 1.0  # for the other side to hang up, once it was told why

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from neo_desktop.engine.remote.greeting import RefusedError, check_secret, welcome
-from neo_desktop.engine.remote.session import Session, fitting_blocks
+from neo_desktop.engine.remote.session import CPU, Session, fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tune
-from neo_desktop.models.limits import MAX_HEADS
-from neo_desktop.models.rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,7 @@ class WorkerLimits:
     """What a worker gives."""
 
     memory_bytes: int  # for KV
+    device: torch.device = CPU  # whose memory it is, and what attends
 
 
 class AttentionWorker:
@@ -50,7 +49,7 @@ class AttentionWorker:
         self._secret = check_secret(secret)
         self._limits = limits
         self._tls = tls
-        self._sessions: dict[Rank, Session] = {}  # with all ranks of one engine
+        self._session: Session | None = None  # with one engine
         self._changes = threading.Lock()
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
         self._answering: set[threading.Thread] = set()
@@ -82,8 +81,8 @@ class AttentionWorker:
         self._is_closed = True
         end(self._listener)
         with self._changes:
-            for session in self._sessions.values():
-                session.end()
+            if self._session is not None:
+                self._session.end()
 
     def _answer(self, connection: socket.socket, name: str) -> None:
         try:
@@ -125,8 +124,7 @@ class AttentionWorker:
     def _serve(self, channel: Channel, name: str) -> None:
         header = channel.answer(Kind.SET_UP)
         asked = channel.json(header)
-        rank = _rank_of(asked)
-        session = self._session_of(asked, rank, channel)
+        session = self._session_of(asked, channel)
         logger.info("attending for the engine at %s: %d blocks", name, session.num_blocks)
         try:
             channel.send_json(Kind.READY, {"num_blocks": session.num_blocks})
@@ -137,24 +135,24 @@ class AttentionWorker:
         finally:
             session.end()
             with self._changes:
-                if self._sessions.get(rank) is session:
-                    del self._sessions[rank]
+                if self._session is session:
+                    self._session = None
 
-    def _session_of(self, asked: Any, rank: Rank, channel: Channel) -> Session:
-        """Return the session that a rank of an engine asks for: a new one, or the one that it has."""
+    def _session_of(self, asked: Any, channel: Channel) -> Session:
+        """Return the session that an engine asks for: a new one, or the one that it has."""
         names = asked.get("engine"), asked.get("session")
         if not all(isinstance(name, str) for name in names):
             raise ProtocolError("no session is asked for")
         if asked.get("joins"):
             with self._changes:
-                joined = self._sessions.get(rank)
+                joined = self._session
                 if joined is not None and joined.names == names:
                     return joined
             raise ProtocolError("the session is over")
         shape, most = AttentionShape.from_json(asked.get("shape")), asked.get("most_blocks")
         if not isinstance(most, int) or most < 1:
             raise ProtocolError("it is not said how many blocks are of use")
-        num_blocks = min(fitting_blocks(shape, self._limits.memory_bytes // rank.count), most)
+        num_blocks = min(fitting_blocks(shape, self._limits.memory_bytes), most)
         sinks = None
         if shape.attention_sinks:
             sinks = torch.empty(shape.num_layers, shape.num_heads, dtype=torch.float32)
@@ -162,18 +160,9 @@ class AttentionWorker:
         with self._changes:
             if self._is_closed:
                 raise RefusedError("this worker ends")
-            for other, session in self._sessions.items():
-                if session.names[0] != names[0] or other.count != rank.count:
+            if (lost := self._session) is not None:
+                if lost.names[0] != names[0]:
                     raise RefusedError("this worker attends for another engine")
-            if (lost := self._sessions.pop(rank, None)) is not None:
                 lost.end()  # the engine has lost it
-            session = self._sessions[rank] = Session(names, shape, sinks, num_blocks)
-            return session
-
-
-def _rank_of(asked: Any) -> Rank:
-    """Return which part of a model an engine asks for; ProtocolError: there is none such."""
-    number, count = asked.get("rank"), asked.get("ranks")
-    if not isinstance(number, int) or not isinstance(count, int) or not 0 <= number < count <= MAX_HEADS:
-        raise ProtocolError("it is not said whose heads are to be attended for")
-    return Rank(number, count)
+            self._session = Session(names, shape, sinks, num_blocks, self._limits.device)
+            return self._session

@@ -14,7 +14,6 @@ from neo_desktop.engine.remote.greeting import RefusedError
 from neo_desktop.engine.remote.heads import HeadGroup, check_heads
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.pool import AnyLink, RemotePool
-from neo_desktop.engine.remote.rank_link import EngineRank, RankLink
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.models.config import ModelConfig
 
@@ -47,7 +46,6 @@ class Workers:
         cluster: that the workers belong to; closed with them.
         by_heads: whether all of them are one place, and each has some of the heads of all requests; else
             each is a place of its own.
-        engine_rank: whose connections these are; None: the model is whole.
 
     Raises:
         ValueError: the heads cannot be divided among so many.
@@ -65,12 +63,10 @@ class Workers:
         cluster: Cluster | None = None,
         *,
         by_heads: bool = False,
-        engine_rank: EngineRank | None = None,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
         self._retries_s = retries_s
         self._cluster = cluster
-        self._engine_rank = engine_rank
         self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
         self._reasons: dict[Place, str] = {}  # why those are lost that are
         self._losses = dict.fromkeys(self._links, 0)
@@ -83,27 +79,18 @@ class Workers:
     def _apart(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[Place, AnyLink]:
         places = [Place.worker(number) for number in range(1, len(addresses) + 1)]
         links = self._links_to(addresses, trust, [place.name for place in places])
-        return {place: self._for_rank(link) for place, link in zip(places, links, strict=True)}
+        return dict(zip(places, links, strict=True))
 
     def _grouped(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[Place, AnyLink]:
         check_heads(self._shape.num_kv_heads, len(addresses))
         place = Place.worker(1)
         links = self._links_to(addresses, trust, [place.name] * len(addresses))
-        return {place: self._for_rank(HeadGroup(place.name, links))}
+        return {place: HeadGroup(place.name, links)}
 
     def _links_to(
         self, addresses: Sequence[Callable[[], Address]], trust: Trust, names: Sequence[str]
     ) -> list[WorkerLink]:
-        rank = self._engine_rank
-        return [
-            WorkerLink(name, find, trust)
-            if rank is None
-            else WorkerLink(name, find, trust, f"{rank.engine}/{number}", rank.rank)
-            for number, (name, find) in enumerate(zip(names, addresses, strict=True))
-        ]
-
-    def _for_rank(self, link: WorkerLink | HeadGroup) -> AnyLink:
-        return link if self._engine_rank is None else RankLink(link)
+        return [WorkerLink(name, find, trust) for name, find in zip(names, addresses, strict=True)]
 
     def connect(self) -> None:
         """Reach all; who does not answer is tried again in the background.
@@ -113,7 +100,7 @@ class Workers:
         """
         for place, link in self._links.items():
             try:
-                self._open(place, link)
+                self._open(link)
             except RefusedError as error:
                 self.close()
                 raise RefusedError(f"{place} at {link.address}: {error}") from None
@@ -122,30 +109,15 @@ class Workers:
                 logger.warning("%s%s cannot be reached, and is tried again: %s", place, where, error)
                 self._await(place, str(error))
 
-    def _open(self, place: Place, link: AnyLink) -> None:
+    def _open(self, link: AnyLink) -> None:
         link.open(self._shape, self._sinks, self._most_blocks)
-        if self._engine_rank is None or self._engine_rank.others is None:
-            return
-        try:
-            self._engine_rank.others.reach(place, link.addresses, link.num_blocks)
-        except BaseException:
-            link.close()
-            raise
 
-    def open(self, place: Place) -> int:
-        """Connect one place of a rank that is told when to; return how many blocks it has there.
-
-        Raises:
-            OSError: it cannot be reached, or refuses.
-        """
-        self._open(place, self._links[place])
-        return self._links[place].num_blocks
-
-    def pools(self, num_blocks: Mapping[Place, int]) -> dict[Place, RemotePool]:
-        """Return `place -> its memory`, of all of them, each with so many blocks."""
+    @property
+    def pools(self) -> dict[Place, RemotePool]:
+        """`place -> its memory`, of all of them."""
         shape = self._shape
         return {
-            place: RemotePool(place, self._config, shape.block_size, shape.dtype, link, num_blocks[place])
+            place: RemotePool(place, self._config, shape.block_size, shape.dtype, link)
             for place, link in self._links.items()
         }
 
@@ -215,7 +187,7 @@ class Workers:
         while not self._closing.wait(self._retries_s[min(count, len(self._retries_s) - 1)]):
             count += 1
             try:
-                self._open(place, link)
+                self._open(link)
             except OSError as error:
                 logger.debug("%s at %s cannot be reached: %s", place, link.address, error)
                 continue

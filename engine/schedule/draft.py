@@ -91,10 +91,6 @@ class HostQueue:
         """Return the context tokens of the decodes `begin .. end - 1`."""
         return sum(tokens[end] - tokens[begin] for _, _, tokens in self._sums)
 
-    def followed_by(self, place: Place, context_tokens: int, count: int = 1) -> "HostQueue":
-        """Return the queue with some more decodes at its end."""
-        return HostQueue([*self.contexts, *[(place, context_tokens)] * count])
-
 
 class Chunk(NamedTuple):
     """Some tokens of a prompt."""

@@ -193,13 +193,6 @@ class Residency(Generic[R]):
             self.counters.num_cached_tokens += num_cached
         return True
 
-    def withdraw(self, request: R) -> None:
-        """Take an admission of this iteration back."""
-        if request.num_preemptions == 0:
-            self.counters.num_prompt_tokens -= request.num_prompt_tokens
-            self.counters.num_cached_tokens -= request.num_cached_tokens
-        self._release(request)
-
     def give_up_moved(self) -> None:
         """After a failed iteration nobody knows whether moved KV has arrived: it is computed again."""
         for request in (*self._moving, *self.moved):

@@ -233,7 +233,7 @@ class Outlook:
         rest = {
             place: decodes
             for place, decodes in rest.items()
-            if place.is_worker or (place.through_host and not workers_only)
+            if place.is_remote or (place.host_attends and not workers_only)
         }
         possible = joined(self._staggered, rest)
         if not possible:

@@ -50,9 +50,7 @@ class AnswerChecks:
     def mechanisms(self) -> list[str]:
         """Those that matter on this device."""
         is_gpu = self._rig.device.type == "cuda"
-        # A second GPU is not part of any answer here.
-        names = [m.name for m in MECHANISMS.values() if is_gpu or not m.is_for_gpu]
-        return [name for name in names if name != "peer_copies"]
+        return [m.name for m in MECHANISMS.values() if is_gpu or not m.is_for_gpu]
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks: the model is loaded, the reference, each rung alone, all as they stand."""
@@ -197,7 +195,6 @@ def quick_shape(config: ModelConfig) -> ModelConfig:
             count=min(experts.count, max(QUICK_EXPERTS, experts.per_token)),
             intermediate_size=min(experts.intermediate_size, QUICK_INTERMEDIATE // QUICK_EXPERTS),
             layers=tuple(layer for layer in experts.layers if layer < layers),
-            order=None,
         )
     return replace(
         config,

@@ -26,7 +26,6 @@ from neo_desktop.engine.execute.lane import Lane, Recorder
 from neo_desktop.engine.execute.round_trips import RoundTrips, SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
-from neo_desktop.engine.kv import peer as kv_peer
 from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
@@ -90,17 +89,6 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
             DEADLINE_S,
             partial(check_copies, rig, rung),
         )
-    for index in range(torch.cuda.device_count()):
-        other = torch.device("cuda", index)
-        if index != (torch.cuda.current_device() if rig.device.index is None else rig.device.index):
-            yield Check(
-                f"peer_copies-direct-{index}",
-                f"Copies to GPU {index} and back",
-                "peer_copies",
-                "direct",
-                DEADLINE_S,
-                partial(check_peer_copies, rig.device, other),
-            )
     yield Check("swap", "KV moved to host memory and back", None, None, DEADLINE_S, lambda: check_swap(rig))
 
 
@@ -257,16 +245,6 @@ def check_copies(rig: Rig, rung: str) -> Figures:
                 raise CheckError("numbers were lost on their way over the bus", {"bytes": 4 * size})
     ms = rig.milliseconds(lambda: back.copy_(there, non_blocking=True))
     return {"ms": ms, "bytes": back.nbytes}
-
-
-def check_peer_copies(device: torch.device, other: torch.device) -> Figures:
-    """Bytes arrive on another GPU, and those of that one here."""
-    with on_rungs({"peer_copies": "direct"}):
-        if (num_bytes := kv_peer.check_copies(device, other)) is not None:
-            raise CheckError(
-                "bytes did not arrive on the other GPU, or came back changed", {"bytes": num_bytes}
-            )
-    return {"bytes": max(kv_peer.CHECKED_BYTES)}
 
 
 def check_swap(rig: Rig) -> Figures:

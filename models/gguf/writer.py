@@ -131,9 +131,7 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             assert config.experts is not None
             for kind, of_kind in EXPERTS.items():
                 matrix = getattr(layer.mlp, of_kind).dense()
-                of_each = matrix.view(config.experts.count, -1, matrix.shape[1])
-                places = torch.tensor(config.experts.order_of(index)).argsort()
-                yield f"blk.{index}.{kind}.weight", of_each[places]
+                yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
     for weight in named_weights(decoder):
         if ".experts." in weight.name:
             continue

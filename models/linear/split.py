@@ -273,12 +273,7 @@ class Split:
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         """Do all of it, one after the other: the CPU computes for few rows, others are streamed."""
-        self.multiply_share(x, out, UNMEASURED.of(len(x)))
-        return out
-
-    def multiply_share(self, x: Tensor, out: Tensor, share: float) -> None:
-        """Do all of it, one after the other, with about this share of the host's rows streamed."""
-        streamed_rows = self.streamed(share)
+        streamed_rows = self.streamed(UNMEASURED.of(len(x)))
         self.multiply_resident(x, out)
         pieces = self.pieces(streamed_rows)
         room = x.new_empty(max((piece.elements for piece in pieces), default=0))
@@ -290,6 +285,7 @@ class Split:
             self.multiply_host(x.contiguous().cpu(), product, streamed_rows)
             if product is not of_host:
                 of_host.copy_(product)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +350,6 @@ class SplitForm:
         """Of the device."""
         resident, device_form, _ = self._split(rows)
         return device_form.nbytes(resident, columns, dtype) if resident else 0
-
-    def host_nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Return the bytes of host memory that a weight takes."""
-        resident, _, host_form = self._split(rows)
-        return host_form.nbytes(rows - resident, columns, dtype) if resident < rows else 0
 
     def loading_bytes(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device

@@ -1,6 +1,6 @@
 """Functions of the pieces of a graph."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -9,12 +9,11 @@ from torch import Tensor, fx, nn
 
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
-from neo_desktop.models.stages import Reduce
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Gathered, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
@@ -47,7 +46,6 @@ class Builder:
         found: its pieces.
         decoder: has the weights.
         operators: what takes the place of several operators of the graph, where these are known.
-        sums: of a rank's part: the weights whose products are added up, and what does it; experts' are, too.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Builder:
         found: Cut,
         decoder: TracedDecoder,
         operators: Operators,
-        sums: tuple[Container[str], Reduce] | None = None,
     ) -> None:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
         self._root = nn.Module()
@@ -69,13 +66,8 @@ class Builder:
             for index, weight in enumerate(fused.weights)
         }
         linears = {fused.name: linear for fused, linear in decoder.fused}
-        summed, reduce = sums or ((), None)
-        self._reduce = reduce
-        self._reduces = {id(linear): reduce for fused, linear in decoder.fused if fused.weights[0] in summed}
         self._mixtures = {
-            each.gate_up: ExpertsProduct(
-                each, [linears[fused.name] for fused in each.matrices], operators, reduce
-            )
+            each.gate_up: ExpertsProduct(each, [linears[fused.name] for fused in each.matrices], operators)
             for each in decoder.outline.mixtures
         }
         if decoder.outline.head is None:
@@ -301,7 +293,7 @@ class Builder:
                 return None
             linear, rows_of, index = product
             if id(linear) not in fused:
-                product_of = Product(linear, sum(rows_of), self._reduces.get(id(linear)))
+                product_of = Product(linear, sum(rows_of))
                 module = self._attribute("product", product_of)
                 fused[id(linear)] = graph.call_module(module, (find(_nodes_of(node)[0]),))
             return fused[id(linear)], rows_of, index
@@ -341,11 +333,6 @@ class Builder:
             return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
         if name == "experts":
             return self._attribute("experts", self._mixtures[self._graph.parameters[given[3]]]), given[:3]
-        if name == "gathered":
-            assert self._reduce is not None
-            x, first, heads = given
-            gathered = Gathered(first, heads, x.meta["val"].shape[3], self._reduce)
-            return self._attribute("gathered", gathered), [x]
         return None
 
     def _operate(

@@ -85,21 +85,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
-@torch.library.custom_op("neo_desktop::gathered", mutates_args=())
-def gathered(x: Tensor, first: int, heads: int) -> Tensor:
-    """Stand in a rank's graph for what all ranks have of a layer's attention together.
-
-    Args:
-        x: [1, rows, own heads, head_dim]
-        first: of the own heads.
-        heads: of all ranks.
-
-    Returns:
-        [1, rows, heads, head_dim]
-    """
-    raise NotImplementedError("the stages compute it")
-
-
 @torch.library.custom_op("neo_desktop::experts", mutates_args=())
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Stand for a mixture of experts in a graph.

@@ -18,7 +18,6 @@ from neo_desktop.models.limits import (
     MAX_LAYERS,
     MAX_VOCAB_SIZE,
 )
-from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Outline
@@ -33,7 +32,6 @@ class TracedConfig(ModelConfig):
 
     source: Source = Source(Path())  # noqa: RUF009 - frozen
     of_model: Outline = NOTHING
-    rank: Rank = ALONE  # whose part it is
 
     @property
     def attention_scale(self) -> float:  # noqa: D102

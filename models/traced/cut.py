@@ -186,7 +186,7 @@ def _minimum(
 
 def _capacity(node: fx.Node, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of a row, as an edge's attribute; nothing: it must not cross."""
-    value = node.meta.get("whole", node.meta.get("val"))  # so that all ranks cut alike
+    value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype is not dtype or row_dim(node) is None:
         return {}
     count = 1

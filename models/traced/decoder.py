@@ -61,12 +61,10 @@ class TracedDecoder(Decoder):
         else:
             self.lm_head = self.embedding
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
-        if of_model.sinks:  # a rank has those of its heads
-            sinks = (self.tensors[name] for name in of_model.sinks)
-            self.layers = [TracedLayer(each[config.rank.part(len(each))]) for each in sinks]  # type: ignore[misc]
+        if of_model.sinks:
+            self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
-        self.expert_use: Tensor | None = None
-        self.stages: dict[Any, Any] = {}  # `TracedStages`, once they were made, by what adds up for ranks
+        self.stages: Any = None  # `TracedStages`, made once
 
     def _linear(self, fused: Fused, form: LinearForm) -> Linear:
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device

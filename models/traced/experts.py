@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
@@ -16,9 +16,7 @@ from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
-from neo_desktop.models.stages import Reduce
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
-from neo_desktop.models.traced.fused import Summed
 from neo_desktop.models.traced.sizes import Fused, Mixed
 
 KINDS = ("gate", "up", "down")
@@ -162,31 +160,24 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
                 tensors[own] = StackPart(stack, expert, slice(index * rows, (index + 1) * rows))
 
 
-class ExpertsProduct(Summed):
+class ExpertsProduct(nn.Module):
     """What experts make of rows that chose them; see `capture.experts`.
 
     Args:
         of_layer: the sizes.
         matrices: gates, ups and downs of all experts.
         operators: of the device.
-        reduce: of a rank that has a part of each expert.
     """
 
-    def __init__(
-        self,
-        of_layer: Mixed,
-        matrices: Sequence[Linear],
-        operators: Operators,
-        reduce: Reduce | None = None,
-    ) -> None:
-        down_of_each = of_layer.matrices[2]
-        super().__init__(down_of_each.rows[0], reduce)
+    def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
+        super().__init__()
         gate, up, down = matrices
         self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
-        self._intermediate = down_of_each.columns
+        self._intermediate = of_layer.matrices[2].columns
 
-    def part(self, given: Sequence[Tensor], out: Tensor) -> Tensor:  # noqa: D102
-        x, ids, weights = given
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return [rows, hidden]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)

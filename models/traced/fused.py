@@ -1,92 +1,33 @@
 """Several operators of a graph as one: those of the written decoders, with the shapes of transformers."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from neo_desktop import native
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
-from neo_desktop.models.stages import Reduce
 
 
-class Summed(nn.Module):
-    """What ranks of a divided model have parts of, and add up; a whole model computes it alone.
-
-    Args:
-        width: of a row of the result.
-        reduce: adds up what all ranks give; None: this is all of it.
-    """
-
-    def __init__(self, width: int, reduce: Reduce | None) -> None:
-        super().__init__()
-        self.width, self.reduce = width, reduce
-
-    def part(self, given: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Return what is computed here, in `out` [n, width] if it can be written there."""
-        raise NotImplementedError
-
-    def shaped(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return what is made of x, the first that is given, in its shape."""
-        return out.view(*x.shape[:-1], self.width)
-
-    def forward(self, *given: Tensor) -> Tensor:
-        """Return [.., width]."""
-        x = given[0]
-        out = self.part(given, x.new_empty(self.num_rows(x), self.width))
-        if self.reduce is not None:
-            self.reduce(out)
-        return self.shaped(out, x)
-
-    def num_rows(self, x: Tensor) -> int:
-        """Return how many rows the result has."""
-        return x.shape[:-1].numel()
-
-
-class Product(Summed):
+class Product(nn.Module):
     """A linear layer, whatever dimensions precede the last one of its input.
 
     Args:
         linear: the matrix.
         rows: of it.
-        reduce: of a rank that has some of its columns.
     """
 
-    def __init__(self, linear: Linear, rows: int, reduce: Reduce | None = None) -> None:
-        super().__init__(rows, reduce)
-        self.linear = linear
+    def __init__(self, linear: Linear, rows: int) -> None:
+        super().__init__()
+        self.linear, self.rows = linear, rows
 
-    def part(self, given: Sequence[Tensor], out: Tensor) -> Tensor:  # noqa: D102
-        (x,) = given
-        return self.linear.multiply(x.reshape(-1, x.shape[-1]), out)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [.., rows]."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self.shaped(self.linear.multiply(flat, x.new_empty(len(flat), self.rows)), x)
 
-
-class Gathered(Summed):
-    """The attention's output of all ranks, [1, rows, heads, head_dim]: a sum of what each has, and zeros.
-
-    Args:
-        first: of this rank's heads.
-        heads: of all of them.
-        head_dim: of each.
-        reduce: adds up.
-    """
-
-    def __init__(self, first: int, heads: int, head_dim: int, reduce: Reduce) -> None:
-        super().__init__(heads * head_dim, reduce)
-        self._first, self._shape = first, (heads, head_dim)
-
-    def part(self, given: Sequence[Tensor], out: Tensor) -> Tensor:  # noqa: D102
-        (x,) = given  # [1, rows, own heads, head_dim]
-        out.zero_()
-        self.shaped(out, x)[0, :, self._first : self._first + x.shape[2]].copy_(x[0])
-        return out
-
-    def shaped(self, out: Tensor, x: Tensor) -> Tensor:  # noqa: D102
-        return out.view(1, x.shape[1], *self._shape)
-
-    def num_rows(self, x: Tensor) -> int:  # noqa: D102
-        return x.shape[1]
+    def shaped(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the product of x in the shape of x."""
+        return out.view(*x.shape[:-1], self.rows)
 
 
 class RMSNorm(nn.Module):

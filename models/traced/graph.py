@@ -88,7 +88,7 @@ def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exp
         return _exported(source, source.named.stat().st_mtime_ns, dtype, tuple(aliases.items())).copy()
 
 
-@lru_cache(maxsize=1)  # a rank needs it up to three times: what is its part, to compute, and to measure that
+@lru_cache(maxsize=1)  # both the outline and the stages need it
 def _exported(
     source: Source, _modified_ns: int, dtype: torch.dtype, aliases: tuple[tuple[str, str], ...]
 ) -> Exported:

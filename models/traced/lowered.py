@@ -154,8 +154,6 @@ class _Lowering:
 
     def _multiply(self, product: Product, x: Value) -> Value:
         linear = product.linear
-        if product.reduce is not None:
-            raise NotRowsError("a sum over ranks")
         if not isinstance(linear, PackedMatrix):
             raise NotRowsError("a matrix that is not in tiles")
         columns, rows = x.at.shape[-1], linear.rows

@@ -1,4 +1,4 @@
-"""A stage's code, cut where a matrix that is split is multiplied, and at sums over ranks."""
+"""A stage's code, cut where a matrix that is split is multiplied."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,30 +9,30 @@ from torch import fx
 
 from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.split import Split
-from neo_desktop.models.traced.fused import Product, Summed
+from neo_desktop.models.traced.fused import Product
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is computed up to a product that is split or added up, or to the end of the stage."""
+    """What is computed up to a product that is split, or to the end of the stage."""
 
     code: Callable[..., Any]  # of what it takes; the last one returns the stage's results
     takes: tuple[str, ...]  # names of the stage's inputs, and of what segments before and products give
     gives: tuple[str, ...]  # names of what it returns
-    product: Summed | None = None  # None: this is the last segment
+    product: Product | None = None  # None: this is the last segment
     name: str = ""  # of a product with a split matrix, one of `TURN`
-    given: tuple[str, ...] = ()  # names of what the product is given, [.., columns]
+    given: str = ""  # the name of what the product is given, [.., columns]
     result: str = ""  # the name of what comes of it, [.., rows]
 
     @property
     def split(self) -> Split | None:
         """The matrix that is multiplied, if it is split."""
-        linear = self.product.linear if isinstance(self.product, Product) else None
+        linear = self.product.linear if self.product is not None else None
         return linear if isinstance(linear, Split) else None
 
 
 def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
-    """Cut the code of stages before and after products that are split, or added up by ranks.
+    """Cut the code of stages before and after products that are split.
 
     Products with split matrices get the names in `TURN` by their order alone: the last one before an
     attention is "qkv". Those of one name have to be as wide everywhere; others, and those for which no name
@@ -46,11 +46,8 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
     """
     named: list[dict[fx.Node, tuple[str, int]]] = []
     widths: dict[str, Counter[int]] = defaultdict(Counter)
-    sums: list[dict[fx.Node, str]] = []
     for piece in pieces:
-        products = {node: each for node in piece.graph.nodes if (each := _product(piece, node))}
-        linears = {node: each.linear for node, each in products.items() if isinstance(each, Product)}
-        sums.append({node: "" for node, each in products.items() if each.reduce is not None})
+        linears = {node: each.linear for node in piece.graph.nodes if (each := _product(piece, node))}
         is_last, count = piece is pieces[-1], len(linears)
         names = TURN[:count] if is_last else TURN[max(len(TURN) - count, 0) :]
         nodes = list(linears)[: len(names)] if is_last else list(linears)[count - len(names) :]
@@ -64,8 +61,7 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
         named.append(splits)
     usual = {name: counts.most_common(1)[0][0] for name, counts in widths.items()}
     cut = (
-        summed | {node: name for node, (name, columns) in splits.items() if columns == usual[name]}
-        for summed, splits in zip(sums, named, strict=True)
+        {node: name for node, (name, columns) in splits.items() if columns == usual[name]} for splits in named
     )
     found = enumerate(zip(pieces, cut, strict=True))
     return {turn: _segments(piece, names) for turn, (piece, names) in found if names}
@@ -91,9 +87,9 @@ def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segm
     return made[::-1]
 
 
-def _product(module: fx.GraphModule, node: fx.Node) -> Summed | None:
+def _product(module: fx.GraphModule, node: fx.Node) -> Product | None:
     found = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, Summed) else None
+    return found if isinstance(found, Product) else None
 
 
 def _segment(
@@ -122,5 +118,5 @@ def _segment(
     names = tuple(node.name for node in gives)
     if cut is None:
         return Segment(code, tuple(takes), names)
-    given = tuple(node.name for node in cut.all_input_nodes)
-    return Segment(code, tuple(takes), names, _product(module, cut), name, given, cut.name)
+    (given,) = cut.all_input_nodes
+    return Segment(code, tuple(takes), names, _product(module, cut), name, given.name, cut.name)

@@ -12,12 +12,11 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Product, Reduce, Scratch, Stages, State, Step, Sum
+from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
-from neo_desktop.models.traced.division import divide
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.places import NotRowsError
@@ -32,35 +31,28 @@ INPUTS = ("carried", "rotation", "attended")  # of a stage's code
 
 
 class TracedStages(Stages):
-    """The stages of a model of `transformers`, or of a rank's part of it; see `Stages`.
+    """The stages of a model of `transformers`; see `Stages`.
 
     Raises:
         ModelError: it cannot be cut.
     """
 
-    def __init__(
-        self, decoder: TracedDecoder, operators: Operators | None = None, reduce: Reduce | None = None
-    ) -> None:
+    def __init__(self, decoder: TracedDecoder, operators: Operators | None = None) -> None:
         self.decoder = decoder
         self.config = config = decoder.config
-        self.has_head = config.rank.number == 0
+        self.has_head = True
         self.mixtures = {}
-        self._reduce = reduce
+        self._reduce = None
         self._weights = decoder
         graph = exported(config.source, decoder.dtype, decoder.outline.aliases)
-        sums = None
         try:
-            if config.rank.count > 1:
-                division = divide(graph, decoder.outline, config.rank)
-                sums = division.columns, self._sum
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
         except CannotCutError as error:
             raise cannot_cut(config.source, config, error) from None
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         self._operators = operators or on_cpu
-        builder = Builder(graph, found, decoder, self._operators, sums)
-        self._is_checking = True
+        builder = Builder(graph, found, decoder, self._operators)
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
         self._programs: dict[int, RowProgram] = {}  # by turn, on a CPU, where steps over rows compute it all
@@ -69,10 +61,9 @@ class TracedStages(Stages):
             self._rotate = builder.rotation(is_plain=True)
             pieces = [builder.piece(index, is_plain=True) for index in every]
             self._use(pieces, with_programs=False)
-        self._is_checking = False
-        self._head = builder.head() if self.has_head else None
+        self._head = builder.head()
         self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
-        if decoder.has_splits or config.rank.count > 1:
+        if decoder.has_splits:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
 
@@ -89,19 +80,12 @@ class TracedStages(Stages):
                 logger.debug("stage %d is computed operator by operator: %s", turn, error)
 
     @classmethod
-    def of(
-        cls, decoder: TracedDecoder, operators: Operators | None = None, reduce: Reduce | None = None
-    ) -> "TracedStages":
-        """Return a decoder's stages, which are made once: with sums, and without them."""
-        if reduce not in decoder.stages:
-            decoder.stages[reduce] = cls(decoder, operators, reduce)
-        found: TracedStages = decoder.stages[reduce]
+    def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
+        """Return a decoder's stages, which are made once."""
+        if decoder.stages is None:
+            decoder.stages = cls(decoder, operators)
+        found: TracedStages = decoder.stages
         return found
-
-    def _sum(self, part: Tensor) -> None:
-        """Add up what all ranks give, unless this one looks at its own part alone."""
-        if self._reduce is not None and not self._is_checking:
-            self._reduce(part)
 
     def _takes_operators(self, builder: Builder, pieces: list[fx.GraphModule]) -> bool:
         """Use pieces with operators, and return whether they compute what they should."""
@@ -203,17 +187,13 @@ class TracedStages(Stages):
         values: dict[str, Any] = {}
         begin = partial(self._begin, values, state)
         for segment in self._segments[turn]:
-            split, product = segment.split, segment.product
-            if product is None:
+            split = segment.split
+            if split is None:
                 yield Step(partial(self._end, begin, segment, values, turn, state, store), None)
                 return
-            if split is not None:
-                x, out = self._rooms.of(split.columns, split.rows, state)
-                named = Product(segment.name, turn - (segment.name != "qkv"), split, x, out)
-                yield Step(partial(_run_to_split, begin, segment, values, x), named)
-            else:
-                _, out = self._rooms.of(0, product.width, state)
-                yield Step(partial(_run_to_sum, begin, segment, values, out), Sum(self._sum, out))
+            x, out = self._rooms.of(split.columns, split.rows, state)
+            named = Product(segment.name, turn - (segment.name != "qkv"), split, x, out)
+            yield Step(partial(_run_to_split, begin, segment, values, x), named)
             begin = partial(_take, segment, values, out)
 
     def _begin(self, values: dict[str, Any], state: State) -> None:
@@ -248,7 +228,6 @@ class TracedStages(Stages):
         out.copy_(state.x)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        assert self._head is not None
         return out.copy_(self._head(normed[None])[0])  # where graphs leave it, and others look for it
 
 
@@ -282,31 +261,18 @@ class _Rooms:
         return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
 
 
-def _run(begin: Callable[[], None], segment: Segment, values: dict[str, Any]) -> list[Tensor]:
-    """Compute what precedes a product, and return what it is given."""
+def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
+    """Compute what precedes a product with a split matrix, and put its input into `x` [rows, columns]."""
     begin()
     given = segment.code(*(values[name] for name in segment.takes))
     values.update(zip(segment.gives, given, strict=True))
-    return [values[name] for name in segment.given]
-
-
-def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
-    """Compute what precedes a product with a split matrix, and put its input into `x` [rows, columns]."""
-    x.copy_(_run(begin, segment, values)[0].reshape(x.shape))
-
-
-def _run_to_sum(begin: Callable[[], None], segment: Segment, values: dict[str, Any], out: Tensor) -> None:
-    """Compute what precedes a sum over ranks, and put this rank's part into `out` [rows, width]."""
-    assert segment.product is not None
-    part = segment.product.part(_run(begin, segment, values), out)
-    if part is not out:
-        out.copy_(part)
+    x.copy_(values[segment.given].reshape(x.shape))
 
 
 def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
-    """Take what a product or a sum has left in `out` [rows, width], before the next one needs it."""
+    """Take what a product has left in `out` [rows, width], before the next one needs it."""
     assert segment.product is not None
-    values[segment.result] = segment.product.shaped(out.clone(), values[segment.given[0]])
+    values[segment.result] = segment.product.shaped(out.clone(), values[segment.given])
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:

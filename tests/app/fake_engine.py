@@ -109,7 +109,6 @@ class _NoDecoder:
     device = torch.device("cpu")
     dtype = torch.float32
     nbytes = 1000
-    expert_use = None
 
 
 def make_engine(

@@ -326,17 +326,3 @@ def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
     assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone.sentence
     nobody = engine_view(make_view(workers=WORKERS))
     assert "room for 1,024 tokens on the GPU and 1,024 in main memory" in nobody.sentence
-
-
-def test_a_second_gpu_has_a_word_of_its_own() -> None:
-    view = engine_view(make_view([request(0, GPU), request(1, Place.PEER)], others=(Place.PEER,)))
-    assert "1 on the second GPU, which attends for them while the GPU computes." in view.sentence
-    assert view.running is not None
-    assert [line.place for line in view.running.requests] == ["gpu", "second-gpu"]
-    assert view.running.second_gpu_cache is not None
-    assert not view.running.workers
-    alone = engine_view(make_view([request(0, Place.PEER)], others=(Place.PEER,)))
-    assert "Its memory is on the second GPU, which attends" in alone.sentence
-    without = engine_view(make_view([request(0, GPU)]))
-    assert without.running is not None
-    assert without.running.second_gpu_cache is None

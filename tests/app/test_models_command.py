@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from neo_desktop import Engine, SamplingParams
+from neo_desktop import Engine
 from neo_desktop.app.cli import app
 from neo_desktop.app.shelf import pull as pulling
 from neo_desktop.app.shelf.catalogue import Catalogue, UnknownModelError, with_model
@@ -25,7 +24,6 @@ from neo_desktop.app.shelf.recommended import RECOMMENDED
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.missing import why_missing
 
 
@@ -142,24 +140,6 @@ def test_of_a_mixture_of_experts_it_is_said_what_a_token_meets(tmp_path: Path) -
     code, shown = run("info", "experts", "--models-dir", str(tmp_path / "mine"))
     assert code == 0
     assert "3 of 8 for each token" in shown
-
-
-def test_of_a_mixture_that_does_not_fit_it_is_said_which_experts_are_on_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_checkpoint(tmp_path / "mine" / "experts", "qwen3-moe")
-    of_it = Catalogue([tmp_path / "mine"]).get("experts")
-    assert of_it.summary.config is not None
-    fit = ModelLoader(Catalogue([]), EngineOptions()).fit(of_it.summary.config, DENSE, is_loaded=False)
-    monkeypatch.setattr(
-        ModelLoader, "fit", lambda *_, **__: replace(fit, resident_shares={"experts": 0.5}, reason=None)
-    )
-    shown = run("info", "experts", "--models-dir", str(tmp_path / "mine"))[1]
-    assert "it is not known yet which are used most" in " ".join(shown.split())
-    with Engine.from_pretrained(folder, device="cpu", gpu_weights_gib=0.0005) as engine:
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
-    shown = run("info", "experts", "--models-dir", str(tmp_path / "mine"))[1]
-    assert "those that were used most, by " in " ".join(shown.split())
 
 
 def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path) -> None:

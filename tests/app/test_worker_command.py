@@ -64,6 +64,7 @@ def test_a_new_secret_is_for_its_owner_alone_and_kept(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (("--listen", "127.0.0.1:x"), "is no address of a worker"),
+        (("--device", "tpu"), "choose cpu, cuda or cuda:N"),
         (("--tls-cert", "no-such.pem"), "no-such.pem and its key cannot be used"),
     ],
 )

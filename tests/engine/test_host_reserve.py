@@ -39,19 +39,12 @@ class FakePool:
     """Blocks of a byte; what is given back is gone."""
 
     block_bytes = 1
-    blocks_given_back = BLOCKS_PER_RUN
 
     def __init__(self, num_blocks: int, slots: dict[int, int], block_size: int) -> None:
         self.num_blocks = num_blocks
         self._slots = slots
         self._block_size = block_size
         self.num_returns = 0
-
-    def held_blocks(self, touched: int) -> int:
-        return touched
-
-    def take_again(self, num_blocks: int) -> int:
-        return num_blocks
 
     def give_back(self, num_blocks: int) -> int:
         gone = [slot for slot in self._slots if slot >= num_blocks * self._block_size]

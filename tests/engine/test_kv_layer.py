@@ -17,6 +17,7 @@ from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.models.shapes import shape
 
 CPU = torch.device("cpu")
@@ -28,9 +29,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = [
     *(
         (kind, dtype, block_size)
-        for kind in (HostLayer, TorchLayer)
+        for kind in (HostLayer, TorchLayer, GpuLayer)
         for dtype in FLOATS
         for block_size in (16, 8)
+        if kind is not GpuLayer or dtype is not torch.bfloat16  # Triton's interpreter cannot multiply it
     ),
     (HostLayer, torch.float32, 48),
     (HostLayer, torch.int8, 16),

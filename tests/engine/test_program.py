@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
 # All but those of weights in host memory, and of KV that is swapped.
-_OTHERS = (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT, Lane.PEER)
+_OTHERS = (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT)
 LANES = tuple(lane for lane in Lane if lane not in _OTHERS)
 
 

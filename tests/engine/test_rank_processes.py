@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from traced_models import FAMILIES, save
 
 from neo_desktop import Engine, SamplingParams, native
 from neo_desktop.engine.batch import IterationPlan, IterationResult
@@ -39,9 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(path / "llama", "llama", **DIVISIBLE)
     save_checkpoint(path / "mixtral", "mixtral", **MIXTURE)
     save_checkpoint(path / "one kv head", "qwen3", **DIVISIBLE | {"num_key_value_heads": 1})
-    save(path / "phi3", *FAMILIES["phi3"])
-    model_type, changes = FAMILIES["olmoe"]
-    save(path / "olmoe", model_type, changes | {"intermediate_size": 256})
     return path
 
 
@@ -88,8 +84,6 @@ def go_on(engine: Engine) -> None:
         ("llama", 4, "neo"),
         ("mixtral", 2, "neo"),
         ("mixtral", 4, "fastdecode"),
-        ("phi3", 2, "auto"),  # by the code of transformers, like the next one
-        ("olmoe", 2, "neo"),
         ("one kv head", 2, "auto"),
     ],
 )
@@ -216,5 +210,7 @@ def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.Mo
 def test_what_cannot_be_is_told_before_anything_runs(folder: Path) -> None:
     with pytest.raises(ModelError, match="8 heads cannot be divided among 3 processes"):
         OwnEngine.from_pretrained(folder / "llama", device="cpu", tensor_parallel=3)
+    with pytest.raises(ValueError, match="workers do not go with tensor_parallel"):
+        OwnEngine.from_pretrained(folder / "llama", tensor_parallel=2, workers="192.168.1.20")
     with pytest.raises(ValueError, match="gpu_weights_gib does not go with tensor_parallel"):
         OwnEngine.from_pretrained(folder / "llama", tensor_parallel=2, gpu_weights_gib=1.0)

@@ -8,10 +8,13 @@ import torch
 from checkpoints import VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from idle import assert_is_idle
+from ladder_rungs import kernels_on
 from workers import running_worker
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote import session
+from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.engine.remote.greeting import RefusedError
 
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
@@ -100,6 +103,39 @@ def test_workers_that_divide_the_heads_give_the_same_tokens(
     assert [list(output.token_ids) for output in outputs] == expected
     assert engine.stats().num_cpu_decodes > 0
     assert [place for place in engine.stats().pools if place.is_remote] == [Place.worker(1)]
+    assert_is_idle(engine)
+
+
+@pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
+def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
+    stack: ExitStack,
+    checkpoints: dict[str, Path],
+    secret: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    policy: str,
+) -> None:
+    """Its memory is the CPU's here, and torch's operators stand in for the kernels."""
+    batch = prompts()
+    expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
+    monkeypatch.setattr(session, "HostLayer", GpuLayer)
+    stack.enter_context(kernels_on("torch"))
+    _, address = stack.enter_context(running_worker())
+    engine = stack.enter_context(
+        Engine.from_pretrained(
+            checkpoints[family],
+            device="cpu",
+            policy=policy,
+            gpu_cache_tokens=320,
+            cpu_cache_tokens=0,
+            workers=str(address),
+            worker_secret=secret,
+            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        )
+    )
+    outputs = engine.generate(batch, GREEDY)
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert engine.stats().num_cpu_decodes > 0
     assert_is_idle(engine)
 
 

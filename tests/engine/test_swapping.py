@@ -29,7 +29,7 @@ WINDOWS = (None, 11, None, 3, None, None)  # of six layers: slots of the window 
 NUM_LAYERS = len(WINDOWS)
 NUM_BLOCKS = 24
 ALL = (Place.DEVICE, Place.SWAPPED, Place.HOST)
-LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.PEER))
+LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS))
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 
 # Each request: where it lives, its blocks, and its tokens before the second iteration.

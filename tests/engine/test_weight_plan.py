@@ -235,23 +235,6 @@ def test_no_other_share_of_experts_takes_less(rows: int, host_bytes_per_s: float
         assert best <= min(others) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("skew", [0.0, 0.5, 1.5])
-def test_experts_that_are_used_more_are_worth_more_on_the_gpu(skew: float) -> None:
-    """Those that one row uses are as many at any skew; the first ones have more of them."""
-    alike = layer_matrices(MIXTURE, DENSE, DTYPE)["0.experts"]
-    experts = replace(alike, skew=skew)
-    assert experts.used() == pytest.approx(experts.used_share) == pytest.approx(4 / 64)
-    shares = [experts.used(first) for first in range(65)]
-    steps = [a - b for a, b in pairwise(shares)]
-    assert steps == sorted(steps, reverse=True)
-    assert 0 <= min(steps) <= max(steps) <= 1 / 64 + 1e-12
-    assert shares[-1] == 0
-    assert experts.touched(10_000) == pytest.approx(1, abs=0.05)
-    assert [experts.touched(rows) <= alike.touched(rows) + 1e-9 for rows in (1, 8, 100)] == [True] * 3
-    by_cpu = [product_time(RATES, each, 32, 1).host_ms for each in (alike, experts)]
-    assert by_cpu[1] < by_cpu[0] if skew else by_cpu[1] == by_cpu[0]
-
-
 def test_a_token_reads_its_experts_alone_and_a_prompt_all_of_them() -> None:
     matrices = layer_matrices(MIXTURE, DENSE, DTYPE)
     experts = matrices["0.experts"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import save_checkpoint
 from cost_models import machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
@@ -83,10 +82,8 @@ def test_each_place_gets_as_many_as_it_has_time_for() -> None:
 
 
 def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
-    """A second GPU's decodes never do: its KV is not reached through host memory."""
     cost = far(sending_ms=0.4)
-    cost = replace(cost, attention={**cost.attention, Place.PEER: cost.attention[ONE]})
-    queue = [(place, 100) for place in (ONE, TWO, Place.PEER) for _ in range(60)]
+    queue = [(place, 100) for place in (ONE, TWO) for _ in range(60)]
     outlook = Outlook(cost, on_device(4), HostQueue(queue))
     (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
     assert 0 < apart.num_staggered < 120
@@ -128,7 +125,7 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
         for place in (Place.HOST, *WORKERS):
             least = begun[place].requests if place in begun else 0
             more = rest[place].requests if place in rest else 0
-            if workers_only and not place.is_worker:
+            if workers_only and not place.is_remote:
                 more = 0
             assert least <= each.staggered.get(place, 0) <= least + more
 
@@ -317,21 +314,3 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
                 assert answers.end() == expected(checkpoints["llama"], batch)
             assert engine.stats().num_staggered_decodes > 0
             assert_is_idle(engine)
-
-
-@pytest.mark.usefixtures("all_at_own_pace")
-def test_a_divided_model_gives_the_same_tokens_and_loses_none(
-    stack: ExitStack, secret: Path, tmp_path: Path
-) -> None:
-    save_checkpoint(tmp_path / "llama", "llama", num_key_value_heads=4, num_attention_heads=8, head_dim=16)
-    batch = prompts()
-    worker, address = stack.enter_context(running_worker())
-    engine = stack.enter_context(make_engine(tmp_path / "llama", secret, str(address), ranks=2))
-    answers = Answers(engine, batch)
-    answers.until(lambda: bool(engine._scheduler.own_pace) and len(answers.tokens["0"]) > 5)
-    for session in list(worker._sessions.values())[1:]:  # one part's connections
-        session.end()
-    answers.until(lambda: engine.live_view().workers[ONE].num_losses > 0)
-    assert answers.end() == expected(tmp_path / "llama", batch)
-    assert engine.stats().num_staggered_decodes > 0
-    assert_is_idle(engine)

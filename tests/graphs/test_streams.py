@@ -23,7 +23,7 @@ from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
-LANES = [lane for lane in Lane if lane not in (*TOLD_BY, Lane.PEER)]
+LANES = [lane for lane in Lane if lane not in TOLD_BY]
 STAGE = Stage("work", 0, 0, 1)
 
 

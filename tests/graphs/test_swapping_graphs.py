@@ -125,43 +125,6 @@ def test_a_graph_serves_smaller_iterations_and_other_blocks(model: Decoder) -> N
     executor.close()
 
 
-@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-@pytest.mark.parametrize("num_queues", [None, 1, 3])
-def test_a_graph_gathers_only_what_is_used(model: Decoder, num_queues: int | None) -> None:
-    """One graph for all steps; whatever does not come, and earlier iterations left, is not a number."""
-    backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
-    executor, _ = make_executor(model, ALL, backend)
-    executor.execute(prompts("abfc"))
-    pool = executor._storage[Place.SWAPPED]
-    for step, names in ((0, "abf"), (1, "baf"), (2, "fab")):
-        for part in pool.parts:
-            part[1:] = torch.nan  # the window
-        plan = decodes(names, step=step)
-        executed = executor.execute(plan)
-        check_result(model, plan, contexts(plan), executed)
-        assert executed.timing is not None
-        assert executed.timing.copied_tokens == 5 * BLOCK_SIZE
-    assert backend.was_graph
-    assert backend.num_programs == 1
-    executor.close()
-
-
-@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-def test_copies_come_where_nearly_all_in_front_of_the_last_block_is_used(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("neo_desktop.engine.execute.build_program.GATHERING_COST", NUM_BLOCKS / 5)
-    executor, _ = make_executor(model)
-    executor.execute(prompts("abf"))
-    for step in range(3):
-        plan = decodes("abf", step=step)
-        executed = executor.execute(plan)
-        check_result(model, plan, contexts(plan), executed)
-        assert executed.timing is not None
-        assert executed.timing.copied_tokens == NUM_BLOCKS * BLOCK_SIZE
-    executor.close()
-
-
 def test_iterations_that_are_too_large_take_memory_of_their_own(model: Decoder) -> None:
     executor, backend = make_executor(model, capacity=Capacity(tokens=16, decodes=1, blocks=1))
     executor.execute(prompts("abf"))

@@ -55,8 +55,15 @@ def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
     names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
-    names += ("_gather_blocks", "_multiply_plain", "_dequantise", "_unpack")
-    names += ("_choose", "_find_blocks", "_multiply_blocks", "_add_up")
+    names += (
+        "_multiply_plain",
+        "_dequantise",
+        "_unpack",
+        "_choose",
+        "_find_blocks",
+        "_multiply_blocks",
+        "_add_up",
+    )
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}
     by_tensor_cores = {("_multiply_tiles", capability) for capability in SHARED_MEMORY if capability >= 80}
     assert compiled == everywhere | by_tensor_cores | {("attend_plain", 75)}

@@ -17,7 +17,7 @@ FUNCTIONS = {
     "rope_append": ("rope_append",),
     "norm": ("add_rms_norm",),
     "activation": ("silu_mul",),
-    "row_copy": ("write_rows", "read_rows", "gather_blocks"),
+    "row_copy": ("write_rows", "read_rows"),
     "quantised": ("multiply_few", "dequantise"),
     "experts": ("choose_experts", "multiply_experts"),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.dispatch import gather_blocks, read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import read_rows, write_rows
 
 pytestmark = pytest.mark.usefixtures("kernel_rung")
 NUM_BLOCKS, BLOCK_SIZE = 3, 16
@@ -53,31 +53,3 @@ def test_no_rows_are_no_launch(device: torch.device) -> None:
     k_cache, v_cache = caches(2, 64, torch.float32, device)
     nothing = torch.empty(0, 2, 64, device=device)
     write_rows(nothing, nothing, k_cache, v_cache, torch.empty(0, dtype=torch.int64, device=device))
-
-
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (9, 128)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("blocks", [[2], [4, -1, 0, 3, -1], [], [-1]], ids=str)
-def test_blocks_come_from_host_memory_as_they_are(
-    kernel_rung: str,
-    blocks: list[int],
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Those of the list, by Triton; torch, which cannot read it without waiting, may bring others, too."""
-    torch.manual_seed(0)
-    shape = (5, BLOCK_SIZE, kv_heads, head_dim)
-    homes = [torch.randn(shape).to(dtype) for _ in range(2)]
-    if device.type == "cuda":
-        homes = [home.pin_memory() for home in homes]
-    caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
-    wanted = torch.tensor(blocks, dtype=torch.int32, device=device)
-    gather_blocks(homes[0].flatten(0, 1), homes[1].flatten(0, 1), caches[0], caches[1], wanted)
-    for cache, home in zip(caches, homes, strict=True):
-        for block in range(5):
-            if block in blocks:
-                assert torch.equal(cache[block].cpu(), home[block])
-            elif kernel_rung == "triton":
-                assert cache[block].isnan().all()

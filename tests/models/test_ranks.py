@@ -10,6 +10,7 @@ from checkpoints import save_checkpoint
 from dense_model import logits_of_all
 from gguf_files import write_gguf
 from thread_ranks import on_ranks
+from traced_models import FAMILIES, save
 
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelError
@@ -62,6 +63,12 @@ def test_ranks_compute_what_the_whole_model_does(family: str, count: int, tmp_pa
     """Of biases, sinks, tied heads and experts, too: nothing is added twice or left out."""
     path = save_checkpoint(tmp_path, family, **DIVISIBLE | SIZES[family])
     check_ranks(path, count)
+
+
+def test_models_by_the_code_of_transformers_are_refused(tmp_path: Path) -> None:
+    config = open_checkpoint(save(tmp_path, *FAMILIES["phi3"])).config()
+    with pytest.raises(ModelError, match="leave --tensor-parallel out"):
+        config_of_rank(config, Rank(0, 2))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

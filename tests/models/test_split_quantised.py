@@ -83,7 +83,7 @@ def test_each_row_is_computed_as_where_it_lies(
         linear.load_bias(0, bias)
     assert linear.memory()[CPU] == (0 if bias is None else bias.nbytes) + form.nbytes(
         rows, columns, dtype
-    ) + form.host_nbytes(rows, columns, dtype)
+    ) + host_form.named(NAME).of_rows(slice(resident, rows)).nbytes(rows - resident, columns, dtype)
     assert torch.equal(linear.dense().nan_to_num(), exact.to(dtype).nan_to_num())
 
     of_cpu = whole.multiply(x, x.new_empty(count, rows))

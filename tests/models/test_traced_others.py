@@ -7,13 +7,13 @@ import pytest
 import torch
 from dense_model import logits_of_all
 from traced_models import EXPERTS, save
-from traced_ranks import CPU, check_ranks
 from transformers import AutoModelForCausalLM
 
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.traced.config import read_traced
 
+CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1))
 OTHERS: dict[str, dict[str, Any]] = {
     # Shared experts of rows alone; attention is gated.
@@ -27,7 +27,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_scores_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Of the whole model, and of two ranks together."""
     path = save(tmp_path, model_type, OTHERS[model_type])
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(path, dtype=torch.float32).eval()
@@ -36,4 +35,3 @@ def test_scores_are_those_of_transformers(model_type: str, tmp_path: Path) -> No
     decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
     found = logits_of_all(decoder, TOKENS, stages=stages_of(decoder, None))
     assert torch.linalg.vector_norm(found - expected) <= 1e-4 * torch.linalg.vector_norm(expected)
-    check_ranks(path, 2)

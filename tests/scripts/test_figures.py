@@ -1,7 +1,5 @@
 """The scripts behind the documentation's figures still run on the engine as it is."""
 
-from itertools import pairwise
-
 import pytest
 
 from scripts import engine_overhead, plot_timeline, weights_simulation
@@ -39,15 +37,6 @@ def test_divided_weights_are_the_fastest_and_below_their_bound(gpu: str, share: 
 def test_every_card_runs_something_larger_than_its_memory() -> None:
     for card in weights_simulation.CARDS:
         assert "GB)" in weights_simulation.on_card(card, *weights_simulation.quantised("llama-3.1-70b"))
-
-
-def test_experts_that_are_used_most_save_the_cpu_work() -> None:
-    case = weights_simulation.Case.of("rtx-3060", "Qwen3-30B-A3B, 4 bits", 0.5)
-    found = [case.with_skew(skew) for skew in weights_simulation.SKEWS]
-    assert found[0].rung("divided") == pytest.approx(case.rung("divided"))
-    for less, more in pairwise(found):
-        assert more.share_by_cpu() < less.share_by_cpu()
-        assert more.rung("divided") > less.rung("divided")
 
 
 def test_streaming_experts_makes_prompts_faster() -> None:

@@ -27,7 +27,7 @@ from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few, multiply_pairs
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
-from neo_desktop.engine.kernels.in_triton.row_copy import gather_blocks, read_rows, write_rows
+from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
@@ -128,11 +128,6 @@ def copy(dtype: torch.dtype) -> None:
     read_rows(rows[0], rows[1], cache, cache, slots)
 
 
-def gather(dtype: torch.dtype) -> None:
-    cache = empty(64, 16, 8, 128, dtype=dtype)
-    gather_blocks(cache.flatten(0, 1), cache.flatten(0, 1), cache, cache, empty(64, dtype=torch.int32))
-
-
 def product(type_name: str, dtype: torch.dtype, count: int) -> None:
     weight = Grouped(type_name, 14336, 4096, torch.device("meta"))
     multiply_few(empty(count, 4096, dtype=dtype), weight, None, empty(count, 14336, dtype=dtype))
@@ -213,8 +208,6 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "silu bf16": (lambda: silu(BF16), (80,)),
     "copy fp16": (lambda: copy(FP16), FP16_GPUS),
     "copy fp32": (lambda: copy(FP32), (75,)),
-    "gather fp16": (lambda: gather(FP16), FP16_GPUS),
-    "gather fp32": (lambda: gather(FP32), (75,)),
     "1 row fp16, Q4_0": (lambda: product("Q4_0", FP16, 1), FP16_GPUS),
     "1 row fp16, Q4_1": (lambda: product("Q4_1", FP16, 1), (75, 86)),
     "1 row fp16, Q8_0": (lambda: product("Q8_0", FP16, 1), FP16_GPUS),

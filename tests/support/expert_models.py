@@ -32,18 +32,14 @@ def expert_model(
     windows: tuple[int | None, ...] = WINDOWS,
     intermediate_size: int = 64,
     share: float | None = None,
-    order: tuple[tuple[int, ...], ...] | None = None,
 ) -> Decoder:
     """Any number of experts of a layer, and of rows of other matrices, is resident; without a seed all are.
 
     Args:
         share: see `with_shares`.
-        order: in which the experts of each layer lie; None: in that of the model's numbers.
     """
     config = experts_config(windows, intermediate_size)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
-    assert config.experts is not None
-    config = replace(config, experts=replace(config.experts, order=order))
     wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed))
     sources = {weight.name: weight for weight in named_weights(model)}
     for target in named_weights(wide):

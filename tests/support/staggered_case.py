@@ -69,7 +69,7 @@ class StaggeredIterations(RandomIterations):
         cohort: list[Request | None] = [None] * self._rng.randint(1, MOST_SLOTS)
         for request in self._requests:
             rest = len(request.token_ids) - request.num_computed
-            is_possible = request.place.through_host and not request.is_staggered and rest
+            is_possible = request.place.host_attends and not request.is_staggered and rest
             if not is_possible or self._rng.random() < 0.5:
                 continue
             if None in cohort and self._take_blocks(request, request.num_computed + 1):

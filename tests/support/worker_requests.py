@@ -31,13 +31,11 @@ def make_engine(
     timeout_s: float = 10.0,
     partition: str = "requests",
     policy: str = "neo",
-    ranks: int = 1,
 ) -> Engine:
     return Engine.from_pretrained(
         checkpoint,
         device="cpu",
         policy=policy,
-        tensor_parallel=ranks,
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=0,
         workers=workers,

@@ -42,11 +42,6 @@ class Group:
             world_size=rank.count,
             timeout=timedelta(seconds=patience_s),
         )
-        self._on_host = (
-            distributed.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
-            if device.type == "cuda"
-            else None
-        )
         self.sum(torch.zeros(1, device=device))  # what that needs of memory is taken now
 
     def sum(self, part: Tensor) -> None:
@@ -55,15 +50,8 @@ class Group:
         Raises:
             BrokenGroupError: see there.
         """
-        self._sum(part, None)
-
-    def sum_on_host(self, part: Tensor) -> None:
-        """Do the same in host memory, for which NCCL's sums do not serve; raises as `sum`."""
-        self._sum(part, self._on_host)
-
-    def _sum(self, part: Tensor, group: "distributed.ProcessGroup | None") -> None:
         try:
-            distributed.all_reduce(part, group=group)
+            distributed.all_reduce(part)
         except RuntimeError as error:
             raise BrokenGroupError(f"the parts of a sum did not come together ({error})") from error
 

@@ -2,13 +2,12 @@
 
 import logging
 import os
-import secrets
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,10 @@ from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.ranks.messages import (
     Agreed,
     Beginning,
-    Connected,
     Fitting,
     Join,
     Loaded,
     Question,
-    Reach,
     Ready,
 )
 from neo_desktop.engine.execute.ranks.plans import PlanWriter
@@ -38,9 +35,6 @@ from neo_desktop.engine.execute.ranks.process import EXIT_S, RankLostError, Rank
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.remote.link import Address
-from neo_desktop.engine.remote.rank_link import EngineRank
-from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.models.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -74,9 +68,7 @@ class Leader:
         self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
         self._threads = torch.get_num_threads(), native.default_num_threads()
         self.group: Group | None = None  # once it is made
-        self._engine = secrets.token_hex(16)
         self._num_questions = 0
-        self._reaching = threading.Lock()  # one worker at a time
         self._lock = threading.Lock()
         self._lost: str | None = None
         share_cpus(count)
@@ -84,8 +76,6 @@ class Leader:
         limits = [
             (each.mechanism.name, each.rung.name, each.reason) for each in ladder.standings() if each.reason
         ]
-        # A rank waits for a worker before it takes its part in the next sum.
-        patience_s = PATIENCE_S + options.worker_timeout_s
         level = max(logging.getLogger().getEffectiveLevel(), logging.WARNING)  # rank 0 has told the rest
         self.processes = [
             RankProcess(
@@ -93,24 +83,18 @@ class Leader:
                     of_others,
                     Rank(number, count),
                     self._folder,
-                    patience_s,
+                    PATIENCE_S,
                     list(sys.path),
                     level,
                     limits,
-                    self._engine,
                 ),
                 visible[number],
             )
             for number in range(1, count)
         ]
-        self._patience_s = patience_s
 
-    @property
-    def engine_rank(self) -> EngineRank:
-        """See `Member`, likewise the next ones; `close` leaves the group."""
-        return EngineRank(self._engine, self.rank, others=self)
-
-    def join(self, dtype: torch.dtype, device: torch.device) -> None:  # noqa: D102
+    def join(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See `Member`; `close` leaves the group."""
         for process in self.processes:
             theirs = process.answer(Loaded).dtype
             if theirs != str(dtype):
@@ -118,28 +102,13 @@ class Leader:
                     f"parts of the model were loaded in {dtype} and {theirs}: choose a --dtype"
                 )
         self._tell(Join())
-        self.group = Group(self.rank, self._folder, device, self._patience_s)
+        self.group = Group(self.rank, self._folder, device, PATIENCE_S)
 
     def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
         everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
         least = {place: min(blocks[place] for blocks in everywhere) for place in fitting}
         self._tell(Agreed(least))
         return least
-
-    def connect(self, workers: Workers) -> dict[Place, int]:  # noqa: D102
-        workers.connect()
-        blocks = workers.num_blocks
-        self._tell(Connected(blocks))
-        return blocks
-
-    def reach(self, place: Place, addresses: Sequence[Address], num_blocks: int) -> None:
-        """See `OtherRanks`."""
-        with self._reaching:
-            self._tell(Reach(place, addresses))
-            problems = [process.has_reached(num_blocks) for process in self.processes]
-        for process, problem in zip(self.processes, problems, strict=True):
-            if problem is not None:
-                raise ConnectionError(f"{process} cannot reach it: {problem}")
 
     def check_ready(self) -> None:
         """Wait until all are ready for plans."""

@@ -7,14 +7,9 @@
     Join ─────────────────────────────────→ joins the group, as rank 0 does; looks what memory is free
     ←────────────────────────────────────── Fitting
     Agreed, the least of all ─────────────→ takes memory
-    Reach, if there are workers ──────────→ connects to one, which rank 0 has reached
-    ←────────────────────────────────────── Reached
-    Connected, behind the last of them ───→ knows how many blocks each has
     (measures speeds, alone)
     ←────────────────────────────────────── Ready
     ToldPlan, and so on ──────────────────→ executes them
-    Reach, once a worker is back ─────────→ connects beside its work
-    ←────────────────────────────────────── Reached
     Question, after an error of its own ──→ (has executed all before)
     ←────────────────────────────────────── the same Question
     the end of stdin ─────────────────────→ ends
@@ -28,7 +23,6 @@ from pathlib import Path
 
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.remote.link import Address
 from neo_desktop.models.rank import Rank
 
 
@@ -43,7 +37,6 @@ class Beginning:
     sys_path: Sequence[str]
     log_level: int
     limits: Sequence[tuple[str, str, str]]  # of the ladder: mechanism, rung, reason
-    engine: str  # what attention workers know all ranks by
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +63,6 @@ class Agreed:
 @dataclass(frozen=True, slots=True)
 class Join:
     """All have loaded: the group is made now, and what is free then is for KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """A worker is to be connected to, or several that are one place."""
-
-    place: Place
-    addresses: Sequence[Address]
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """It is connected, or not."""
-
-    num_blocks: int
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """How many blocks each worker has on all ranks; none: it cannot be reached yet."""
-
-    blocks: Mapping[Place, int]
 
 
 @dataclass(frozen=True, slots=True)

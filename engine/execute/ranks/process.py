@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.execute.ranks.last_lines import LastLines
-from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Reached
+from neo_desktop.engine.execute.ranks.messages import Beginning, Failed
 from neo_desktop.engine.frames import FrameWriter, read_frames
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class RankProcess:
         self._said = LastLines(self._process.stderr, f"stderr of rank {self.rank.number}")
         self._writer = FrameWriter(self._process.stdin)
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()  # None: it has ended
         self._failed: Exception | None = None
         self._alarm: Callable[[], object] = bool  # nobody wants to know
         threading.Thread(target=self._read, name=f"rank {self.rank.number}", daemon=True).start()
@@ -83,20 +82,6 @@ class RankProcess:
         if not isinstance(message, kind):
             raise RankLostError(f"{self} {self.what_ended() or f'said {message}'}")
         return message
-
-    def has_reached(self, num_blocks: int) -> str | None:
-        """Wait until it has connected to a worker, or failed to; return what is wrong, if something is.
-
-        Args:
-            num_blocks: that it must have there.
-        """
-        reached = self._reached.get()
-        if reached is None:
-            self._reached.put(None)  # for whoever asks next
-            return "it has ended"
-        if reached.problem is None and reached.num_blocks != num_blocks:
-            return "the worker has begun anew"
-        return reached.problem
 
     def what_ended(self, patience_s: float = 0.0) -> str | None:
         """Say how it ended; None: it has not, within the patience."""
@@ -134,13 +119,9 @@ class RankProcess:
         assert stdout is not None
         with stdout:
             for message in read_frames(stdout):
-                if isinstance(message, Reached):
-                    self._reached.put(message)
-                    continue
                 if isinstance(message, Failed):
                     self._failed = message.error
                 self._messages.put(message)
-        self._reached.put(None)
         self.what_ended(EXIT_S)  # its pipe ends a moment before it does
         self._messages.put(None)
         self._alarm()
