@@ -1,8 +1,8 @@
 """What the page costs, in a real Chromium: `python scripts/page_cost.py`.
 
-Prints the time from the program's start to the first page, the bytes of the first load, memory, the processor
-time of server and browser while nothing happens and per token of answers at 60 tokens/s, for one open chat and
-for eight, and how long 300 messages take to open.
+Prints the time from the program's start to the first page, the bytes of the first load, memory, the
+processor time of server and browser while nothing happens and per token of answers at 60 tokens/s, for one
+open chat and for eight, and how long 300 messages take to open.
 
 The server's engine is a stand-in that writes a word 60 times a second for each request, so that the page's
 part is seen. `--baseline` streams the same answers without a page, to be taken off.
@@ -10,7 +10,7 @@ part is seen. `--baseline` streams the same answers without a page, to be taken 
 
 import argparse
 import contextlib
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +43,8 @@ class Paced(ScriptedExecutor):
 
 executor = Paced()
 executor.answers = ["word " * 4000]
-template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}{{% endfor %}}<assistant>"
+template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}"
+template += "{{% endfor %}}<assistant>"
 engine = make_engine(executor, num_blocks=65536, context_tokens=30_000, template=template)
 with running(engine, data_folder=pathlib.Path({data!r}){argument}) as server:
     print(server.url, flush=True)
@@ -81,8 +82,6 @@ def server(is_old: bool) -> Iterator[tuple[psutil.Process, str]]:
 def start_to_page(browser: Any, box: str) -> dict[str, float]:
     """Seconds from the command to a page that can be written into, with the built-in model."""
     with tempfile.TemporaryDirectory() as data:
-        import os
-
         begun_s = time.perf_counter()
         program = [sys.executable, "-m", "neo_desktop.app.entry", "chat", "--no-browser", "--port", "7981"]
         with subprocess.Popen(
@@ -135,7 +134,8 @@ def main() -> None:
         chrome = next(
             one
             for one in psutil.process_iter(["cmdline"])
-            if "--remote-debugging-port=7980" in (one.info["cmdline"] or []) and "--type=" not in " ".join(one.info["cmdline"])
+            if "--remote-debugging-port=7980" in (one.info["cmdline"] or [])
+            and "--type=" not in " ".join(one.info["cmdline"])
         )
         print("start", start_to_page(browser, box), flush=True)
         for num_pages in (1, 8):
@@ -176,7 +176,10 @@ def main() -> None:
                 time.sleep(2)
                 before = cpu_s(process)
                 time.sleep(SECONDS / 2)
-                print(f"the same without pages: server {(cpu_s(process) - before) / SECONDS * 2:.1%}", flush=True)
+                print(
+                    f"the same without pages: server {(cpu_s(process) - before) / SECONDS * 2:.1%}",
+                    flush=True,
+                )
                 print(f"memory {process.memory_info().rss / 2**20:.0f} MiB", flush=True)
         browser.close()
 

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from neo_desktop.app.bench.load.target import Prompt, Usage
+from neo_desktop.app.bench.load.client import Usage
 from neo_desktop.engine.stats import EngineStats
 
 
@@ -17,10 +17,9 @@ class FakeTarget:
 
     gate: asyncio.Event | None = None  # None: always open
     gap_s: float = 0.0
-    errors: Mapping[Prompt, Exception] = field(default_factory=dict)  # by prompt
-    began: list[Prompt] = field(default_factory=list)
-    open: set[Prompt] = field(default_factory=set)
-    notes: tuple[str, ...] = ("This server is not real.",)
+    errors: Mapping[str, Exception] = field(default_factory=dict)  # by prompt
+    began: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
     num_prompts: int = 0
     num_closed: int = 0
 
@@ -35,7 +34,7 @@ class FakeTarget:
         self.num_prompts += 1
         return str(self.num_prompts)
 
-    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
+    async def stream(self, prompt: str, max_tokens: int) -> AsyncGenerator[Usage | None]:
         self.began.append(prompt)
         self.open.add(prompt)
         try:
@@ -46,12 +45,13 @@ class FakeTarget:
             for _ in range(max_tokens):
                 await asyncio.sleep(self.gap_s)
                 yield None
-            yield Usage(7, 3, max_tokens)
+            yield Usage(7, max_tokens)
         finally:
             self.open.discard(prompt)
 
-    def stats(self) -> EngineStats | None:
-        return None
+    def stats(self) -> EngineStats:
+        counters = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
+        return EngineStats(**counters)
 
     async def close(self) -> None:
         self.num_closed += 1

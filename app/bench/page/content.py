@@ -1,12 +1,10 @@
 """What the page begins with: the verdict, the computer, and which models fit into it."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
-from neo_desktop.app.bench.charts import BLUE, tidy
+from neo_desktop.app.bench.charts import bars
 from neo_desktop.app.bench.computer import describe, is_steady
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.load.report import LoadReport
@@ -16,9 +14,6 @@ from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
 from neo_desktop.app.bench.words import say
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import SHAPES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 S = TypeVar("S")
 
@@ -31,11 +26,6 @@ def headline(report: Report) -> tuple[str, ...]:
     """The verdict, and what is missing in the report."""
     unsteady = None if is_steady(report.probes) else describe(report.probes)
     return say("headline", unsteady=unsteady or "", **_verdict(report))
-
-
-def verdict(report: Report) -> tuple[str, ...]:
-    """Plain sentences, the most important one first; none if nothing was measured that allows one."""
-    return say("verdict", **_verdict(report))
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -76,11 +66,10 @@ def models_section(report: Report) -> Section | None:
     if hardware is None:
         return None
     where, room = "main", report.machine.available_bytes
-    rate = max(row.read_gb_per_s.median for row in hardware.host)
-    if hardware.gpu is not None:
-        rate = hardware.gpu.read_gb_per_s.median
-        if report.machine.gpus:
-            where, room = "GPU", report.machine.gpus[0].free_bytes
+    reads = hardware.best("GPU reads") or hardware.best("host reads")
+    rate = 0.0 if reads is None else reads.value.median
+    if hardware.gpu_name and report.machine.gpus:
+        where, room = "GPU", report.machine.gpus[0].free_bytes
 
     def left(config: ModelConfig) -> int:
         return room - config.weight_bytes(_DTYPE)
@@ -104,11 +93,10 @@ def models_section(report: Report) -> Section | None:
         },
     )
     fitting = {name: limit(config) for name, config in shapes.items() if left(config) > 0}
+    limits = sorted(fitting.items(), key=lambda item: -item[1])
     plot = Plot(
-        "models",
         "Tokens per second that one chat can have at most, by model that fits",
-        partial(_draw, limits=dict(sorted(fitting.items(), key=lambda item: -item[1]))),
-        (5.4, 0.8 + 0.26 * len(fitting)),
+        bars((name, limit, number(limit)) for name, limit in limits),
     )
     title, summary, *notes = say("models", room=room, where=where)
     return Section(
@@ -119,14 +107,3 @@ def models_section(report: Report) -> Section | None:
         tuple(notes),
         tables_are_details=True,
     )
-
-
-def _draw(figure: "Figure", limits: Mapping[str, float]) -> None:
-    axes = figure.subplots()
-    bars = axes.barh(list(limits), list(limits.values()), color=BLUE, height=0.7)
-    axes.bar_label(bars, [number(limit) for limit in limits.values()], padding=4, fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.12, y=0.02)
-    axes.tick_params(axis="y", length=0, labelsize=9)
-    axes.set_xlabel("tokens per second, at most")
-    tidy(axes, grid=None)

@@ -1,22 +1,11 @@
-"""What the suite found, and how it is told."""
+"""What weights_on_gpu found, and its tables."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, ORANGE, legend, tidy
-from neo_desktop.app.bench.section import Metric, Plot, Section, Spread, Table
-from neo_desktop.app.bench.words import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from neo_desktop.app.bench.section import Section, Spread, Table
 
 Way = Literal["divided", "streaming", "layer split"]
-_STYLES: dict[Way, tuple[str, str]] = {
-    "divided": (GREEN, "o"),
-    "streaming": (BLUE, "s"),
-    "layer split": (ORANGE, "^"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +47,7 @@ class _Gains:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What the suite found; without a GPU there are no cases, and `why_not` says so."""
+    """What was found; without a GPU there are no cases, and `why_not` says so."""
 
     model: str
     device: str
@@ -69,7 +58,6 @@ class WeightsReport:
     cases: tuple[WeightsCase, ...]
     notes: tuple[str, ...]
     why_not: str = ""
-    suite: Literal["weights"] = "weights"
 
     def of(self, way: Way, share: float) -> WeightsCase | None:
         """Return a case; None: it was not measured."""
@@ -86,22 +74,9 @@ class WeightsReport:
             found.append(_Gains(case.share, _over(case, streaming), _over(case, layers), case.bound_share))
         return found
 
-    def metrics(self) -> tuple[Metric, ...]:
-        """Tokens per second of each way, by share."""
-        return tuple(
-            Metric(
-                f"weights.{case.share:.0%}.{case.way.replace(' ', '_')}.tokens_per_s",
-                case.tokens_per_s.median,
-                "tokens/s",
-            )
-            for case in self.cases
-        )
-
     def section(self) -> Section:
-        """A row per case, and a picture over the shares."""
-        title, summary, *notes = say("weights", report=self)
         if not self.cases:
-            return Section(title, summary, notes=(*notes, *self.notes))
+            return Section("Weights in host memory", f"{self.why_not}: not measured.", notes=self.notes)
         table = Table.of(
             "",
             self.cases,
@@ -128,36 +103,15 @@ class WeightsReport:
             },
             missing="not measured",
         )
-        plot = Plot(
-            "weights", "Tokens per second of one chat, by how much of the weights is on the GPU", self._draw
+        title = f"One chat with {self.model} in {self.dtype}, of which GPU memory holds a part"
+        return Section(
+            title,
+            "Bound: what CPU and bus allow together, each measured alone with products of one row. "
+            + ("" if self.sides is None else f"{self.sides}"),
+            (gains, table),
+            notes=self.notes,
         )
-        return Section(title, summary, (gains, table), (plot,), (*notes, *self.notes))
-
-    def _draw(self, figure: "Figure") -> None:
-        """A line per way, and the bound."""
-        axes = figure.subplots()
-        bounds = {100 * case.share: case.bound_tokens_per_s for case in self.cases}
-        axes.plot(
-            list(bounds),
-            list(bounds.values()),
-            "--",
-            color=BLACK,
-            linewidth=0.9,
-            label="CPU and bus together",
-        )
-        for way, (colour, marker) in _STYLES.items():
-            cases = _of_way(self.cases, way)
-            x, y = [100 * case.share for case in cases], [case.tokens_per_s.median for case in cases]
-            axes.plot(x, y, "-", color=colour, marker=marker, label=way)
-        axes.set(xlabel="% of the layers' weights in GPU memory", ylabel="tokens per second", xlim=(0, 100))
-        axes.set_ylim(bottom=0)
-        tidy(axes)
-        legend(figure, axes)
 
 
 def _over(case: WeightsCase, other: WeightsCase | None) -> float | None:
     return None if other is None else case.tokens_per_s.median / other.tokens_per_s.median
-
-
-def _of_way(cases: Sequence[WeightsCase], way: Way) -> list[WeightsCase]:
-    return [case for case in cases if case.way == way]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from neo_desktop.app.bench.cpu_attention.options import RIVALS, CpuAttentionOptions, Shape
-from neo_desktop.app.bench.cpu_attention.pool import Pool, seeded
-from neo_desktop.app.bench.cpu_attention.report import RivalResult
+from benchmarks.cpu_attention.options import RIVALS, CpuAttentionOptions, Shape
+from benchmarks.cpu_attention.pool import Pool, seeded
+from benchmarks.cpu_attention.report import RivalResult
 
 _CALLS = 3  # of the batch that counts, if one alone does not take too long
 

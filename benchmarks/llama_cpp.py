@@ -1,4 +1,6 @@
-"""The same weights and requests through llama.cpp's own server, after the policies' turns.
+"""The same weights and requests through neo-desktop, then through llama.cpp's own server.
+
+    python -m benchmarks.llama_cpp --shape qwen2.5-0.5b --dtype bfloat16 --requests 16 --input 64 --output 32
 
 llama-cpp-python and its server answer one request after the other; `llama-server` fills its batches with all
 that are there (`--parallel`), as its users run it. It gets what ours had: the number format for weights and
@@ -7,6 +9,7 @@ Prompts go in and answers come out as token ids, through its HTTP interface. Our
 then: a GPU has room for its own.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -30,14 +33,16 @@ from typing import Any
 import torch
 
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.throughput.report import Rival
-from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
-from neo_desktop.app.bench.words import say
+from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
 from neo_desktop.app.engines.process import crash_signal
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
+from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.parts import EngineParts
+from neo_desktop.engine.loading import load, model_path
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.simulation.workload import synthetic
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -71,11 +76,24 @@ def check_installed() -> None:
     """Raise ValueError, which tells what to install, unless all that is needed is there."""
     if program() is None:
         raise ValueError(
-            "--baseline llama.cpp needs llama.cpp's llama-server on the PATH, or its path in the environment "
+            "needs llama.cpp's llama-server on the PATH, or its path in the environment "
             f"variable {PROGRAM}: https://github.com/ggml-org/llama.cpp has it for every system"
         )
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("--baseline llama.cpp needs gguf: pip install 'neo-desktop[llamacpp]'")
+        raise ValueError("needs gguf: pip install 'neo-desktop[llamacpp]'")
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Medians over the turns."""
+
+    output_tokens_per_s: float
+    lowest_output_tokens_per_s: float  # of all turns
+    highest_output_tokens_per_s: float
+    identical_answers: int  # beside ours
+    near_tie_answers: int  # part from them where two tokens were nearly equally probable
+    other_answers: int
+    settings: str  # how it was run
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +143,7 @@ class LlamaCppBaseline:
         needed, free = _FILE_SLACK * config.weight_bytes(dtype), shutil.disk_usage(self._folder.name).free
         if needed > free:
             raise OSError(
-                f"--baseline llama.cpp writes the weights to a temporary file of {needed / 1e9:.1f} GB, but "
+                f"writes the weights to a temporary file of {needed / 1e9:.1f} GB, but "
                 f"{self._folder.name} has {free / 1e9:.1f} GB free: name a folder with more room in TMPDIR"
             )
 
@@ -161,7 +179,6 @@ class LlamaCppBaseline:
         progress(0.0, "llama.cpp: loading the model")
         requests = job.workload.requests
         outputs = sum(request.output_tokens for request in requests)
-        total = sum(request.total_tokens for request in requests)
         with self._served(job) as (url, num_sequences, settings):
             runs: list[float] = []  # seconds
             for turn, prompts in enumerate(job.prompts):
@@ -180,13 +197,9 @@ class LlamaCppBaseline:
                 runs.append(seconds)
                 middle = statistics.median(runs)
                 yield Rival(
-                    name="llama.cpp",
                     output_tokens_per_s=outputs / middle,
                     lowest_output_tokens_per_s=outputs / max(runs),
                     highest_output_tokens_per_s=outputs / min(runs),
-                    total_tokens_per_s=total / middle,
-                    seconds=middle,
-                    turns=turn,
                     identical_answers=same.identical,
                     near_tie_answers=same.near_ties,
                     other_answers=same.changed,
@@ -212,8 +225,17 @@ class LlamaCppBaseline:
                 if self._is_ready(process, url):
                     version = _asked("--version").partition("\n")[0].removeprefix("version: ")
                     dtype = str(job.dtype).removeprefix("torch.")
-                    figures = {"version": version, "on_gpu": on_gpu, "count": count, "tokens": tokens}
-                    yield url, count, say("llama-server", job=job, dtype=dtype, **figures)[0]
+                    kind = (
+                        f"weights {job.weights}, KV in {dtype}"
+                        if job.weights
+                        else f"weights and KV in {dtype}"
+                    )
+                    where = "the GPU" if on_gpu else f"the CPU with {job.num_threads} threads"
+                    yield (
+                        url,
+                        count,
+                        f"{version} on {where}: {kind}, {count} sequences of up to {tokens} tokens",
+                    )
                     return
                 if count == 1 or crash_signal(process.wait()) is not None:
                     raise RuntimeError(self._death(process))
@@ -333,3 +355,47 @@ def _parsed(reply: dict[str, Any]) -> Answer:
         return TokenLogprob(entry["id"], entry["logprob"])
 
     return tuple(SampledToken(e["id"], of(e), tuple(map(of, e["top_logprobs"]))) for e in ranked)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--shape")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--policy", default="gpu-only")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--input", type=int, default=64)
+    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    check_installed()
+    options = EngineOptions(
+        model=given.model, shape=given.shape, device=given.device, dtype=given.dtype, policy=given.policy
+    )
+    checkpoint = gguf_checkpoint(model_path(options.model)) if options.shape is None else None
+    with contextlib.closing(LlamaCppBaseline(checkpoint)) as baseline:
+        ours_first(baseline, options, given)
+        *_, rival = baseline.turns(lambda share, what: print(f"{share:.0%} {what}", flush=True))
+    print(f"llama.cpp: {rival}")
+
+
+def ours_first(baseline: LlamaCppBaseline, options: EngineOptions, given: argparse.Namespace) -> None:
+    """Answer all requests, print the speed, and hand the model to the baseline."""
+    model = load(options)
+    baseline.check(model.config, model.decoder.dtype)
+    parts = take_memory(model, options)
+    workload = Workload(tuple(synthetic(given.requests, given.input, given.output)), 0)
+    with contextlib.closing(Engine.from_parts(parts, given.policy)) as engine:
+        found = []
+        for turn in range(given.repeats + 1):  # the first one is compared
+            prompts = workload.prompts(0, turn, model.config.vocab_size)
+            params = workload.params(None if turn else TOP_LOGPROBS)
+            found.append(run(engine, prompts, params, lambda share: None))
+        speeds = [each.output_tokens / each.seconds for each in found[1:]]
+        print(f"neo-desktop, {given.policy}: {statistics.median(speeds):.1f} output tokens/s, turns {speeds}")
+        baseline.take(parts, workload, found[0].answers, 0, given.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,83 +1,88 @@
-"""What can be put under load, and the open-loop client: each request is sent when it is due.
+"""The open-loop client: each request is sent when it is due.
 
-A closed loop, in which every user waits for an answer before asking again, sends less to a server that gets
-slower, and so hides how long people would wait. Here requests queue up as they would in front of a real one.
+A closed loop, in which every user waits for an answer before asking again, sends less to an engine that gets
+slower, and so hides how long people would wait. Here requests queue up as they would in front of a server.
 """
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
 
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
 
-Prompt = str | Sequence[int]
+OUT_OF_TIME = "out of time"
 
 
 class TargetError(RuntimeError):
-    """A request that was not answered; without a request, a target that cannot be used.
-
-    Args:
-        message: what went wrong and what to do.
-        reason: short, and the same for all requests that end for it; None: the message.
-        is_refusal: the target did not take the request.
-    """
-
-    def __init__(self, message: str, reason: str | None = None, *, is_refusal: bool = False) -> None:
-        super().__init__(message)
-        self.reason = reason or message
-        self.is_refusal = is_refusal
+    """A request without an answer; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a request had in the end, as counted by the target."""
+    """How many tokens a request had in the end."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, reused from earlier requests
     output_tokens: int
 
 
-class Target(Protocol):
-    """A running engine or server. All of it belongs to one event loop."""
+class EngineTarget:
+    """An engine with the thread that serves it in `neo-desktop serve`, but without HTTP.
+
+    Prompts are random token ids; answers have exactly as many tokens as are asked for.
+
+    Args:
+        engine: closed in the end; nothing else may call it meanwhile.
+        seed: of the prompts.
+    """
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self._engine = engine
+        self._service = EngineService(engine)
+        self._random = random.Random(seed)
 
     @property
     def model(self) -> str:
         """The model's name."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What a reader of the figures should know, as found out so far."""
+        return self._engine.model_name
 
     async def start(self) -> None:
-        """Get ready for requests; raises TargetError where that is impossible."""
+        """Start the engine's thread."""
+        await self._service.start()
 
-    def make_prompt(self, tokens: int) -> Prompt:
-        """Return a prompt of about this many tokens that shares no beginning with any other."""
+    def make_prompt(self, tokens: int) -> list[int]:
+        """Return random token ids."""
+        return self._random.choices(range(self._engine.config.vocab_size), k=tokens)
 
-    def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
-        """Yield None whenever a part of the answer has come, then its usage; leaving early ends the request.
+    async def stream(self, prompt: Sequence[int], max_tokens: int) -> AsyncGenerator[Usage | None]:
+        """Yield None for each iteration with a token, then the usage; leaving early ends the request."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        try:
+            async with await self._service.submit([prompt], params) as generation:
+                async for _, output in generation:
+                    if output.tokens:
+                        yield None
+        except (ContextLengthError, ServiceError) as error:
+            raise TargetError(str(error)) from None
+        yield Usage(output.num_prompt_tokens, output.num_output_tokens)
 
-        Raises TargetError if the answer, or its rest, will not come.
-        """
-
-    def stats(self) -> EngineStats | None:
-        """Return the engine's counters; None for a server that keeps them to itself."""
+    def stats(self) -> EngineStats:
+        """Return the counters as of the last iteration."""
+        return self._service.stats
 
     async def close(self) -> None:
-        """End all requests and free everything."""
-
-
-class Outcome(StrEnum):
-    """How a request ended."""
-
-    FINISHED = "finished"
-    REFUSED = "refused"  # not taken: too many wait already, or it does not fit
-    FAILED = "failed"  # taken, or perhaps taken, and not answered to its end
-    UNFINISHED = "unfinished"  # given up by the client when its time was over
+        """End the engine's thread and drop weights and caches."""
+        try:
+            await self._service.stop()
+        finally:
+            self._engine.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +104,14 @@ class RequestRecord:
     sent_ms: float  # when the client got to sending it
     end_ms: float  # when the answer was complete, or the client learnt that it will not be
     chunks_ms: tuple[float, ...]  # when each chunk came; a finished request has one at least
-    prompt_tokens: int  # as the server counted them
-    cached_tokens: int  # of the prompt, not computed but reused
+    prompt_tokens: int
     output_tokens: int
-    outcome: Outcome
-    reason: str = ""  # of a failure: short, and the same for all of its kind
-    message: str = ""  # of a failure: in full
+    error: str = ""  # why it was not answered to the end
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was answered to the end."""
-        return self.outcome is Outcome.FINISHED
-
-    @property
-    def client_lag_ms(self) -> float:
-        """How late the client was."""
-        return self.sent_ms - self.arrival_ms
+        """It was answered to the end."""
+        return not self.error
 
     # The rest is for finished requests only.
 
@@ -139,13 +136,8 @@ class RequestRecord:
         """From the moment it was due to the end of its answer."""
         return self.end_ms - self.arrival_ms
 
-    @property
-    def per_token_ms(self) -> float:
-        """Its whole time divided by its output tokens: the normalised latency of NEO's figure 6."""
-        return self.end_to_end_ms / self.output_tokens
-
     def is_good(self, limits: Limits) -> bool:
-        """Whether it was finished within both limits; an answer of one token has no TPOT to be too long."""
+        """It was finished within both limits; an answer of one token has no TPOT to be too long."""
         return self.is_finished and self.ttft_ms <= limits.ttft_ms and (self.tpot_ms or 0.0) <= limits.tpot_ms
 
 
@@ -154,12 +146,12 @@ class ClientRequest:
     """What to send, and when, counted from the start."""
 
     arrival_ms: float
-    prompt: Prompt
+    prompt: Sequence[int]
     max_tokens: int
 
 
 async def send_all(
-    target: Target,
+    target: EngineTarget,
     requests: Sequence[ClientRequest],
     drain_s: float | None = None,
     on_end: Callable[[int], None] = lambda num_ended: None,
@@ -170,7 +162,7 @@ async def send_all(
 
     Args:
         requests: by rising arrival time.
-        drain_s: seconds after the last arrival when those still open are ended, as unfinished; None: never.
+        drain_s: seconds after the last arrival when those still open are ended; None: never.
         on_end: called with the number of requests that have ended, each time one does.
     """
     start = time.perf_counter()
@@ -197,7 +189,7 @@ async def send_all(
     return [task.result() for task in tasks]
 
 
-async def _sent(target: Target, request: ClientRequest, start: float) -> RequestRecord:
+async def _sent(target: EngineTarget, request: ClientRequest, start: float) -> RequestRecord:
     """Send a request now; `start` is that of the client's clock, by perf_counter."""
 
     def now_ms() -> float:
@@ -205,29 +197,23 @@ async def _sent(target: Target, request: ClientRequest, start: float) -> Request
 
     sent_ms, chunks_ms = now_ms(), []
     usage: Usage | None = None
-    end = Outcome.UNFINISHED, "out of time", "not answered when the time for it was over"
+    error = OUT_OF_TIME
     try:
         async with aclosing(target.stream(request.prompt, request.max_tokens)) as answer:
             async for usage in answer:
                 if usage is None:
                     chunks_ms.append(now_ms())
     except asyncio.CancelledError:
-        pass  # ended by the client: see `end`
-    except TargetError as error:
-        end = Outcome.REFUSED if error.is_refusal else Outcome.FAILED, error.reason, str(error)
-        usage = None
-    if usage is not None:
-        end = Outcome.FINISHED, "", ""
-        if not usage.output_tokens:
-            end = Outcome.FAILED, "empty answer", "the answer has no token"
-    end_ms, counted = now_ms(), usage or Usage(0, 0, 0)
+        usage = None  # ended by the client
+    except TargetError as failure:
+        usage, error = None, str(failure)
+    end_ms, counted = now_ms(), usage or Usage(0, 0)
     return RequestRecord(
         request.arrival_ms,
         sent_ms,
         end_ms,
-        tuple(chunks_ms) or (end_ms,),  # an answer without any text comes at its end
+        tuple(chunks_ms) or (end_ms,),
         counted.prompt_tokens,
-        counted.cached_tokens,
         counted.output_tokens,
-        *end,
+        "" if usage is not None else error,
     )

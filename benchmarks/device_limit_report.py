@@ -1,18 +1,11 @@
-"""What the suite found, and how it is told."""
+"""What device_limit found, and its tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from neo_desktop.app.bench.charts import BLACK, BLUE, doubling, round_logs, spreads, tidy
-from neo_desktop.app.bench.computer import GpuState
-from neo_desktop.app.bench.gpu.rig import Iteration
-from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, size
-from neo_desktop.app.bench.words import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from benchmarks.rig import Iteration
+from neo_desktop.app.bench.section import Column, Section, Spread, Table, size
 
 Bound = Literal["memory", "arithmetic"]
 
@@ -34,7 +27,6 @@ class DecodeFigures:
     step_ms: Spread
     outside_ms: Spread  # of a step, not in the executor: between two iterations
     idle_share: float  # of the device within iterations
-    joules_per_token: float | None  # of the GPU; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +41,7 @@ class PrefillFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReport:
+class DeviceReport:
     """How near decoding comes to what the device allows."""
 
     model: str
@@ -64,15 +56,9 @@ class GpuReport:
     decode: tuple[DecodeFigures, ...]  # by rising batch
     peak_gpu_bytes: int | None  # None: the device is the CPU
     process_bytes: int  # host memory that the process had at most while this was measured
-    state: GpuState | None  # of the GPU before the run; None: not known
     notes: tuple[str, ...]
-    suite: Literal["gpu"] = "gpu"
 
     def section(self) -> Section:
-        """What is shown everywhere."""
-        title, summary, *notes = say("gpu", report=self)
-        where = "GPU" if self.device == "cuda" else "CPU"
-        plot = f"Tokens per second of {self.model} on the {where} and their limit, by batch"
         memory: dict[str, Column] = {
             "weights read by an iteration": "weight_bytes:size",
             "GPU memory, at most": lambda report: (
@@ -82,47 +68,17 @@ class GpuReport:
             f"large matrix products in {self.dtype}": "matrix_gflop_per_s: GFLOP/s",
         }
         return Section(
-            title,
-            summary,
-            tables=(
+            f"Decodes of {self.model} in {self.dtype} on {self.device_name}",
+            "Limit: the time to read weights and KV, or to multiply the weights, whichever is longer, at the "
+            "rates of plain reads and of large matrix products. Outside: the part of a step that is not in "
+            "the executor.",
+            (
                 *([_decode_table(self.decode)] if self.decode else []),
                 Table.of("Prefill of one prompt", [self.prefill], _PREFILL_COLUMNS),
                 Table.listing("", ("memory and arithmetic", "measured"), self, memory),
             ),
-            plots=(Plot("gpu-decode", plot, self._draw),) if self.decode else (),
-            notes=(*notes, *self.notes),
+            notes=self.notes,
         )
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """The figures to compare with another run."""
-        found = []
-        for row in self.decode:
-            name = f"gpu.{self.device}.batch_{row.batch}"
-            found += [
-                Metric(f"{name}.decode_tokens_per_s", row.tokens_per_s.median, "tokens/s"),
-                Metric(f"{name}.share_of_limit", row.share, ""),
-                Metric(f"{name}.outside_ms", row.outside_ms.median, "ms", False),
-            ]
-        rate = self.prefill.tokens_per_s.median
-        return (*found, Metric(f"gpu.{self.device}.prefill_tokens_per_s", rate, "tokens/s"))
-
-    def _draw(self, figure: "Figure") -> None:
-        """Tokens per second and their limit against the batch; bars from the 10th to the 90th percentile."""
-        axes = figure.subplots()
-        batches = [row.batch for row in self.decode]
-        axes.plot(batches, [row.limit_tokens_per_s for row in self.decode], "s--", color=BLACK, label="limit")
-        label = "decoded, and its share of the limit"
-        spreads(axes, batches, [row.tokens_per_s for row in self.decode], "o-", BLUE, label)
-        below = {"textcoords": "offset points", "xytext": (0, -15), "ha": "center", "fontsize": 9}
-        for row in self.decode:
-            axes.annotate(f"{row.share:.0%}", (row.batch, row.tokens_per_s.p10), **below)  # type: ignore[arg-type]
-        axes.set_yscale("log")
-        axes.margins(0.08, 0.15)
-        doubling(axes, batches)
-        round_logs(axes.yaxis)
-        axes.set(xlabel="requests that decode together", ylabel="tokens per second")
-        tidy(axes)
-        axes.legend(frameon=False)
 
 
 _PREFILL_COLUMNS: dict[str, Column] = {
@@ -146,10 +102,6 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
         "outside ms": "outside_ms.median",
         "idle": "idle_share:.0%",
     }
-    if any(row.joules_per_token is not None for row in decode):
-        columns["J/token"] = lambda row: (
-            "not measured" if row.joules_per_token is None else row.joules_per_token
-        )
     return Table.of(
         f"Decoding, with contexts of about {decode[0].context_tokens:.0f} tokens", decode, columns
     )
@@ -162,7 +114,6 @@ class Measured:
     iterations: list[Iteration] = field(default_factory=list)
     read_gb_per_s: list[float] = field(default_factory=list)
     idle_shares: list[float] = field(default_factory=list)  # one per round
-    joules: list[float] = field(default_factory=list)  # one per round, or none
 
 
 def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> DecodeFigures:
@@ -174,7 +125,6 @@ def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> Decode
     arithmetic_s = iterations[0].work.arithmetic_s(gflop_per_s)
     limit = batch / max(memory_s, arithmetic_s)
     rate = Spread.of(batch / each.step_s for each in iterations)
-    has_energy = len(measured.joules) == len(measured.idle_shares)
     return DecodeFigures(
         batch=batch,
         context_tokens=sum(each.context_tokens for each in iterations) / len(iterations) / batch,
@@ -189,7 +139,6 @@ def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> Decode
         step_ms=Spread.of(each.step_s * 1e3 for each in iterations),
         outside_ms=Spread.of((each.step_s - each.model_s) * 1e3 for each in iterations),
         idle_share=Spread.of(measured.idle_shares).median,
-        joules_per_token=sum(measured.joules) / (batch * len(iterations)) if has_energy else None,
     )
 
 

@@ -1,4 +1,15 @@
-"""Placements one after the other: each is loaded, a chat is timed with it, and it goes."""
+"""One chat with a model that GPU memory holds a part of, in the ways that there are for it.
+
+HeteGen's figure 8, on this computer: how many tokens a second come with so much of the weights in GPU memory.
+At the same memory, three ways take turns:
+
+    divided      rows of each matrix: GPU, bus and CPU work on each product at the same time
+    streaming    the first layers are on the GPU; the others cross the bus for each token, ahead of their use
+    layer split  the first layers are on the GPU; the CPU computes the others, and one waits for the other
+
+The last two are what others do (accelerate, if it pinned memory and looked ahead; llama.cpp's `-ngl`), by the
+same engine and kernels. Beside all stands what CPU and bus allow together.
+"""
 
 import time
 from collections.abc import Iterator
@@ -7,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from neo_desktop.app.bench.checks import above_zero, at_least, each_once
+from benchmarks.checks import above_zero, at_least, each_once
+from benchmarks.rig import POLICY, Rig
+from benchmarks.shown import model_arguments, progress, show
+from benchmarks.weights_on_gpu_report import Sides, Way, WeightsCase, WeightsReport
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.gpu.rig import POLICY, Rig
 from neo_desktop.app.bench.section import Spread
-from neo_desktop.app.bench.weights.report import Sides, Way, WeightsCase, WeightsReport
 from neo_desktop.app.bench.words import no_gpu
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
@@ -229,3 +241,9 @@ class _Placement:
                 "of host memory that may be taken"
             )
         return self.placed
+
+
+if __name__ == "__main__":
+    given = model_arguments(__doc__).parse_args()
+    options = WeightsOptions(device=given.device, shape=given.shape, dtype=given.dtype)
+    show(run_weights(options, progress), given.json)

@@ -1,4 +1,4 @@
-"""Suite `cost-model`: how well the tables predict what was not measured for them.
+"""How well the tables predict what was not measured for them.
 
 The tables are measured afresh. Then every table is asked for sizes drawn at random (with a fixed seed),
 between the points of its grid and a little beyond the last ones, and the same sizes are measured: the error
@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
-from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, GREY, LINE_GREY, ORANGE, RED, legend, tidy
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.words import say
+from benchmarks.shown import model_arguments, progress, show
+from neo_desktop.app.bench.section import Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up
@@ -30,12 +29,8 @@ from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 TARGET = 0.1  # median error that the tables are meant to keep
 BEYOND = 1.25  # how far beyond the grid sizes are drawn, as a factor
-_STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), (RED, "D"), (GREY, "v"))  # colour and marker per table
 _PROFILE_SHARE = 0.4  # of the suite's progress
 
 
@@ -92,11 +87,6 @@ class CostModelReport:
     notes: tuple[str, ...]
     cases: tuple[CostModelCase, ...]
     repeated: tuple[CostModelCase, ...]  # points of the grid, measured again
-    suite: Literal["cost-model"] = "cost-model"
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """The median error."""
-        return (Metric("cost-model.median_error", 100 * self.median_error, "% error", False),)
 
     def section(self) -> Section:
         """Errors per table."""
@@ -112,39 +102,11 @@ class CostModelReport:
                 "again": "errors.repeated_error:.1%",
             },
         )
-        plot = Plot(
-            "cost-model", "Predicted against measured times; on the line they agree", self._draw, (5.4, 4.6)
+        summary = (
+            f"{self.model} on {self.device} in {self.dtype}: the median error of a prediction is "
+            f"{self.median_error:.1%}, target {self.target:.0%}. Again: points of the tables."
         )
-        title, summary, *notes = say("cost-model", report=self)
-        return Section(title, summary, (table,), (plot,), (*notes, *self.notes))
-
-    def _draw(self, figure: "Figure") -> None:
-        """A point per size, and a band as wide as the target."""
-        axes = figure.subplots()
-        times = [ms for case in self.cases for ms in (case.measured_ms, case.predicted_ms)]
-        ends = [min(times) / 1.5, max(times) * 1.5]
-        axes.plot(ends, ends, color=BLACK, linewidth=0.9)
-        low, high = ([ms * (1 + sign * self.target) for ms in ends] for sign in (-1, 1))
-        axes.fill_between(ends, low, high, color=LINE_GREY).set_label(f"within {self.target:.0%}")
-        for index, table in enumerate(dict.fromkeys(case.table for case in self.cases)):
-            points = [(case.measured_ms, case.predicted_ms) for case in self.cases if case.table == table]
-            colour, marker = _STYLES[index % len(_STYLES)]
-            axes.plot(
-                *zip(*points, strict=True),
-                marker,
-                color=colour,
-                markerfacecolor=colour if index < len(_STYLES) else "none",
-                markersize=4,
-                label=table.replace("_", " "),
-            )
-        axes.set(
-            xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends
-        )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
-        tidy(axes, grid=None)
-        legend(figure, axes, fontsize=9)
+        return Section("Predictions of sizes without a measurement", summary, (table,), notes=self.notes)
 
 
 def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:
@@ -284,3 +246,9 @@ def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:
     if timer.is_cuda:
         return ()
     return ("Without a GPU, both caches lie in host memory and share the table of the CPU's attention.",)
+
+
+if __name__ == "__main__":
+    given = model_arguments(__doc__).parse_args()
+    options = CostModelOptions(device=given.device, shape=given.shape, dtype=given.dtype)
+    show(run_cost_model(options, progress), given.json)

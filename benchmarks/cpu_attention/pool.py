@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
 from neo_desktop import native
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN

@@ -9,11 +9,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
-from neo_desktop.app.bench.cpu_attention.pool import Caches, Pool, seeded
-from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
-from neo_desktop.app.bench.cpu_attention.rivals import (
+from benchmarks.cpu_attention.options import CpuAttentionOptions, Shape
+from benchmarks.cpu_attention.pool import Caches, Pool, seeded
+from benchmarks.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
+from benchmarks.cpu_attention.rivals import (
     LlamaCpp,
     NoLlamaCppError,
     Rival,
@@ -21,8 +20,7 @@ from neo_desktop.app.bench.cpu_attention.rivals import (
     measure_rival,
     relative_error,
 )
-from neo_desktop.app.bench.words import say
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop import native
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
 
@@ -51,18 +49,12 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
     last_level_bytes = last_level_cache_bytes()
     rivals, missing = _find_rivals(options)
 
-    def notes() -> tuple[str, ...]:
-        beside = [(rival.name, [case.beside(key) for case in cases]) for key, rival in rivals.items()]
-        return say(
-            "cpu-attention-notes",
-            pool=pool,
-            options=options,
-            run=BLOCKS_PER_RUN,
-            last_level_bytes=last_level_bytes,
-            left_out=len(wanted) - len(fitting),
-            missing=missing,
-            rivals=beside,
-        )
+    notes = [
+        f"KV cache of {pool.nbytes / 1e6:.0f} MB; the last-level cache has {last_level_bytes / 1e6:.0f} MB."
+    ]
+    if len(fitting) < len(wanted):
+        notes.append(f"{len(wanted) - len(fitting)} cases do not fit into the KV cache and were left out.")
+    notes += missing
 
     cases: list[CpuAttentionCase] = []
     for shape in fitting:
@@ -83,7 +75,7 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
             cache_bytes=pool.nbytes,
             last_level_cache_bytes=last_level_bytes,
             huge_pages=pool.huge_pages,
-            notes=notes(),
+            notes=tuple(notes),
             cases=tuple(cases),
         )
     progress(1.0, "done")

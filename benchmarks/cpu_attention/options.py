@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.checks import at_least
 from neo_desktop import native
-from neo_desktop.app.bench.checks import at_least
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
 TARGET = 0.9  # share of the limit that the kernels are meant to reach

@@ -1,4 +1,11 @@
-"""Rounds over all batches, with the device's own rates measured in between."""
+"""How near decoding with everything on one device comes to what that device allows.
+
+    python -m benchmarks.device_limit --shape llama-3.2-1b
+
+An iteration of decoding reads all weights once and the KV of all its requests, and multiplies every weight
+once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
+measured in between, is the limit. See rig.py for what counts, and what is timed.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,25 +13,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import harmonic_mean
+from typing import Any
 
 import psutil
 import torch
 
+from benchmarks.checks import above_zero, at_least
+from benchmarks.device_limit_report import DeviceReport, Measured, decode_figures, prefill_figures
+from benchmarks.rig import Iteration, Rig, iteration_work
+from benchmarks.shown import model_arguments, progress, show
 from neo_desktop import native
-from neo_desktop.app.bench.checks import above_zero, at_least
-from neo_desktop.app.bench.computer import GpuDriver, gpu_driver
-from neo_desktop.app.bench.gpu.report import GpuReport, Measured, decode_figures, prefill_figures
-from neo_desktop.app.bench.gpu.rig import Iteration, Rig, iteration_work
 from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
 from neo_desktop.app.bench.hardware.host import Host
 from neo_desktop.app.bench.section import Spread
-from neo_desktop.app.bench.words import say
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.profiling.hardware import cpu_name, find_gpus, last_level_cache_bytes
+from neo_desktop.engine.profiling.hardware import cpu_name, last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
 
 TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
@@ -35,7 +42,7 @@ _MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
-class GpuOptions(EngineOptions):
+class DeviceOptions(EngineOptions):
     """What to measure, and how much time to take; the defaults are a thorough run.
 
     Raises ValueError for sizes and times that make no sense.
@@ -65,7 +72,7 @@ class GpuOptions(EngineOptions):
         return -(-self.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
 
 
-def load_model(options: GpuOptions) -> LoadedModel:
+def load_model(options: DeviceOptions) -> LoadedModel:
     """Load it; ValueError where prompts and outputs do not fit into its context."""
     model = load(options)
     longest, most = options.longest_tokens, model.config.max_context_tokens
@@ -77,7 +84,7 @@ def load_model(options: GpuOptions) -> LoadedModel:
     return model
 
 
-def take_kv_memory(model: LoadedModel, options: GpuOptions) -> EngineParts:
+def take_kv_memory(model: LoadedModel, options: DeviceOptions) -> EngineParts:
     """Take what the largest batch needs and a prompt beside it, or as much as fits."""
     alone = replace(
         options,
@@ -96,7 +103,7 @@ def take_kv_memory(model: LoadedModel, options: GpuOptions) -> EngineParts:
         return take_memory(model, replace(alone, gpu_cache_tokens=None))
 
 
-def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[int, ...]:
+def fitting_batches(parts: EngineParts, options: DeviceOptions) -> tuple[int, ...]:
     """Return the batches that the memory holds; MemoryError where there is no room for the smallest."""
     capacity = parts.tokens_in(host_memory=False)
     batches = tuple(batch for batch in options.batches if batch <= capacity // options.request_tokens)
@@ -142,7 +149,7 @@ def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
     return Processor(cpu_name(), read_gb_per_s, partial(host.matrix_gflop_per_s, _MATRIX_SIZE["cpu"], name))
 
 
-def run_gpu(options: GpuOptions, progress: Progress) -> Iterator[GpuReport]:
+def run_device_limit(options: DeviceOptions, progress: Progress) -> Iterator[DeviceReport]:
     """Measure; yields the report again after each batch of each round.
 
     Raises what `Engine.from_pretrained` raises for a model, a device or memory; ValueError where prompts and
@@ -157,27 +164,18 @@ def run_gpu(options: GpuOptions, progress: Progress) -> Iterator[GpuReport]:
 class _Measurement:
     """Everything that is measured, and the report of it."""
 
-    def __init__(self, options: GpuOptions, stack: ExitStack) -> None:
+    def __init__(self, options: DeviceOptions, stack: ExitStack) -> None:
         self._options = options
         device = choose_device(options.device)
         self._is_cuda = device.type == "cuda"
-        self._driver: GpuDriver | None = None
-        if self._is_cuda:
-            uuid = torch.cuda.get_device_properties(device).uuid
-            self._driver = stack.enter_context(gpu_driver(str(uuid)))
-        self._state = None if self._driver is None else self._driver.state()  # before anything runs on it
-
         self._model = load_model(options)
         decoder = self._model.decoder
         setup = take_kv_memory(self._model, options)
         self._batches = fitting_batches(setup, options)
-        self._notes = say(
-            "gpu-notes",
-            options=options,
-            is_cuda=self._is_cuda,
-            gpu_note=find_gpus()[1],
-            without_room=[batch for batch in options.batches if batch not in self._batches],
-        )
+        without_room = [str(batch) for batch in options.batches if batch not in self._batches]
+        self._notes: tuple[str, ...] = ()
+        if without_room:
+            self._notes = (f"Left out for want of memory for KV: batch {', '.join(without_room)}.",)
         self._rig = Rig(setup, options.context_tokens, options.seed)
         stack.callback(self._rig.close)
 
@@ -195,7 +193,7 @@ class _Measurement:
         self._measured: dict[int, Measured] = {}
         self._process_bytes = 0
 
-    def run(self, progress: Progress) -> Iterator[GpuReport]:
+    def run(self, progress: Progress) -> Iterator[DeviceReport]:
         """Go round until the time is over, once at least."""
         options, rig = self._options, self._rig
         progress(0.0, "warming up")
@@ -232,13 +230,11 @@ class _Measurement:
         self._prefills.append(iterations)
 
     def _decode(self, batch: int) -> None:
-        rig, nbytes, driver = self._rig, self._bytes(batch), self._driver
+        rig, nbytes = self._rig, self._bytes(batch)
         rig.join(batch)
         rig.decode(1)
         reads = [self._processor.read_gb_per_s(nbytes)]
-        joules_before = None if driver is None else driver.energy_j()
         iterations = rig.decode(self._options.iterations)
-        joules_after = None if driver is None else driver.energy_j()
         reads.append(self._processor.read_gb_per_s(nbytes))
         idle_share = rig.idle_share(TRACED_ITERATIONS)
         self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
@@ -247,8 +243,6 @@ class _Measurement:
         measured.iterations += iterations
         measured.read_gb_per_s += reads
         measured.idle_shares.append(idle_share)
-        if joules_before is not None and joules_after is not None:
-            measured.joules.append(joules_after - joules_before)
 
     def _leaves_out(self, batch: int, new_prompts: int, left_s: float) -> bool:
         """Whether computing the prompts of this batch would take longer than there is time; then say so."""
@@ -269,9 +263,9 @@ class _Measurement:
         context_lens = [self._options.context_tokens] * batch
         return iteration_work(decoder.config, decoder.dtype, context_lens, batch, batch).nbytes
 
-    def _report(self) -> GpuReport:
+    def _report(self) -> DeviceReport:
         decoder, matrix = self._model.decoder, Spread.of(self._matrix_gflop_per_s)
-        return GpuReport(
+        return DeviceReport(
             model=self._model.name,
             device=decoder.device.type,
             device_name=self._processor.name,
@@ -288,6 +282,19 @@ class _Measurement:
             ),
             peak_gpu_bytes=torch.cuda.max_memory_allocated() - self._own_bytes if self._is_cuda else None,
             process_bytes=self._process_bytes,
-            state=self._state,
             notes=self._notes,
         )
+
+
+def short_options(device: str, **settings: Any) -> DeviceOptions:
+    """For twenty seconds; a CPU alone takes a second for a hundred tokens."""
+    batches, context = ((1, 8, 32), 512) if choose_device(device).type == "cuda" else ((1, 4), 64)
+    return DeviceOptions(device=device, batches=batches, context_tokens=context, seconds=20.0, **settings)
+
+
+if __name__ == "__main__":
+    given = model_arguments(__doc__).parse_args()
+    show(
+        run_device_limit(short_options(given.device, shape=given.shape, dtype=given.dtype), progress),
+        given.json,
+    )

@@ -1,4 +1,4 @@
-"""Suite `cpu-attention`: decode attention on the CPU against what this machine's memory and cores allow.
+"""Decode attention on the CPU against what this machine's memory and cores allow.
 
 Decode attention reads every key and value once, and does `group` multiply-adds with each: one per query head
 that shares it. So there are two limits, both measured here, with the same threads:
