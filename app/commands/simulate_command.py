@@ -114,7 +114,7 @@ class SimulationOptions:
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Measured cost tables instead of a datasheet: what 'profile --json' wrote.",
+            help="Measured cost tables instead of a datasheet: what 'doctor --measure --json' wrote.",
             rich_help_panel=_MACHINE,
         ),
     ] = None

@@ -53,7 +53,7 @@ def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str
 
 def test_help_and_version() -> None:
     assert "chat" in run("--help").stdout
-    for command in ("chat", "serve", "info", "bench", "profile", "simulate"):
+    for command in ("chat", "serve", "info", "bench", "doctor", "simulate"):
         result = run(command, "--help")
         assert result.returncode == 0
         assert "Example" in result.stdout
@@ -73,22 +73,24 @@ def test_info_tells_hardware_and_versions(tmp_path: Path) -> None:
 SMALL = ("--shape", "tiny", "--device", "cpu", "--gpu-cache-tokens", "256", "--cpu-cache-tokens", "1024")
 
 
-def test_profile_measures_once_and_tells_where_the_tables_are(tmp_path: Path) -> None:
-    first = run("profile", *SMALL, "--json", tmp_path / "first.json")
+def test_measure_measures_once_and_tells_where_the_tables_are(tmp_path: Path) -> None:
+    first = run("doctor", "--measure", *SMALL, "--json", tmp_path / "first.json")
     assert first.returncode == 0, first.stderr
     profiled = json.loads((tmp_path / "first.json").read_text())
     assert profiled["path"] in first.stdout
     assert TableCostModel.from_json(profiled["tables"]).num_layers == 2
-    run("profile", *SMALL, "--json", tmp_path / "second.json")
+    run("doctor", "--measure", *SMALL, "--json", tmp_path / "second.json")
     assert json.loads((tmp_path / "second.json").read_text()) == profiled
-    run("profile", *SMALL, "--refresh", "--json", tmp_path / "third.json")
+    run("doctor", "--measure", *SMALL, "--refresh", "--json", tmp_path / "third.json")
     assert json.loads((tmp_path / "third.json").read_text())["tables"] != profiled["tables"]
 
 
-def test_profile_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_path: Path) -> None:
+def test_measure_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_path: Path) -> None:
     paths = []
     for dtype in ("auto", "int8"):
-        result = run("profile", *SMALL, "--cpu-cache-dtype", dtype, "--json", tmp_path / "tables.json")
+        result = run(
+            "doctor", "--measure", *SMALL, "--cpu-cache-dtype", dtype, "--json", tmp_path / "tables.json"
+        )
         assert result.returncode == 0, result.stderr
         assert ("CPU-cache int8" in result.stdout) == (dtype == "int8")
         assert ("the same as cpu_attention" in result.stdout) == (dtype == "auto")
@@ -141,9 +143,10 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
         ("serve", "--port", "x"),
         ("chat", "--gpu-memory", "-1"),
         ("serve", "--gpu-slice", "0"),
-        ("profile", "--gpu-slice", "-8"),
+        ("doctor", "--gpu-slice", "-8"),
+        ("doctor", "--cpu-memory", "2"),
         ("bench", "--tensor-parallel", "2", "--suite", "throughput"),
-        ("profile", "--cpu-memory", "0"),
+        ("doctor", "--measure", "--cpu-memory", "0"),
         ("serve", "--cpu-cache-dtype", "int4"),
         ("bench", "--suite", "hardware", "--requests", "3"),
         ("bench", "--suite", "load", "--repeats", "3"),
@@ -155,7 +158,7 @@ def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "profile", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
 def test_a_slice_of_no_gpu_is_one_clear_line(command: str, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "page") if command == "bench" else ()
     result = run(command, "--shape", "tiny", "--device", "cpu", "--gpu-slice", "8", *out)
@@ -166,7 +169,7 @@ def test_a_slice_of_no_gpu_is_one_clear_line(command: str, tmp_path: Path) -> No
 
 
 def test_brackets_in_an_error_are_shown() -> None:
-    result = run("profile", "--model", "[bold]models")
+    result = run("doctor", "--measure", "--model", "[bold]models")
     assert result.returncode == 1
     assert "[bold]models" in result.stderr
 

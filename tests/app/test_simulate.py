@@ -192,7 +192,7 @@ def test_measured_tables_replace_the_datasheet(tmp_path: Path) -> None:
     caches = {"gpu_cache_tokens": 1008, "cpu_cache_tokens": 65_536}
     measured = replace(SMALL, gpu=None, tables=tables, **caches)
     assert simulated(measured) == simulated(replace(SMALL, **caches))
-    profile = tmp_path / "profile.json"  # as `neo-desktop profile --json` writes it
+    profile = tmp_path / "profile.json"  # as `neo-desktop doctor --measure --json` writes it
     profile.write_text(json.dumps({"key": {}, "path": "x", "tables": cost.to_json()}), encoding="utf-8")
     assert simulated(replace(measured, tables=profile)) == simulated(measured)
     with pytest.raises(UsageError, match="must say what fits"):

@@ -1,4 +1,4 @@
-"""The body of `neo-desktop profile`: finds or measures the tables of a model, and shows them."""
+"""The body of `neo-desktop doctor --measure`: finds or measures the tables of a model, and shows them."""
 
 import json
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _CURVES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileReport:
+class MeasuredTables:
     """Tables and where they are kept."""
 
     model: str
@@ -66,7 +66,7 @@ class ProfileReport:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def run_profile(options: EngineOptions, progress: Progress, *, refresh: bool = False) -> ProfileReport:
+def run_measure(options: EngineOptions, progress: Progress, *, refresh: bool = False) -> MeasuredTables:
     """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises.
 
     Args:
@@ -83,7 +83,7 @@ def run_profile(options: EngineOptions, progress: Progress, *, refresh: bool = F
         refresh=refresh,
     )
     key = profile_key(decoder, parts.storage, parts.limits, parts.model.streams)
-    return ProfileReport(parts.model.name, key, profile_path(key), tables, parts.model.streams.note)
+    return MeasuredTables(parts.model.name, key, profile_path(key), tables, parts.model.streams.note)
 
 
 def _curve(name: str, unit: str, curve: Curve) -> Table:
