@@ -246,7 +246,7 @@ def main() -> None:
     page.stage("doctor, built-in model", lambda: check_computer(page, device))
     page.stage(f"doctor, {shape}", lambda: check_computer(page, device, shape))
     if device == "cuda":
-        from gpu_kernels import check_kernels
+        from benchmarks.gpu_kernels import check_kernels
 
         page.stage("kernels at the sizes of an 8B model", check_kernels)
         page.stage("tests", run_tests)

@@ -61,7 +61,7 @@ class MeasuredTables:
         console.print(f"Kept in {self.path}", highlight=False, soft_wrap=True)
 
     def write_json(self, path: Path) -> None:
-        """Write tables and their key to a file; `neo-desktop simulate --tables` reads it."""
+        """Write tables and their key to a file."""
         data = {"key": self.key, "path": str(self.path), "tables": self.tables.to_json()}
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

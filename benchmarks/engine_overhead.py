@@ -3,7 +3,7 @@
 The device waits for the first parts. The others are done while it computes: deciding on the next iteration,
 giving it the sampler's work, text. With a stop string (--stop) each token's text is made at once.
 
-    python -m scripts.engine_overhead --requests 64 --context 400 8000
+    python -m benchmarks.engine_overhead --requests 64 --context 400 8000
 
 Scheduler, KV cache, detokenizer and sampler are the real ones; a pause stands in for the model, after which
 the processor's caches hold less of the engine's data than in a tight loop (--pause-ms 0). Predictions are

@@ -1,4 +1,4 @@
-"""What the page costs, in a real Chromium: `python scripts/page_cost.py`.
+"""What the page costs, in a real Chromium: `python benchmarks/page_cost.py`.
 
 Prints the time from the program's start to the first page, the bytes of the first load, memory, the
 processor time of server and browser while nothing happens and per token of answers at 60 tokens/s, for one

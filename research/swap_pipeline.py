@@ -1,6 +1,6 @@
 """Swapped KV, without a GPU: a device and a bus that take stated times, and the engine's own pipeline.
 
-    python -m scripts.swap_pipeline
+    python -m research.swap_pipeline
 
 The built-in model answers some requests at once with the policy `pie`, on threads as without a GPU. Lanes are
 throttled: the device's stages of a layer, and the copies of a layer's KV, end when the stated time has passed

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The API against real clients and judges: openai, LangChain, anthropic, llm-comply, schemathesis.
 
-    python scripts/api_conformance.py                 starts a server with the built-in model
-    python scripts/api_conformance.py --url http://127.0.0.1:8000 --cases 10000
+    python benchmarks/api_conformance.py                 starts a server with the built-in model
+    python benchmarks/api_conformance.py --url http://127.0.0.1:8000 --cases 10000
 
 The built-in model is a very small one: checks ask for the form of what comes, not for its sense. Exit status
 1: something failed that is not among the known gaps.

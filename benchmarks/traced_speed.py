@@ -1,7 +1,7 @@
 """How fast models run by the code of transformers, against the decoders that are written here.
 
-    python -m scripts.traced_speed                            three families, float32 and bfloat16
-    python -m scripts.traced_speed --families llama --dtypes bfloat16
+    python -m benchmarks.traced_speed                            three families, float32 and bfloat16
+    python -m benchmarks.traced_speed --families llama --dtypes bfloat16
 
 The same random checkpoint, of about 130 million parameters, is loaded in both ways. All stages of an
 iteration are computed without attention, which is the same for both; the two take turns. Medians are printed.

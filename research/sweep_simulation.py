@@ -1,6 +1,6 @@
 """Simulate machines, workloads and cache sizes: how near `auto` comes to the bound, and to `gpu-only`.
 
-    python scripts/sweep_simulation.py --data FOLDER --requests 1000
+    python research/sweep_simulation.py --data FOLDER --requests 1000
 
 FOLDER has osc-llama2-lengths.json, azure-llm-2023-conv.csv and azure-llm-2023-code.csv; lengths as in
 "1000/200" need no file. Prints the tables of docs/simulation.md, a line as soon as it is known.

@@ -1,7 +1,7 @@
 """Simulate attention workers: how throughput grows with their number, how many a GPU wants, what tokens cost.
 
-    python scripts/workers_simulation.py efficiency --out docs/images
-    python scripts/workers_simulation.py sizing
+    python research/workers_simulation.py efficiency --out research/images
+    python research/workers_simulation.py sizing
 
 The first is FastDecode's figure 7: all KV is with the workers, one to eight of them.
 Prints the tables of docs/simulation.md; the first also draws a picture.
@@ -211,7 +211,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=("efficiency", "sizing"))
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--out", type=Path, default=Path("research/images"))
     options = parser.parse_args()
     if options.part == "efficiency":
         print_efficiency(options.out)

@@ -1,6 +1,6 @@
 """Weights in host memory, without a GPU: a device and a bus that take stated times, and a CPU that works.
 
-    python -m scripts.split_pipeline
+    python -m research.split_pipeline
 
 The pipeline of `engine/execute/split_products.py` is carried out as on a GPU: recorded like a graph, with a
 native relay that multiplies when flags tell it to. The CPU's products are real. The device (see
@@ -39,7 +39,7 @@ from neo_desktop.models.linear.split import Split, SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.native.relay import READY, Relay, RelayProduct, empty_flags
-from scripts.sleeping_device import SleepingDevice
+from research.sleeping_device import SleepingDevice
 
 CPU = torch.device("cpu")
 DTYPE = torch.float16

@@ -1,6 +1,6 @@
 """How long /health takes while many requests arrive at once.
 
-    python scripts/request_burst.py --requests 2000
+    python -m benchmarks.request_burst --requests 2000
 
 Starts a server of its own (the built-in model, a free port), sends all requests at the same moment, each on a
 connection of its own, and asks /health on a kept connection every 5 ms until all are answered. Prints
@@ -13,7 +13,7 @@ import multiprocessing
 import time
 from multiprocessing.synchronize import Event
 
-from server_process import percentile, request, server
+from scripts.server_process import percentile, request, server
 
 POLL_S = 0.005
 

@@ -1,6 +1,6 @@
 """Random JSON schemas, each followed by the built-in model: every answer that ends must be valid.
 
-    python -m scripts.json_schemas --count 1000
+    python -m benchmarks.json_schemas --count 1000
 
 The schemas are of draft 2020-12, from a seeded generator over the keywords that structured output supports.
 What the compiler refuses is counted by its reason, answers that `--max-tokens` cuts are counted apart. The

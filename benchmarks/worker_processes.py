@@ -1,7 +1,7 @@
 """Real attention workers, each a process on this computer: how throughput grows with their number.
 
-    python -m scripts.worker_processes  # what two cores give: a core for each worker
-    python -m scripts.worker_processes --token-us 20 --layer-ms 10 --workers 1 2 4
+    python -m benchmarks.worker_processes  # what two cores give: a core for each worker
+    python -m benchmarks.worker_processes --token-us 20 --layer-ms 10 --workers 1 2 4
 
 Decodes with long contexts run through the engine's own executor, protocol and workers; the model is small, so
 that attention takes most of the time. All KV is with the workers, evenly.
@@ -52,7 +52,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
-from scripts.swap_pipeline import ThrottledStages, throttled
+from research.swap_pipeline import ThrottledStages, throttled
 
 SECRET = "NEO_DESKTOP_SCRIPT_SECRET"
 DTYPE = torch.bfloat16
@@ -93,7 +93,7 @@ def serve(token_us: float) -> None:
 @contextmanager
 def worker_process(cpu: int, token_us: float, secret: str) -> Iterator[Address]:
     """Run a worker on a CPU; yield its address."""
-    command = (sys.executable, "-m", "scripts.worker_processes", "--serve", "--token-us", str(token_us))
+    command = (sys.executable, "-m", "benchmarks.worker_processes", "--serve", "--token-us", str(token_us))
     environment = os.environ | {SECRET: secret, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -1,8 +1,8 @@
 """Draw who is busy when: in one iteration of a recorded trace, and over a simulated run.
 
     neo-desktop serve --policy neo --trace-timeline trace.json      # and some requests
-    python scripts/plot_timeline.py trace trace.json --iteration 40 --layers 4 8
-    python scripts/plot_timeline.py run
+    python research/plot_timeline.py trace trace.json --iteration 40 --layers 4 8
+    python research/plot_timeline.py run
 
 Pictures go to --out.
 """

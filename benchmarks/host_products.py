@@ -1,7 +1,7 @@
 """How fast the CPU multiplies with weights in host memory inside an iteration, against plain reads.
 
-    python -m scripts.host_products                       several types, 1, 4 and 16 rows
-    python -m scripts.host_products --types Q4_K --rows 1
+    python -m benchmarks.host_products                       several types, 1, 4 and 16 rows
+    python -m benchmarks.host_products --types Q4_K --rows 1
 
 A relay computes the matrices of a model's layers, as in an iteration whose device is never late. Reads of as
 many bytes by the same threads take turns with that, and of each the best counts: other programs disturb both.

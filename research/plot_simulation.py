@@ -1,9 +1,9 @@
 """Simulate the experiments of NEO's section 5 and draw them: docs/simulation.md says what they show.
 
-    python scripts/plot_simulation.py load --trace osc.json
-    python scripts/plot_simulation.py output
-    python scripts/plot_simulation.py hosts
-    python scripts/plot_simulation.py ratios --trace osc.json --trace code.csv --trace conv.csv
+    python research/plot_simulation.py load --trace osc.json
+    python research/plot_simulation.py output
+    python research/plot_simulation.py hosts
+    python research/plot_simulation.py ratios --trace osc.json --trace code.csv --trace conv.csv
 
 Each prints a Markdown table; the first three also write a picture to --out.
 """
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("figure", choices=("load", "output", "hosts", "ratios"))
     parser.add_argument("--trace", type=Path, action="append", default=[], help="repeatable for ratios")
     parser.add_argument("--requests", type=int, default=1000, help="per point (output, hosts, ratios)")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()
     if arguments.figure in ("load", "ratios") and not arguments.trace:
         parser.error(f"{arguments.figure} needs --trace FILE")

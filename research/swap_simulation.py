@@ -1,8 +1,8 @@
 """Simulate Pie's experiments: throughput against the size of the GPU-cache, and against the expansion.
 
-    python scripts/swap_simulation.py cache --data FOLDER --requests 500
-    python scripts/swap_simulation.py expansion --data FOLDER --requests 500
-    python scripts/swap_simulation.py convergence --data FOLDER --out PICTURE
+    python research/swap_simulation.py cache --data FOLDER --requests 500
+    python research/swap_simulation.py expansion --data FOLDER --requests 500
+    python research/swap_simulation.py convergence --data FOLDER --out PICTURE
 
 FOLDER has osc-llama2-lengths.json and azure-llm-2023-conv.csv. Prints the tables of docs/simulation.md,
 a line as soon as it is known. The last one draws how the expansion settles where the bus is not what the
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--machine", action="append", choices=MACHINES)
-    parser.add_argument("--out", type=Path, default=Path("docs/images/sim-swap-convergence.png"))
+    parser.add_argument("--out", type=Path, default=Path("research/images/sim-swap-convergence.png"))
     options = parser.parse_args()
     if options.part == "convergence":
         draw_convergence(options.data, options.requests, (options.machine or MACHINES)[0], options.out)

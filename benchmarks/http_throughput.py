@@ -1,7 +1,7 @@
 """What HTTP and server-sent events cost: many streams at once against the same requests offline.
 
-    python scripts/http_throughput.py
-    python scripts/http_throughput.py --shape llama-3.2-1b --output 32
+    python -m benchmarks.http_throughput
+    python -m benchmarks.http_throughput --shape llama-3.2-1b --output 32
 
 Runs the requests with `Engine.generate` in a process of its own, then as streams against a server of its own,
 and prints both speeds and their ratio, and when a short chat beside the others gets its first token. The
@@ -17,7 +17,8 @@ import sys
 import time
 
 import psutil
-from server_process import connection, percentile, request, server
+
+from scripts.server_process import connection, percentile, request, server
 
 OFFLINE = """
 import json, sys, time

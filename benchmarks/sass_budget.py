@@ -1,8 +1,8 @@
 """What Triton's compiler makes of the kernels for every GPU, without one; `--write` keeps it as the budget.
 
-    python -m scripts.sass_budget                         compile, print what differs from the budget
-    python -m scripts.sass_budget --write                 ... and let it be the budget from now on
-    python -m scripts.sass_budget --triton 3.6.0 3.7.1    the same with other versions than the installed one
+    python -m benchmarks.sass_budget                         compile, print what differs from the budget
+    python -m benchmarks.sass_budget --write                 ... and let it be the budget from now on
+    python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other versions than the installed one
 
 The budget has figures of each version that a supported torch brings. Others than the installed one go to the
 user's cache. tests/kernels/test_compile.py fails where a figure has become worse. Needs the `dev`
