@@ -216,10 +216,7 @@ class SelfTest:
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """To the process and all that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        os.killpg(process.pid, number)
 
 
 def _step(line: str) -> tuple[float, str] | None:
