@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
+from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
 from neo_desktop.app.engines.process import crash_signal
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine

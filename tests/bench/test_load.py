@@ -1,18 +1,18 @@
 """The load suite from options to page: rate after rate, and what is said of them."""
 
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_target import FakeTarget
 
 from neo_desktop.app.bench.load import suite
-from neo_desktop.app.bench.load.metrics import LoadCurve, LoadMetrics
+from neo_desktop.app.bench.load.metrics import LoadCurve
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
-from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.app.bench.workload import OUT_OF_TIME, run
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.sampling_params import SamplingParams
 
 SMALL = LoadOptions(
     shape="tiny",
@@ -57,14 +57,8 @@ def test_policies_see_the_same_requests_at_the_same_rates(report: LoadReport) ->
     for first, second in zip(auto.points, gpu_only.points, strict=True):
         assert (first.rate_per_s, first.load_share) == (second.rate_per_s, second.load_share)
         for point in (first, second):
-            metrics, engine = point.metrics, point.engine
-            assert metrics.requests == metrics.finished == 10
-            assert engine is not None
-            assert engine.iterations > 0
-            assert engine.mean_batch > 0
-        ours, theirs = first.metrics, second.metrics
-        assert (ours.prompt_tokens, ours.output_tokens) == (theirs.prompt_tokens, theirs.output_tokens)
-    assert {point.engine.cpu_share for point in gpu_only.points if point.engine} == {0.0}
+            assert point.metrics.requests == point.metrics.finished == 10
+        assert first.metrics.output_tokens == second.metrics.output_tokens
 
 
 def test_divided_models_are_loaded_for_each_policy() -> None:
@@ -89,14 +83,13 @@ def test_every_step_adds_to_the_report_before(reports: list[LoadReport]) -> None
 def test_the_section_names_limits_subjects_and_every_figure(report: LoadReport) -> None:
     section = report.section()
     assert "TTFT within 2000 ms and TPOT within 200 ms for 90% of the requests" in section.summary
-    assert "neo-desktop on cpu, float32" in section.title
-    assert len(section.tables) == 6
+    assert "cpu, float32" in section.title
+    assert len(section.tables) == 4
     for table in section.tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     notes = " ".join(section.notes)
-    for word in ("TTFT:", "TPOT:", "ITL:", "p99", "Good:", "Mean batch:", "20 tokens in and 6 out"):
+    for word in ("TTFT:", "TPOT:", "ITL:", "p99", "Good:", "20 tokens in and 6 out"):
         assert word in notes
-    assert notes.count("engine's process") == 1  # said once for both policies
 
 
 def test_plots_have_a_curve_for_each_policy_and_percentile(report: LoadReport) -> None:
@@ -125,28 +118,46 @@ def test_an_eight_bit_cpu_cache_does_not_stop_the_policy_without_one() -> None:
     assert [curve.name for curve in last(options).curves] == ["gpu-only"]
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[FakeTarget]:
-    """Let the suite measure fake targets; gives the list that they are put into."""
-    made: list[FakeTarget] = []
+@pytest.fixture
+def engine() -> Any:
+    settings: dict[str, Any] = {"shape": "tiny", "device": "cpu", "policy": "gpu-only"}
+    with Engine.from_pretrained(**settings, gpu_cache_tokens=512) as made:
+        yield made
+        assert made.stats().num_running == made.stats().num_waiting == 0
+        assert all(pool.num_used_blocks == 0 for pool in made.stats().pools.values())
 
-    def open_fake(*_: object) -> tuple[FakeTarget, str]:
-        made.append(FakeTarget(**settings))
-        return made[-1], "a fake"
 
-    monkeypatch.setattr(suite, "_open", open_fake)
-    return made
+def greedy(count: int, tokens: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)] * count
+
+
+def test_requests_are_sent_when_they_are_due(engine: Engine) -> None:
+    arrivals = [0.0, 20.0, 40.0]
+    found = run(engine, [[5] * 20] * 3, greedy(3, 4), lambda share: None, arrivals)
+    for record, arrival_ms in zip(found.records, arrivals, strict=True):
+        assert record.arrival_ms == arrival_ms
+        assert len(record.answer) == 4
+        assert record.ttft_ms > 0
+    assert found.seconds >= 0.04
+
+
+def test_requests_out_of_time_are_ended_and_counted(engine: Engine) -> None:
+    found = run(engine, [[5] * 20] * 20, greedy(20, 200), lambda share: None, drain_s=0.01)
+    assert OUT_OF_TIME in {record.error for record in found.records}
+
+
+def test_what_is_longer_than_the_context_is_a_failure_of_its_own(engine: Engine) -> None:
+    found = run(engine, [[5] * 600, [5] * 20], greedy(2, 4), lambda share: None)
+    assert [record.error for record in found.records] == ["longer than the context", ""]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
-def test_an_interrupt_keeps_what_was_measured_and_closes_the_target(
-    monkeypatch: pytest.MonkeyPatch, stop_after: int
-) -> None:
-    made = fake(monkeypatch)
+def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
     kept: list[LoadReport] = []
     pressed: list[str] = []
 
     def interrupt(share: float, what: str) -> None:
-        if len(kept) == stop_after and not pressed:  # pressed again and again, it would also end the closing
+        if len(kept) == stop_after and not pressed:
             pressed.append(what)
             signal.raise_signal(signal.SIGINT)  # what Ctrl-C does, also while requests are under way
 
@@ -158,68 +169,14 @@ def test_an_interrupt_keeps_what_was_measured_and_closes_the_target(
         keep()
     assert len(kept) == stop_after
     assert kept[-1].section().tables
-    assert [(target.num_closed, target.open) for target in made] == [(1, set())]
 
 
-def test_an_interrupt_while_requests_are_open_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = fake(monkeypatch, gap_s=0.02)
-    open_then: list[int] = []
-
-    def interrupt(share: float, what: str) -> None:
-        if what.endswith("requests/s") and made[0].open and not open_then:
-            open_then.append(len(made[0].open))
-            signal.raise_signal(signal.SIGINT)
-
-    options = replace(SMALL, policies=("auto",), rates=(100.0,))
-    with pytest.raises(KeyboardInterrupt):
-        list(run_load(options, interrupt))
-    assert open_then[0] > 0
-    assert [(target.num_closed, target.open) for target in made] == [(1, set())]
-
-
-def test_leaving_the_generator_closes_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = fake(monkeypatch)
-    running = run_load(SMALL, ignore)
-    next(running)
-    running.close()  # type: ignore[attr-defined]
-    assert [target.num_closed for target in made] == [1]
-
-
-def test_requests_still_open_at_the_end_of_the_drain_are_in_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake(monkeypatch, gap_s=0.05)
-    report = last(replace(SMALL, policies=("auto",), rates=(1000.0,), drain_seconds=0.1))
-    (curve,) = report.curves
-    assert curve.points[0].metrics.lost == 10
-    assert "10 without an answer (out of time)" in " ".join(report.section().notes)
-
-
-def test_bursts_grow_until_they_bring_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, gap_s=0.001)
-    (curve,) = last(replace(SMALL, policies=("auto",), seconds=5.0, num_requests=4)).curves
-    assert curve.capacity is not None
-    assert curve.capacity.burst >= 8  # the fake answers any number in the same time
-    assert curve.capacity.metrics.requests == curve.capacity.burst
-
-
-def test_the_capacity_is_the_middle_of_several_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is disturbed is neither the capacity nor what the rates follow."""
-    rates: list[float] = []
-    original = suite._Measurement._answered
-
-    def noted(self: suite._Measurement, requests: Sequence[WorkloadRequest]) -> LoadMetrics:
-        metrics = original(self, requests)
-        if len(requests) > 1:
-            rates.append(metrics.finished_per_s)
-        return metrics
-
-    monkeypatch.setattr(suite._Measurement, "_answered", noted)
-    fake(monkeypatch, gap_s=0.001)
-    (curve,) = last(replace(SMALL, policies=("auto",), seconds=5.0, num_requests=4)).curves
-    assert curve.capacity is not None
-    of_this_size = [max(rates[: -suite.CAPACITY_RUNS + 1]), *rates[-suite.CAPACITY_RUNS + 1 :]]
-    assert curve.capacity.metrics.finished_per_s == sorted(of_this_size)[suite.CAPACITY_RUNS // 2]
+def test_requests_still_open_at_the_end_of_the_drain_are_told() -> None:
+    options = replace(SMALL, policies=("auto",), rates=(1000.0,), output_tokens=300, drain_seconds=0.01)
+    report = last(options)
+    (point,) = report.curves[0].points
+    assert point.metrics.failures.keys() == {OUT_OF_TIME}
+    assert "without an answer (out of time)" in " ".join(report.section().notes)
 
 
 def curve_with(report: LoadReport, shares: list[float]) -> LoadCurve:

@@ -14,8 +14,7 @@ from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
-from neo_desktop.app.bench.load.client import Limits, RequestRecord
-from neo_desktop.app.bench.load.metrics import LoadCurve, LoadMetrics, LoadPoint, summarise
+from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.page.content import headline, machine_lines
 from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
@@ -23,6 +22,8 @@ from neo_desktop.app.bench.report import Failure, Report
 from neo_desktop.app.bench.run import SuiteOptions, run_suites
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions
+from neo_desktop.app.bench.workload import Record
+from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.progress import Progress
 
 CACHES = {"shape": "tiny", "device": "cpu", "gpu_cache_tokens": 256, "cpu_cache_tokens": 4096}
@@ -187,8 +188,9 @@ def test_the_verdict_tells_how_many_more_chats_run(report: Report) -> None:
     def curve(name: str, sustained: float) -> LoadCurve:
         good, bad = (metrics_with_good_share(share) for share in (1.0, 0.5))
         points = [(sustained, good), (99.0, bad)]
+        alone = LoadPoint(0.0, None, good, "one alone")
         curve = (LoadPoint(rate, None, metrics) for rate, metrics in points)
-        return LoadCurve(name, "tiny", None, None, tuple(curve), 5.0)
+        return LoadCurve(name, "tiny", alone, None, tuple(curve), 5.0)
 
     def said(*curves: LoadCurve) -> str:
         suite = LoadReport("cuda, float16", "a workload", Limits(2000, 200), curves)
@@ -203,5 +205,5 @@ def test_the_verdict_tells_how_many_more_chats_run(report: Report) -> None:
 def metrics_with_good_share(share: float) -> LoadMetrics:
     """Ten requests, of which so many kept the limits."""
     firsts = [100.0 if index < 10 * share else 9000.0 for index in range(10)]
-    records = [RequestRecord(0.0, 0.0, first + 50, (first, first + 50), 5, 2) for first in firsts]
+    records = [Record(0.0, [SampledToken(1)] * 2, [first, first + 50]) for first in firsts]
     return summarise(records, Limits(2000, 200))

@@ -12,7 +12,7 @@ from suites import ignore, last, shown
 from neo_desktop.app.bench.throughput import suite
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, lengths, run_throughput
-from neo_desktop.app.bench.throughput.workload import (
+from neo_desktop.app.bench.workload import (
     TOLERANCES,
     Answer,
     Comparison,
@@ -156,8 +156,7 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(engine: Engine, prompts: Sequence[Sequence[int]], *args: object) -> Run:
         result = run(engine, prompts, *args)  # type: ignore[arg-type]
         if engine.stats().policy == "neo":
-            wrong = answer((1, -0.1), (2, -0.1))
-            result = replace(result, answers=(wrong, *result.answers[1:]))
+            result.records[0].answer[:] = answer((1, -0.1), (2, -0.1))
         return result
 
     monkeypatch.setattr(suite, "run", changed)

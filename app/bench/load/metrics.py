@@ -2,14 +2,26 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
-from neo_desktop.app.bench.load.client import Limits, RequestRecord
 from neo_desktop.app.bench.section import number
+from neo_desktop.app.bench.workload import Record
 from neo_desktop.engine.simulation.metrics import percentile
 
 ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must keep to count for goodput."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def are_kept(self, record: Record) -> bool:
+        """An answer of one token has no TPOT to be too long."""
+        return not record.error and record.ttft_ms <= self.ttft_ms and (record.tpot_ms or 0.0) <= self.tpot_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,61 +47,35 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Requests that ended for the same reason without an answer."""
-
-    reason: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoadMetrics:
     """What a number of requests saw. Latencies and tokens are those of finished requests.
 
-    Rates are over `duration_s`, from the first arrival to the last end: a short run shows less of them than
+    Rates are over `duration_s`, from the first arrival to the last token: a short run shows less of them than
     a server would keep up for long, since it fills at the beginning and empties at the end.
     """
 
     duration_s: float
     requests: int
     finished: int
-    failures: tuple[Failure, ...]
-    prompt_tokens: int
+    failures: dict[str, int]  # why requests have no answer -> how many
     output_tokens: int
     finished_per_s: float  # requests
     output_tokens_per_s: float
-    total_tokens_per_s: float  # prompts and outputs
     good_share: float  # of all requests: finished within both limits, 0 to 1
     good_per_s: float  # requests finished within both limits: the goodput
-    ttft: Latency | None  # per request; see `RequestRecord` for this and the following
+    ttft: Latency | None  # per request; see `Record` for this and the following
     tpot: Latency | None  # per request
     itl: Latency | None  # over all gaps of all requests
-    end_to_end: Latency | None  # per request
-    lag_ms: float  # how late the client was, p99: it is part of what it measures
-
-    @property
-    def end_to_end_s(self) -> Latency | None:
-        """In seconds."""
-        return self.end_to_end and Latency(*(ms / 1e3 for ms in astuple(self.end_to_end)))
-
-    @property
-    def lost(self) -> int:
-        """Requests without an answer."""
-        return self.requests - self.finished
 
 
-def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
+def summarise(records: Sequence[Record], limits: Limits) -> LoadMetrics:
     """Return the figures of some requests of one clock; `records` may be empty."""
-    finished = [record for record in records if record.is_finished]
-    lost = Counter(record.error for record in records if record.error)
-    tokens = {
-        name: sum(getattr(record, name) for record in finished) for name in ("prompt_tokens", "output_tokens")
-    }
-    num_good = sum(record.is_good(limits) for record in records)
-    duration_s = 0.0
-    if records:
-        start_ms = min(record.arrival_ms for record in records)
-        duration_s = (max(record.end_ms for record in records) - start_ms) / 1e3
+    finished = [record for record in records if not record.error]
+    tokens = sum(len(record.answer) for record in finished)
+    num_good = sum(map(limits.are_kept, records))
+    start_ms = min((record.arrival_ms for record in records), default=0.0)
+    last_ms = max((ms for record in records for ms in record.chunks_ms), default=start_ms)
+    duration_s = (last_ms - start_ms) / 1e3
 
     def per_s(count: int) -> float:
         return count / duration_s if duration_s else 0.0
@@ -98,33 +84,16 @@ def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
         duration_s=duration_s,
         requests=len(records),
         finished=len(finished),
-        failures=tuple(Failure(*each) for each in lost.most_common()),
-        **tokens,
+        failures=dict(Counter(record.error for record in records if record.error).most_common()),
+        output_tokens=tokens,
         finished_per_s=per_s(len(finished)),
-        output_tokens_per_s=per_s(tokens["output_tokens"]),
-        total_tokens_per_s=per_s(tokens["prompt_tokens"] + tokens["output_tokens"]),
+        output_tokens_per_s=per_s(tokens),
         good_share=num_good / len(records) if records else 0.0,
         good_per_s=per_s(num_good),
         ttft=Latency.of(record.ttft_ms for record in finished),
         tpot=Latency.of(tpot for record in finished if (tpot := record.tpot_ms) is not None),
         itl=Latency.of(gap for record in finished for gap in record.itl_ms),
-        end_to_end=Latency.of(record.end_to_end_ms for record in finished),
-        lag_ms=percentile(sorted(record.sent_ms - record.arrival_ms for record in records), 99)
-        if records
-        else 0.0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """What the engine did while the requests of one run were there."""
-
-    iterations: int
-    mean_batch: float  # output tokens per iteration
-    cpu_share: float  # of the output tokens: the CPU computed the attention for them, 0 to 1
-    double_share: float  # of the iterations: two sub-batches, 0 to 1
-    preemptions: int  # requests whose KV was given up and computed again
-    moves: int  # requests whose KV was brought to another place
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +103,6 @@ class LoadPoint:
     rate_per_s: float  # requests, as asked for
     load_share: float | None  # of the capacity; None: the rate was given
     metrics: LoadMetrics
-    engine: EngineFigures | None = None  # None: not a point of the curve
     name: str = ""  # empty: the rate
 
     @property
@@ -152,21 +120,13 @@ class LoadPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """What comes out when enough requests are there at once."""
-
-    burst: int  # that many
-    metrics: LoadMetrics
-
-
-@dataclass(frozen=True, slots=True)
 class LoadCurve:
     """One policy of the engine."""
 
     name: str  # of the policy
     model: str
-    alone: LoadMetrics | None  # one request, nobody else there
-    capacity: Capacity | None  # None: not measured, since the rates were given
+    alone: LoadPoint  # one request by itself
+    capacity: LoadPoint | None  # enough requests at once; None: not measured, since the rates were given
     points: tuple[LoadPoint, ...]  # by rising rate
     drain_s: float  # how long after the last arrival requests were waited for
 
@@ -193,9 +153,4 @@ class LoadCurve:
 
     def rows(self) -> list[LoadPoint]:
         """Return all that was measured, what is no point of the curve included."""
-        rows = list(self.points)
-        if self.alone is not None:
-            rows.insert(0, LoadPoint(0.0, None, self.alone, name="one alone"))
-        if self.capacity is not None:
-            rows.append(LoadPoint(0.0, None, self.capacity.metrics, name=f"{self.capacity.burst} at once"))
-        return rows
+        return [self.alone, *self.points, *([] if self.capacity is None else [self.capacity])]

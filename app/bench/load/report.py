@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neo_desktop.app.bench.charts import COLOURS, Line, lines
-from neo_desktop.app.bench.load.client import Limits
-from neo_desktop.app.bench.load.metrics import GOOD_SHARE, LoadCurve
+from neo_desktop.app.bench.load.metrics import GOOD_SHARE, Limits, LoadCurve
 from neo_desktop.app.bench.section import Plot, Section, Table
 from neo_desktop.app.bench.words import say
 
@@ -56,27 +55,22 @@ def _drawn(curves: Sequence[LoadCurve], figure: str, limit_ms: float) -> str:
 
 
 def _tables(curve: LoadCurve) -> Iterator[Table]:
-    """Yield latencies, counts and, of an engine, what it did."""
-    rows, name = curve.rows(), {"requests/s": "title"}
-    if rows:
-        latencies = {"TTFT ms": "ttft", "TPOT ms": "tpot", "ITL ms": "itl", "end to end s": "end_to_end_s"}
-        title = f"{curve.name}, {curve.model}: p50 / p90 / p99"
-        yield Table.of(title, rows, name | _columns("metrics", latencies), missing="-")
-        yield Table.of(f"{curve.name}: requests and tokens", rows, name | _columns("metrics", _COUNTS))
-    if curve.points:
-        yield Table.of(f"{curve.name}: what the engine did", curve.points, name | _columns("engine", _ENGINE))
-
-
-def _columns(of: str, figures: dict[str, str]) -> dict[str, str]:
-    return {heading: f"{of}.{figure}" for heading, figure in figures.items()}
-
-
-_COUNTS = {
-    **{"sent": "requests:.0f", "finished": "finished:.0f", "lost": "lost:.0f", "good": "good_share:.0%"},
-    **{"good/s": "good_per_s", "finished/s": "finished_per_s"},
-    **{"output tok/s": "output_tokens_per_s", "tok/s": "total_tokens_per_s"},
-}
-_ENGINE = {
-    **{"mean batch": "mean_batch:.1f", "on the CPU": "cpu_share:.0%"},
-    **{"two sub-batches": "double_share:.0%", "preempted": "preemptions:.0f", "moved": "moves:.0f"},
-}
+    """Yield latencies and counts."""
+    latencies = {
+        "requests/s": "title",
+        "TTFT ms": "metrics.ttft",
+        "TPOT ms": "metrics.tpot",
+        "ITL ms": "metrics.itl",
+    }
+    counts = {
+        "requests/s": "title",
+        "sent": "metrics.requests",
+        "finished": "metrics.finished",
+        "good": "metrics.good_share:.0%",
+        "good/s": "metrics.good_per_s",
+        "finished/s": "metrics.finished_per_s",
+        "output tok/s": "metrics.output_tokens_per_s",
+    }
+    title = f"{curve.name}, {curve.model}: p50 / p90 / p99"
+    yield Table.of(title, curve.rows(), latencies, missing="-")
+    yield Table.of(f"{curve.name}: requests and tokens", curve.rows(), counts)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport
-from neo_desktop.app.bench.throughput.workload import (
+from neo_desktop.app.bench.words import say
+from neo_desktop.app.bench.workload import (
     TOLERANCES,
     TOP_LOGPROBS,
     Answer,
@@ -18,7 +19,6 @@ from neo_desktop.app.bench.throughput.workload import (
     fitting,
     run,
 )
-from neo_desktop.app.bench.words import say
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -233,6 +233,7 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
     speeds = [each.output_tokens / each.seconds for each in runs]
     device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
     outputs = sum(each.output_tokens for each in runs)
+    records = [record for each in runs for record in each.records]
 
     def total(counter: str) -> float:
         return sum(each.counted(counter) for each in runs)
@@ -244,8 +245,8 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         lowest_output_tokens_per_s=min(speeds),
         highest_output_tokens_per_s=max(speeds),
         seconds=statistics.median(each.seconds for each in runs),
-        ttft_p50_ms=_median(ms for each in runs for ms in each.ttft_ms),
-        tpot_p50_ms=_median(ms for each in runs for ms in each.tpot_ms),
+        ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
+        tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
         turns=len(runs),
         tokens_per_iteration=outputs / iterations,
         cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
@@ -259,7 +260,7 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         identical_answers=policy.comparison.identical,
         near_tie_answers=policy.comparison.near_ties,
         changed_answers=policy.comparison.changed,
-        errors=dict(Counter(error for each in runs for error in each.errors)),
+        errors=dict(Counter(each.error for each in records if each.error)),
     )
 
 

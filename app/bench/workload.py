@@ -1,19 +1,23 @@
-"""What is asked of the engine, under which policies; and one run: all requests at once."""
+"""What is asked of the engine, under which policies; and one run of requests."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
 TOP_LOGPROBS = 5
+OUT_OF_TIME = "out of time"
 
 # By how much two tokens' log-probabilities may differ for one to be taken for the other: a few units in the
 # last place of a logit of 16 to 32.
@@ -54,22 +58,50 @@ def fitting(requests: Sequence[WorkloadRequest], most_tokens: int) -> Workload:
     return Workload(kept, len(requests) - len(kept))
 
 
+@dataclass(slots=True)
+class Record:
+    """One request's life, in milliseconds of one clock. A chunk is what one iteration brought."""
+
+    arrival_ms: float  # when it was due
+    answer: list[SampledToken] = field(default_factory=list)
+    chunks_ms: list[float] = field(default_factory=list)
+    error: str = ""  # why it has no answer, or not all of it
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token, waiting included; of a request with a token."""
+        return self.chunks_ms[0] - self.arrival_ms
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first; None for one token."""
+        gaps = len(self.answer) - 1
+        return (self.chunks_ms[-1] - self.chunks_ms[0]) / gaps if gaps > 0 else None
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """Inter-token latencies: the gaps between successive chunks."""
+        return [later - earlier for earlier, later in pairwise(self.chunks_ms)]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What a run brought."""
 
     seconds: float
-    answers: tuple[Answer, ...]  # of each request
-    ttft_ms: tuple[float, ...]  # of each request that got a token: from the start of the run
-    tpot_ms: tuple[float, ...]  # of each with more than one: mean time between its tokens
-    errors: tuple[str, ...]  # of those that the engine gave up
+    records: tuple[Record, ...]  # of each request
     before: EngineStats
     after: EngineStats
 
     @property
+    def answers(self) -> tuple[Answer, ...]:
+        """Of each request."""
+        return tuple(tuple(record.answer) for record in self.records)
+
+    @property
     def output_tokens(self) -> int:
         """Of all requests."""
-        return sum(len(answer) for answer in self.answers)
+        return sum(len(record.answer) for record in self.records)
 
     def counted(self, counter: str) -> float:
         """By how much one of the engine's counters rose."""
@@ -82,45 +114,59 @@ def run(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     progress: Callable[[float], None],
+    arrivals_ms: Sequence[float] = (),
+    drain_s: float = math.inf,
 ) -> Run:
-    """Let an idle engine answer all prompts; `progress` gets the share of the tokens that are there."""
+    """Let an idle engine answer all prompts.
+
+    Each request is sent when it is due, whether or not others have their answers: with a closed loop a slower
+    engine would get less to do.
+
+    Args:
+        progress: gets the share of the tokens that are there.
+        arrivals_ms: rising; empty: all at once.
+        drain_s: after the last arrival; what is open then is ended with an error.
+    """
     before = engine.stats()
-    answers: list[list[SampledToken]] = [[] for _ in prompts]
-    first_s, last_s = [0.0] * len(prompts), [0.0] * len(prompts)
-    errors: list[str] = []
+    records = [Record(arrival_ms) for arrival_ms in arrivals_ms or [0.0] * len(prompts)]
     expected = sum(each.max_tokens or 1 for each in params)
-    done = 0
+    end_ms = max((record.arrival_ms for record in records), default=0.0) + 1e3 * drain_s
+    done = sent = 0
     started = time.perf_counter()
     try:
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            engine.add(str(index), engine.prepare(prompt, each))
-        while engine.has_work:
+        while sent < len(records) or engine.has_work:
+            now_ms = 1e3 * (time.perf_counter() - started)
+            if now_ms > end_ms:
+                break
+            while sent < len(records) and records[sent].arrival_ms <= now_ms:
+                try:
+                    engine.add(str(sent), engine.prepare(prompts[sent], params[sent]))
+                except ContextLengthError:
+                    records[sent].error = "longer than the context"
+                sent += 1
+            if not engine.has_work and sent == len(records):
+                break
+            if not engine.has_work:
+                time.sleep((records[sent].arrival_ms - now_ms) / 1e3)
+                continue
             outputs = engine.step()
-            now_s = time.perf_counter() - started
+            now_ms = 1e3 * (time.perf_counter() - started)
             for output in outputs:
-                index = int(output.request_id)
+                record = records[int(output.request_id)]
                 if output.tokens:
-                    last_s[index] = now_s
-                    first_s[index] = first_s[index] or now_s
-                answers[index] += output.tokens
+                    record.chunks_ms.append(now_ms)
+                    record.answer += output.tokens
                 done += len(output.tokens)
-                if output.error is not None:
-                    errors.append(output.error)
+                record.error = output.error or ""
             progress(done / expected)
         seconds = time.perf_counter() - started
-    finally:  # after Ctrl-C; otherwise nothing is left
+    finally:  # after Ctrl-C and out of time; otherwise nothing is left
         for index in range(len(prompts)):
             engine.abort(str(index))
-    times = zip(first_s, last_s, map(len, answers), strict=True)
-    return Run(
-        seconds=seconds,
-        answers=tuple(map(tuple, answers)),
-        ttft_ms=tuple(1e3 * first for first in first_s if first),
-        tpot_ms=tuple(1e3 * (last - first) / (count - 1) for first, last, count in times if count > 1),
-        errors=tuple(errors),
-        before=before,
-        after=engine.stats(),
-    )
+    for record, each in zip(records, params, strict=True):
+        if not record.error and len(record.answer) < (each.max_tokens or 1):
+            record.error = OUT_OF_TIME
+    return Run(seconds, tuple(records), before, engine.stats())
 
 
 @dataclass(frozen=True, slots=True)
