@@ -58,7 +58,6 @@ class Section:
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()  # where the figures flatter, or what they cannot say
-    tables_are_details: bool = False  # the plots say what most people want to know
 
 
 def _cell(row: object, column: Column, missing: str) -> str:

@@ -67,7 +67,7 @@ def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> No
 def test_plots_take_the_pages_colours_in_light_and_dark(report: Report) -> None:
     text = html(report)
     svgs = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(svgs) == 3  # models, memory, policies
+    assert len(svgs) == 2  # memory, policies
     for svg in svgs:
         ElementTree.fromstring(svg)
         assert not re.findall(r"#[0-9a-f]{6}\b", svg), "a colour that the dark page does not know"
