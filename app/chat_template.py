@@ -5,9 +5,8 @@ that it starts in an instant.
 """
 
 import contextlib
-import faulthandler
 import json
-import os
+import resource
 import signal
 import struct
 import sys
@@ -21,9 +20,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-if sys.platform != "win32":
-    import resource
 
 MAX_TEXT_CHARS = 1 << 26
 MAX_CPU_S = 1.0  # a real template takes milliseconds
@@ -133,9 +129,8 @@ def unpack(body: bytes) -> Any:
 
 def main() -> None:
     """Answer [messages, extra] with {"text": …} or {"error": …}, until nobody asks any more."""
-    if sys.platform != "win32":
-        with contextlib.suppress(ValueError):  # a lower limit holds already
-            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    with contextlib.suppress(ValueError):  # a lower limit holds already
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = _read_frame(incoming)
     if first is None:
@@ -163,9 +158,4 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
 
 def _limit_time(seconds: float) -> None:
     """End this process when it goes on for longer, wherever it is then; 0: no limit any more."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; nobody handles the signal
-    elif seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    else:
-        faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; the signal has no handler

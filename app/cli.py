@@ -1,9 +1,10 @@
-"""The command line: `neo-desktop [chat] | serve | worker | bench | models | profile | doctor | ..`."""
+"""The command line: `neo-desktop [chat] | serve | worker | bench | models | doctor | ..`."""
 
 import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMP
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stderr, stdout
 from neo_desktop.app.commands.worker_options import WorkerOptions
-from neo_desktop.engine.options import BUILTIN, EngineOptions
+from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
 DEFAULT_COMMAND = "chat"
 
@@ -136,49 +137,6 @@ app.command(name="bench", epilog=EXAMPLES)(bench)
 app.add_typer(models, name="models")
 
 
-@app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")
-@with_flags
-def profile(
-    *,
-    model: opt.Model = BUILTIN,
-    engine: Annotated[
-        EngineOptions,
-        Without(
-            "policy",
-            "tensor_parallel",
-            "trace_timeline",
-            "host_reserve_gib",
-            "workers",
-            "worker_partition",
-            "worker_secret",
-            "worker_ca",
-            "worker_timeout_s",
-        ),
-    ],
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
-    ] = False,
-    json_file: opt.JsonFile = None,
-    debug: opt.Debug = False,
-) -> None:
-    """Show how long the parts of an iteration take here; the first time, measure them."""
-    set_up_logging(debug)
-    from neo_desktop.app.commands.profile import run_profile
-    from neo_desktop.app.shelf.catalogue import with_model
-
-    options = with_model(engine, model)
-    with progress_bar() as progress:
-        task = progress.add_task("Loading weights", total=1.0)
-        report = run_profile(
-            options,
-            lambda share, what: progress.update(task, completed=share, description=what),
-            refresh=refresh,
-        )
-    report.print(stdout)
-    if json_file is not None:
-        report.write_json(json_file)
-
-
 @app.command(epilog="Example: neo-desktop doctor --json doctor.json")
 @with_flags
 def doctor(
@@ -189,26 +147,26 @@ def doctor(
         Without(
             "policy",
             "tensor_parallel",
-            "gpu_cache_tokens",
-            "cpu_cache_tokens",
-            "swap_cache_tokens",
-            "gpu_memory_gib",
-            "gpu_weights_gib",
-            "cpu_memory_gib",
+            "trace_timeline",
             "host_reserve_gib",
-            "cpu_cache_dtype",
             "workers",
             "worker_partition",
             "worker_secret",
             "worker_ca",
             "worker_timeout_s",
-            "trace_timeline",
         ),
     ],
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Show how long the parts of an iteration take; the first time, measure them."
+        ),
+    ] = False,
     refresh: Annotated[
         bool,
         typer.Option(
-            "--refresh", help="Check again, even if results are there, and start in full after a crash."
+            "--refresh",
+            help="Check or measure again, even if results are there, and start in full after a crash.",
         ),
     ] = False,
     json_file: opt.JsonFile = None,
@@ -220,6 +178,12 @@ def doctor(
     from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.doctor.trials import Subject
 
+    if measure:
+        _measure(with_model(engine, model), refresh, json_file)
+        return
+    for name in _OF_MEASURE:
+        if getattr(engine, name) != getattr(EngineOptions(), name):
+            raise typer.BadParameter(f"{OPTIONS[name].flag} belongs to --measure")
     subject = Subject.of(with_model(engine, model))
     with stderr.status("Starting the checks") as status:
         report = run_doctor(subject, refresh=refresh, progress=lambda what: status.update(escape(what)))
@@ -228,6 +192,32 @@ def doctor(
         report.write_json(json_file)
     if not report.is_well:
         raise typer.Exit(1)
+
+
+_OF_MEASURE = (  # what the tables depend on, and no check
+    "gpu_cache_tokens",
+    "cpu_cache_tokens",
+    "swap_cache_tokens",
+    "gpu_memory_gib",
+    "gpu_weights_gib",
+    "cpu_memory_gib",
+    "cpu_cache_dtype",
+)
+
+
+def _measure(options: EngineOptions, refresh: bool, json_file: Path | None) -> None:
+    from neo_desktop.app.commands.measure import run_measure
+
+    with progress_bar() as progress:
+        task = progress.add_task("Loading weights", total=1.0)
+        tables = run_measure(
+            options,
+            lambda share, what: progress.update(task, completed=share, description=what),
+            refresh=refresh,
+        )
+    tables.print(stdout)
+    if json_file is not None:
+        tables.write_json(json_file)
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)

@@ -12,10 +12,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("neo_desktop"):
             raise
-        extra = "bench" if "bench" in sys.argv[1:2] else "server"
         sys.exit(
             f"error: {error.name} is missing. neo-desktop is installed as a library: its commands need\n"
-            f"    pip install 'neo-desktop[{extra}]'"
+            f"    pip install 'neo-desktop[server]'"
         )
 
 

@@ -1,6 +1,6 @@
 """The self-test, as the page starts it: `neo-desktop bench` in a process of its own, and earlier reports.
 
-    <data folder>/selftest/2026-11-22-201500/report.html, report.json, plots/
+    <data folder>/selftest/2026-11-22-201500/report.html, report.json
 
 A process of its own measures what a user would: no other threads, no memory of this one. A model that is
 loaded is unloaded first, since it would take memory from what is measured; the next request brings it back.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "neo_desktop.app.entry")
 MAX_REPORTS = 10  # older ones are deleted when a new one begins
-SUITES = ("hardware", "cpu-attention", "gpu", "weights", "cost-model", "throughput", "load")
+SUITES = ("hardware", "throughput", "load")
 STOP_TIMEOUT_S = 20.0  # the suite that runs ends with what it has
 TOLD_LINES = 6  # of what a run that failed said last
 LINE_BYTES = 1 << 20
@@ -216,10 +216,7 @@ class SelfTest:
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     """To the process and all that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        os.killpg(process.pid, number)
 
 
 def _step(line: str) -> tuple[float, str] | None:

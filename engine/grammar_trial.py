@@ -9,6 +9,7 @@ This file also is the program of that process: it imports nothing of ours, so th
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -16,9 +17,6 @@ from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:  # as in grammar.py
     from llguidance import LLParserLimits, LLTokenizer
-
-if sys.platform != "win32":
-    import resource
 
 MAX_S = 3.0
 MAX_MEMORY_BYTES = 2 << 30  # address space, and so everything
@@ -97,10 +95,9 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 
 def main() -> None:
     """Answer every line, a grammar in JSON, with one of its own, as long as nothing goes wrong."""
-    if sys.platform != "win32":
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
-            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from llguidance import LLTokenizer
 
     tokenizer = LLTokenizer("byte")

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from gpu_page import Page, Target
 
+from benchmarks.device_limit import run_device_limit, short_options
+from benchmarks.shown import progress, show
+from benchmarks.weights_on_gpu import WeightsOptions, run_weights
 from neo_desktop import Engine, SamplingParams, __version__
-from neo_desktop.app.bench import SuiteOptions, WeightsOptions, run_suites
-from neo_desktop.app.bench.run import suite_options
-from neo_desktop.app.bench.weights.report import WeightsReport
+from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.options import EngineOptions
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 WORST_AUTO = 0.97  # of the throughput of gpu-only
@@ -140,10 +140,7 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
 
 def measure_weights(page: Page, device: str, shape: str) -> None:
     """One chat with a part of the weights in host memory: divided, streamed, and whole layers on the CPU."""
-    options = SuiteOptions(weights=WeightsOptions(device=device, shape=shape, seconds=400.0))
-    report = run_suites(["weights"], lambda share, what: None, options)
-    assert not report.failures, report.failures
-    found = next(suite for suite in report.suites if isinstance(suite, WeightsReport))
+    found = show(run_weights(WeightsOptions(device=device, shape=shape, seconds=400.0), progress))
     if not found.cases:
         page.speed(f"weights in host memory: {found.why_not}, not measured")
     for case in found.cases:
@@ -217,22 +214,16 @@ def run_tests() -> None:
 
 
 def measure_hardware(page: Page, device: str) -> None:
-    """The self-test's suites of the hardware and of single iterations: their headline figures."""
-    options = suite_options(
-        EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"]),
-        quick=True,
-        cpu_attention={},
-        throughput={},
-        load={},
-    )
-    report = run_suites(["hardware", "gpu"], lambda share, what: None, options)
-    for name, metric in report.metrics().items():
-        page.speed(f"{name}: {metric.value:.4g} {metric.unit}")
-        if name.endswith(".share_of_limit"):
-            page.targets.append(Target(name, metric.value, SHARE_OF_LIMIT))
-        elif name.endswith(".outside_ms"):
-            page.targets.append(Target(name, metric.value, MOST_OUTSIDE_MS, is_upper=True))
-    assert not report.failures, report.failures
+    """The hardware alone, then single iterations beside its limit."""
+    show(run_hardware(HardwareOptions(seconds=15.0), progress))
+    shape = None if device == "cpu" else SHAPES["cuda"]
+    for row in show(run_device_limit(short_options(device, shape=shape), progress)).decode:
+        name = f"batch {row.batch}"
+        page.speed(f"{name}: {row.tokens_per_s.median:.1f} tok/s, outside {row.outside_ms.median:.2f} ms")
+        page.targets.append(Target(f"{name}, share of the limit", row.share, SHARE_OF_LIMIT))
+        page.targets.append(
+            Target(f"{name}, outside ms", row.outside_ms.median, MOST_OUTSIDE_MS, is_upper=True)
+        )
 
 
 def main() -> None:
@@ -255,7 +246,7 @@ def main() -> None:
     page.stage("doctor, built-in model", lambda: check_computer(page, device))
     page.stage(f"doctor, {shape}", lambda: check_computer(page, device, shape))
     if device == "cuda":
-        from gpu_kernels import check_kernels
+        from benchmarks.gpu_kernels import check_kernels
 
         page.stage("kernels at the sizes of an 8B model", check_kernels)
         page.stage("tests", run_tests)

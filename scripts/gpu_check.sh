@@ -13,4 +13,4 @@ target="$(mktemp -d)"
 trap 'rm -rf "$target"' EXIT
 "$python" -m pip install --quiet --no-build-isolation --no-deps --no-index --target "$target" .
 export NEO_DESKTOP_CACHE="$target/cache"  # every start measures this machine anew
-PYTHONPATH="$target" "$python" scripts/gpu_check.py "$@"
+PYTHONPATH="$target:$PWD" "$python" scripts/gpu_check.py "$@"

@@ -22,7 +22,7 @@ home="$PWD/build/imitated-gpu"
 if [ ! -x "$home/bin/pip" ]; then
     "$(find_python)" -m venv "$home"
 fi
-packages=('torch==2.11.0' 'triton==3.6.0' 'numpy<2.4' 'nvidia-cuda-crt==13.0.*' transformers networkx matplotlib hypothesis jsonschema
+packages=('torch==2.11.0' 'triton==3.6.0' 'numpy<2.4' 'nvidia-cuda-crt==13.0.*' transformers networkx hypothesis jsonschema
     pytest pytest-timeout pytest-xdist)
 wanted=$(installed_from "${packages[@]}")
 if [ "$(cat "$home/installed" 2>/dev/null)" != "$wanted" ]; then

@@ -1,4 +1,4 @@
-"""What is installed is enough: for the engine as a library, for the server, for the self-test."""
+"""What is installed is enough: for the engine as a library, for the commands."""
 
 import ast
 import subprocess
@@ -40,6 +40,7 @@ LIBRARY = names(PROJECT["dependencies"])
 def run(program: str, extras: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program where nothing can be imported that neither the library nor these extras bring."""
     there = LIBRARY | names([one for extra in extras for one in EXTRAS[extra]])
+    there |= {"httpx"} if "gradio" in there else set()  # which gradio brings
     blocked = names([one for all_ in EXTRAS.values() for one in all_]) - there
     modules = {module for module, packages in DISTRIBUTIONS.items() if packages and packages <= blocked}
     assert {"matplotlib", "playwright"} - there <= modules
@@ -72,7 +73,7 @@ def imports(file: Path) -> set[str]:
     ("folders", "extras", "optional"),
     [
         (["engine", "models", "native"], [], {"llguidance", "ray", "transformers", "networkx", "gguf"}),
-        (["app", "ui"], ["server", "bench", "llamacpp"], set()),
+        (["app", "ui"], ["server", "llamacpp"], set()),
     ],
 )
 def test_what_is_imported_is_declared(folders: list[str], extras: list[str], optional: set[str]) -> None:
@@ -108,27 +109,23 @@ def test_the_engine_generates_where_only_the_librarys_packages_are() -> None:
     assert about_grammars == "grammar needs the package llguidance: pip install llguidance"
 
 
-@pytest.mark.parametrize(("command", "extra"), [("serve", "server"), ("info", "server"), ("bench", "bench")])
-def test_a_command_without_its_extra_says_what_to_install(command: str, extra: str) -> None:
+@pytest.mark.parametrize("command", ["serve", "info", "bench"])
+def test_a_command_without_its_packages_says_what_to_install(command: str) -> None:
     done = run("from neo_desktop.app.entry import main; main()", [], command)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert f"pip install 'neo-desktop[{extra}]'" in done.stderr
+    assert "pip install 'neo-desktop[server]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_bench_and_server_are_told_apart_by_what_they_need() -> None:
-    without_bench = run("from neo_desktop.app.entry import main; main()", ["server"], "bench")
-    assert "pip install 'neo-desktop[bench]'" in without_bench.stderr
-
-
-@pytest.mark.parametrize(("folder", "extra"), [("app/bench", "bench"), ("app", "server"), ("ui", "server")])
-def test_each_part_can_be_imported_with_its_extra(folder: str, extra: str) -> None:
+@pytest.mark.parametrize("folder", ["app", "ui"])
+def test_each_part_can_be_imported_with_the_servers_packages(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     modules = [
         ".".join(["neo_desktop", *file.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
         for file in files
-        if extra == "bench" or not file.is_relative_to(ROOT / "app/bench")
     ]
-    done = run(f"import importlib\nfor module in {modules!r}:\n    importlib.import_module(module)", [extra])
+    done = run(
+        f"import importlib\nfor module in {modules!r}:\n    importlib.import_module(module)", ["server"]
+    )
     assert done.returncode == 0, done.stderr

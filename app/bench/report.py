@@ -1,42 +1,20 @@
-"""What one run of the self-test found, as plain data: it can be kept, read again, shown and compared."""
+"""What one run of the self-test found, as plain data: it can be written, and shown."""
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.cost_model import CostModelReport
-from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
-from neo_desktop.app.bench.gpu.report import GpuReport
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.section import Metric
 from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.weights.report import WeightsReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+SCHEMA_VERSION = 5  # of the JSON file: raised when a field changes its meaning, goes away, or is required
 
-SCHEMA_VERSION = 4  # of the JSON file: raised when a field changes its meaning, goes away, or is required
-
-# What a suite found: plain data, which is its JSON (`suite` tells which), a `section` of the page and its
-# headline `metrics`. A suite yields it again and again, each time with more in it.
-AnySuiteReport = (
-    HardwareReport
-    | CpuAttentionReport
-    | GpuReport
-    | WeightsReport
-    | CostModelReport
-    | ThroughputReport
-    | LoadReport
-)
-
-
-class ReportError(ValueError):
-    """A file that is no report of this version."""
+# What a suite found: plain data, which is its JSON (`suite` tells which), and a `section` of the page.
+# A suite yields it again and again, each time with more in it.
+AnySuiteReport = HardwareReport | ThroughputReport | LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,54 +46,6 @@ class Report:
         throughputs = [suite for suite in self.suites if isinstance(suite, ThroughputReport)]
         return bool(self.failures) or any(suite.has_failed for suite in throughputs)
 
-    def metrics(self) -> dict[str, Metric]:
-        """The headline figures of all suites, by name."""
-        return {metric.name: metric for suite in self.suites for metric in suite.metrics()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, as `json_schema` describes it."""
-        return asdict(self)
-
     def write_json(self, path: str | Path) -> None:
         """Write the report to a file. Raises OSError where that is impossible."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-
-    @staticmethod
-    def read_json(path: str | Path) -> "Report":
-        """Read what `write_json` wrote.
-
-        Raises:
-            ReportError: the file holds no report, or one of another version.
-            OSError: it cannot be read.
-        """
-        from pydantic import ValidationError  # noqa: PLC0415 - measuring does without it
-
-        try:
-            report = _adapter().validate_json(Path(path).read_bytes())
-        except ValidationError as error:
-            errors = error.errors()
-            # A suite's report is tried as one of every suite: only the errors of the right one say something.
-            others = {each["loc"][:3] for each in errors if each["type"] == "literal_error"}
-            first = next((each for each in errors if each["loc"][:3] not in others), errors[0])
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise ReportError(
-                f"{path} is no report of neo-desktop bench, version {SCHEMA_VERSION}: {where}: {first['msg']}"
-            ) from None
-        if report.schema_version != SCHEMA_VERSION:
-            raise ReportError(
-                f"{path} has version {report.schema_version} of the report, expected {SCHEMA_VERSION}: "
-                "measure again"
-            )
-        return report
-
-
-@cache
-def _adapter() -> "TypeAdapter[Report]":
-    from pydantic import TypeAdapter  # noqa: PLC0415 - measuring does without it
-
-    return TypeAdapter(Report)
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a report."""
-    return _adapter().json_schema(mode="serialization")
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -2,22 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
 import torch
 
 from neo_desktop.app.bench.computer import Probe, Prober, give_back_memory
-from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
-from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
-from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
-from neo_desktop.app.bench.weights.suite import WeightsOptions, run_weights
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
@@ -37,10 +32,6 @@ class SuiteOptions:
     """What each suite is asked to do."""
 
     hardware: HardwareOptions = field(default_factory=HardwareOptions)
-    cpu_attention: CpuAttentionOptions = field(default_factory=CpuAttentionOptions)
-    gpu: GpuOptions = field(default_factory=GpuOptions)
-    weights: WeightsOptions = field(default_factory=WeightsOptions)
-    cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
     gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: all of them
@@ -51,10 +42,6 @@ Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
 
 SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
     "hardware": lambda options, progress: run_hardware(options.hardware, progress),
-    "cpu-attention": lambda options, progress: run_cpu_attention(options.cpu_attention, progress),
-    "gpu": lambda options, progress: run_gpu(options.gpu, progress),
-    "weights": lambda options, progress: run_weights(options.weights, progress),
-    "cost-model": lambda options, progress: run_cost_model(options.cost_model, progress),
     "throughput": lambda options, progress: run_throughput(options.throughput, progress),
     "load": lambda options, progress: run_load(options.load, progress),
 }
@@ -165,7 +152,6 @@ def suite_options(
     model: EngineOptions,
     *,
     quick: bool,
-    cpu_attention: Mapping[str, Any],
     throughput: Mapping[str, Any],
     load: Mapping[str, Any],
     model_note: str = "",
@@ -174,54 +160,32 @@ def suite_options(
 
     Args:
         model: for all suites that need one.
-        quick: for a self-test of all suites, in about three minutes.
+        quick: for a self-test of all suites, in about two minutes.
+        throughput: settings that differ from the defaults.
+        load: likewise.
         model_note: which model was chosen and why.
-        cpu_attention: settings that differ from the defaults; the others likewise.
 
     Raises:
         ValueError: a setting makes no sense.
     """
+    quickly: dict[str, dict[str, Any]] = {"hardware": {}, "throughput": {}, "load": {}}
+    if quick:  # a CPU alone takes a second for a hundred tokens
+        on_gpu = choose_device(model.device).type == "cuda"
+        quickly = {
+            "hardware": {"seconds": 15.0},
+            "throughput": {"seconds": 40.0},
+            "load": {
+                "input_tokens": 256 if on_gpu else 96,
+                "output_tokens": 64 if on_gpu else 32,
+                "seconds": 3.0 if on_gpu else 8.0,  # fewer come in a second
+                "load_shares": (0.5, 0.75, 1.0),
+            },
+        }
     of_model = asdict(model)
-    suites = SuiteOptions(
+    return SuiteOptions(
+        hardware=HardwareOptions(gpu_slice=model.gpu_slice, **quickly["hardware"]),
+        throughput=ThroughputOptions(**of_model | quickly["throughput"] | dict(throughput)),
+        load=LoadOptions(**of_model | quickly["load"] | dict(load)),
         gpu_slice=model.gpu_slice,
-        hardware=HardwareOptions(gpu_slice=model.gpu_slice),
-        gpu=GpuOptions(**of_model),
-        weights=WeightsOptions(**of_model),
-        cost_model=CostModelOptions(**of_model),
-        throughput=ThroughputOptions(**of_model),
-        load=LoadOptions(**of_model),
         model_note=model_note,
     )
-    asked = {"cpu_attention": cpu_attention, "throughput": throughput, "load": load}
-    for changes in ([_quick(choose_device(model.device).type == "cuda")] if quick else []) + [asked]:
-        suites = replace(
-            suites, **{name: replace(getattr(suites, name), **each) for name, each in changes.items()}
-        )
-    return suites
-
-
-def _quick(on_gpu: bool) -> dict[str, Mapping[str, Any]]:
-    """What a self-test of all suites does otherwise; a CPU alone takes a second for a hundred tokens."""
-    return {
-        "hardware": {"seconds": 15.0},
-        "cpu_attention": {
-            "head_dims": (128,),
-            "context_tokens": (512, 8192),
-            "seconds": 15.0,
-            "rival_seconds": 12.0,
-        },
-        "gpu": {
-            "batches": (1, 8, 32) if on_gpu else (1, 4),
-            "context_tokens": 512 if on_gpu else 64,
-            "seconds": 20.0,
-        },
-        "weights": {"shares": (0.25, 0.5, 0.75), "tokens": 16, "seconds": 40.0},
-        "cost_model": {"points": 12, "rounds": 5, "seconds": 20.0},
-        "throughput": {"seconds": 40.0},
-        "load": {
-            "input_tokens": 256 if on_gpu else 96,
-            "output_tokens": 64 if on_gpu else 32,
-            "seconds": 3.0 if on_gpu else 8.0,  # fewer come in a second
-            "load_shares": (0.5, 0.75, 1.0),
-        },
-    }

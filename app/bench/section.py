@@ -1,14 +1,11 @@
-"""What a suite has to say, in a form that every output can show: terminal, Markdown, HTML, comparison."""
+"""What a suite has to say, in a form that terminal and page can show."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%", "n:size")
 # and a unit ("power:.0f W"), or what a function makes of the row.
@@ -46,12 +43,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture, drawn only where one is wanted: matplotlib is slow to load."""
+    """A picture."""
 
-    name: str  # of its file, without suffix
     title: str  # what it shows, also for those who cannot see it
-    draw: Callable[["Figure"], None]
-    inches: tuple[float, float] = (5.4, 3.4)  # narrow: letters stay readable on a phone
+    svg: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +58,6 @@ class Section:
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()  # where the figures flatter, or what they cannot say
-    tables_are_details: bool = False  # the plots say what most people want to know
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A headline figure that can be set beside that of another run."""
-
-    name: str  # never changes its meaning: "throughput.auto.output_tokens_per_s"
-    value: float
-    unit: str
-    higher_is_better: bool = True
 
 
 def _cell(row: object, column: Column, missing: str) -> str:
@@ -110,11 +94,6 @@ class Spread:
             raise ValueError("there are no samples to summarise")
         median, p10, p90 = np.quantile(values, (0.5, 0.1, 0.9)).tolist()
         return cls(median, p10, p90, len(values))
-
-    @property
-    def range(self) -> str:
-        """The 10th and 90th percentile."""
-        return f"{number(self.p10)}-{number(self.p90)}"
 
     def __str__(self) -> str:
         """The median, and the 10th and 90th percentile in brackets."""

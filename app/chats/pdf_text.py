@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import resource
 import sys
 
 MAX_PAGES = 2000
@@ -38,9 +39,7 @@ def main() -> None:
 
 
 def _limit() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
-        import resource  # noqa: PLC0415
-
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -14,22 +13,21 @@ import typer
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_flags import (
-    Baseline,
-    BaselineFlags,
-    CpuFlags,
     LoadFlags,
     Model,
     RandomWeights,
     RequestFlags,
     ResultFlags,
     SuiteName,
+    ThroughputFlags,
 )
 from neo_desktop.app.commands.flags import Without, given, with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
 from neo_desktop.engine.options import EngineOptions
 
 if TYPE_CHECKING:
-    from neo_desktop.app.bench import Report, SuiteOptions
+    from neo_desktop.app.bench.report import Report
+    from neo_desktop.app.bench.run import SuiteOptions
 
 EXAMPLES = """Examples:
 
@@ -37,26 +35,16 @@ neo-desktop bench
 
 neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json --out my-machine
 
-neo-desktop bench --url http://127.0.0.1:11434/v1 --rate 1 --rate 2 --rate 4
+neo-desktop bench --suite load --rate 1 --rate 2 --rate 4
 
 neo-desktop bench --gpu-slice 16 --gpu-memory 24
-
-neo-desktop bench --compare before/report.json after/report.json
 """
 
 # Options -> the suites that they mean something to.
 _SUITES_OF_FLAGS = {
     RequestFlags: (SuiteName.THROUGHPUT, SuiteName.LOAD),
-    BaselineFlags: (SuiteName.THROUGHPUT,),
+    ThroughputFlags: (SuiteName.THROUGHPUT,),
     LoadFlags: (SuiteName.LOAD,),
-    CpuFlags: (SuiteName.CPU_ATTENTION,),
-}
-_SUITES_WITH_MODEL = {
-    SuiteName.GPU,
-    SuiteName.WEIGHTS,
-    SuiteName.COST_MODEL,
-    SuiteName.THROUGHPUT,
-    SuiteName.LOAD,
 }
 
 
@@ -67,40 +55,29 @@ def bench(
     engine: Annotated[EngineOptions, Without("policy", "trace_timeline", "host_reserve_gib")],
     random_weights: RandomWeights = False,
     requests: RequestFlags,
-    baseline: BaselineFlags,
+    throughput: ThroughputFlags,
     load: LoadFlags,
-    cpu: CpuFlags,
     result: ResultFlags,
     suite: Annotated[
         list[SuiteName] | None,
         typer.Option("--suite", help="What to measure; repeatable. Default: all of it, in a few minutes."),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="NEO_DESKTOP_BENCH_API_KEY", help="Of the server at --url.", rich_help_panel="Suite load"
-        ),
-    ] = None,
     debug: opt.Debug = False,
 ) -> None:
     """Measure this computer: what it can run, how fast, and what offloading gains on it."""
-    import_module("matplotlib")  # draws the report: its lack is told before minutes of measuring
     set_up_logging(debug)
-    if result.compare is not None:
-        _compare(*result.compare)
-        return
-    names = _chosen(suite or ([SuiteName.LOAD] if load.url else None), (requests, baseline, load, cpu))
+    names = _chosen(suite, (requests, throughput, load))
     if random_weights and engine.shape is None:
         raise typer.BadParameter(
             "needs --shape NAME: there is no checkpoint to read", param_hint="--random-weights"
         )
-    _check(engine, requests, baseline, load)
+    if requests.trace is not None and (requests.input_tokens, requests.output_tokens) != (None, None):
+        raise typer.BadParameter("give either --trace or --input and --output, not both")
     if engine.tensor_parallel > 1 and names != [SuiteName.LOAD]:
         raise typer.BadParameter(
             "divided models are measured by --suite load alone", param_hint="--tensor-parallel"
         )
-    options = _suite_options(names, model, engine, requests, baseline, load, cpu, api_key)
-    _measure(names, options, result)
+    _measure(names, _suite_options(names, model, engine, requests, throughput, load), result)
 
 
 def _suite_options(
@@ -108,14 +85,10 @@ def _suite_options(
     model: str | None,
     engine: EngineOptions,
     requests: RequestFlags,
-    baseline: BaselineFlags,
+    throughput: ThroughputFlags,
     load: LoadFlags,
-    cpu: CpuFlags,
-    api_key: str | None,
 ) -> "SuiteOptions":
     """Return what each suite is asked to do; what was not given is left to its defaults."""
-    import torch
-
     from neo_desktop.app.bench.run import default_model, suite_options
     from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.cuda.streams import open_streams
@@ -124,8 +97,7 @@ def _suite_options(
     # What cannot be is told before anything is made.
     open_streams(choose_device(engine.device), engine.gpu_slice)
     note = ""
-    needs_model = load.url is None and not _SUITES_WITH_MODEL.isdisjoint(names)
-    if needs_model and model is None and engine.shape is None:
+    if names != [SuiteName.HARDWARE] and model is None and engine.shape is None:
         suitable = default_model(engine.device, engine.gpu_memory_gib)
         engine, note = replace(engine, shape=suitable.shape), suitable.note
     asked = _given(
@@ -133,7 +105,6 @@ def _suite_options(
         input_tokens=requests.input_tokens,
         output_tokens=requests.output_tokens,
         num_requests=requests.num_requests,
-        repeats=requests.repeats,
         policies=None if requests.policy is None else tuple(map(str, requests.policy)),
         seed=requests.seed,
     )
@@ -141,28 +112,20 @@ def _suite_options(
         engine if model is None else with_model(engine, model),
         model_note=note,
         quick=len(names) > 1,
-        cpu_attention=_given(
-            dtype=None if cpu.kv_dtype is None else getattr(torch, cpu.kv_dtype.value),
-            num_threads=cpu.threads,
-            fragmented=cpu.fragmented,
-        ),
-        throughput=asked | _given(llama_cpp=True if baseline.baseline is Baseline.LLAMA_CPP else None),
+        throughput=asked | _given(repeats=throughput.repeats),
         load=asked
         | _given(
             rates=None if load.rates is None else tuple(load.rates),
             ttft_limit_ms=load.ttft_limit,
             tpot_limit_ms=load.tpot_limit,
-            url=load.url,
-            api_key=api_key if load.url is not None else None,
-            url_model=load.url_model,
         ),
     )
 
 
 def _measure(names: list[SuiteName], options: "SuiteOptions", result: ResultFlags) -> None:
     """Run the suites; show and write what they found."""
-    from neo_desktop.app.bench import run_suites
     from neo_desktop.app.bench.page.files import discard_folder, prepare_folder, write_files
+    from neo_desktop.app.bench.run import run_suites
 
     folder = result.out
     if folder is None and result.json_file is None:
@@ -202,21 +165,6 @@ def _chosen(suites: Sequence[SuiteName] | None, groups: tuple[Any, ...]) -> list
             if not set(belongs) & set(chosen):
                 raise typer.BadParameter(f"{flag} belongs to --suite {' or '.join(belongs)}")
     return chosen
-
-
-def _check(engine: EngineOptions, requests: RequestFlags, baseline: BaselineFlags, load: LoadFlags) -> None:
-    """Refuse what contradicts itself."""
-    if requests.trace is not None and (requests.input_tokens, requests.output_tokens) != (None, None):
-        raise typer.BadParameter("give either --trace or --input and --output, not both")
-    if engine.gpu_slice is not None and baseline.baseline is not None:
-        raise typer.BadParameter(
-            f"{baseline.baseline.value} would have the whole GPU: leave --baseline out",
-            param_hint="--gpu-slice",
-        )
-    if engine.gpu_slice is not None and load.url is not None:
-        raise typer.BadParameter(
-            "the server at --url has its own settings: start that with a slice", param_hint="--gpu-slice"
-        )
 
 
 def _given(**settings: object) -> dict[str, object]:
@@ -269,12 +217,3 @@ def _show(report: "Report") -> None:
         stdout.print(f"\n{report.model_note}", style="dim", highlight=False, markup=False)
     for line in headline(report):
         stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)
-
-
-def _compare(first: Path, second: Path) -> None:
-    from neo_desktop.app.bench import Report
-    from neo_desktop.app.bench.page.compare import compare
-    from neo_desktop.app.bench.page.terminal import render_section
-
-    reports = Report.read_json(first), Report.read_json(second)
-    stdout.print(render_section(compare(*reports, (str(first), str(second)))), highlight=False)

@@ -16,22 +16,12 @@ class SuiteName(StrEnum):
 
     ALL = "all"
     HARDWARE = "hardware"
-    CPU_ATTENTION = "cpu-attention"
-    GPU = "gpu"
-    WEIGHTS = "weights"
-    COST_MODEL = "cost-model"
     THROUGHPUT = "throughput"
     LOAD = "load"
 
 
-class Baseline(StrEnum):
-    """Another program to measure on the same work."""
-
-    LLAMA_CPP = "llama.cpp"
-
-
 _MODEL, _RESULT, _WORKLOAD = "Model", "Result", "Suites throughput and load"
-_LOAD, _CPU = "Suite load", "Suite cpu-attention"
+_LOAD = "Suite load"
 
 
 Model = Annotated[
@@ -79,23 +69,17 @@ class RequestFlags:
             rich_help_panel=_WORKLOAD,
         ),
     ] = None
-    repeats: Annotated[
-        int | None,
-        typer.Option(min=1, help="Timed runs of each policy. Default: 3.", rich_help_panel=_WORKLOAD),
-    ] = None
     seed: opt.Seed = 0
 
 
 @dataclass(frozen=True, slots=True)
-class BaselineFlags:
+class ThroughputFlags:
     """For the suite throughput."""
 
-    baseline: Annotated[
-        Baseline | None,
+    repeats: Annotated[
+        int | None,
         typer.Option(
-            help="Also measure another program with the same weights and requests; needs its llama-server on "
-            "the PATH and pip install 'neo-desktop\\[llamacpp]'.",
-            rich_help_panel=_WORKLOAD,
+            min=1, help="Timed runs of each policy. Default: 3.", rich_help_panel="Suite throughput"
         ),
     ] = None
 
@@ -108,55 +92,18 @@ class LoadFlags:
         list[float] | None,
         typer.Option(
             "--rate",
+            min=0.01,
             help="Requests per second; repeatable. Default: shares of what the machine turned out to bear.",
             rich_help_panel=_LOAD,
         ),
     ] = None
     ttft_limit: Annotated[
         float | None,
-        typer.Option(help="For goodput: ms to the first token. Default: 2000.", rich_help_panel=_LOAD),
+        typer.Option(min=0, help="For goodput: ms to the first token. Default: 2000.", rich_help_panel=_LOAD),
     ] = None
     tpot_limit: Annotated[
         float | None,
-        typer.Option(help="For goodput: ms per further token. Default: 200.", rich_help_panel=_LOAD),
-    ] = None
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure this OpenAI-compatible server, e.g. http://127.0.0.1:11434/v1, and nothing else.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None
-    url_model: Annotated[
-        str | None,
-        typer.Option(help="Of that server. Default: the first that it lists.", rich_help_panel=_LOAD),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class CpuFlags:
-    """For the suite cpu-attention."""
-
-    kv_dtype: Annotated[
-        opt.KVDtype | None,
-        typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
-    ] = None
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="Threads. Default: all cores but two where there are more than four, else all.",
-            rich_help_panel=_CPU,
-        ),
-    ] = None
-    fragmented: Annotated[
-        bool | None,
-        typer.Option(
-            "--fragmented",
-            help="Scatter blocks one by one, the worst case, not in runs as the engine hands them out.",
-            rich_help_panel=_CPU,
-        ),
+        typer.Option(min=0, help="For goodput: ms per further token. Default: 200.", rich_help_panel=_LOAD),
     ] = None
 
 
@@ -169,7 +116,7 @@ class ResultFlags:
         typer.Option(
             metavar="DIR",
             file_okay=False,
-            help="Folder for report.html, report.md, report.json and the plots. Default: a new one here.",
+            help="Folder for report.html and report.json. Default: a new one here.",
             rich_help_panel=_RESULT,
         ),
     ] = None
@@ -180,14 +127,6 @@ class ResultFlags:
             metavar="FILE",
             callback=opt.in_existing_folder,
             help="Write the figures to this file and nothing else, unless --out is given, too.",
-            rich_help_panel=_RESULT,
-        ),
-    ] = None
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A.json B.json",
-            help="Measure nothing: show two reports side by side.",
             rich_help_panel=_RESULT,
         ),
     ] = None

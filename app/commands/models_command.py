@@ -154,7 +154,8 @@ def info(
             table.add_row(*row)
         if fit.speed is not None and not fit.speed.is_measured:
             table.add_row(
-                "Measured", f"not yet: 'neo-desktop profile --model {escape(model.name)}' measures it"
+                "Measured",
+                f"not yet: 'neo-desktop doctor --measure --model {escape(model.name)}' measures it",
             )
     stdout.print(table, highlight=False)
     if json_file is not None:

@@ -138,10 +138,7 @@ class EngineProcess:
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
-                if hasattr(os, "killpg"):  # it leads a group of its own: what it started ends, too
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                else:
-                    self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)  # its group: what it started ends, too
 
     def close(self) -> None:
         """See `EngineLink`: all of its memory is free afterwards."""

@@ -79,19 +79,12 @@ def _compared(report: "SimulationReport", baseline: SimulationResult, auto: Simu
 
 def _where(machine: "Machine") -> str:
     gpu, host = machine.gpu, machine.host
-    if gpu is None or host is None:
-        return "On the machine of these tables"
-    is_changed = gpu.name in GPUS and GPUS[gpu.name] != gpu
     memory = host.title
     if HOSTS[host.name] != host:
         gib, gb_per_s = host.memory_bytes / 2**30, host.memory_bytes_per_s / 1e9
         memory = f"main memory of {gib:.4g} GiB at {gb_per_s:,.0f} GB/s"
-    if machine.fleet is not None:
-        memory = machine.fleet.workers.title
-    name = gpu.title
-    if gpu.name in GPUS:
-        name = f"{'an' if name[0] in _SPOKEN_WITH_A_VOWEL else 'a'} {name}"
-    return f"On {name}{' with your figures and' if is_changed else ' with'} {memory}"
+    own = "" if GPUS[gpu.name] == gpu else f" of {gpu.memory_bytes / 2**30:.4g} GiB"
+    return f"On {'an' if gpu.title[0] in _SPOKEN_WITH_A_VOWEL else 'a'} {gpu.title}{own} with {memory}"
 
 
 _SPOKEN_WITH_A_VOWEL = "AEFHILMNORSX"  # letter by letter: an RTX 3060, an L4, a T4

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from neo_desktop.app.commands.simulate_command import SimulationOptions
 from neo_desktop.app.simulate.answer import BASELINE, answer
 from neo_desktop.app.simulate.machine import USUAL_MODELS, Machine
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -23,9 +22,7 @@ class SimulationReport:
     """One or several policies on one machine and workload."""
 
     machine: Machine
-    options: SimulationOptions
     requests: tuple[WorkloadRequest, ...]
-    context_tokens: int  # longer requests are refused by all
     results: dict[str, SimulationResult]
     bound_output_tokens_per_s: float  # what no policy can exceed on this machine
 
@@ -38,8 +35,7 @@ class SimulationReport:
     def arriving(self) -> str:
         """How the requests come, after "when"."""
         count, span_s = len(self.requests), self.requests[-1].arrival_ms / 1e3
-        what = "chats" if self.options.trace is None else f"requests of {self.options.trace.name}"
-        return f"{count:,} {what} come {f'within {span_s:,.0f} s' if span_s else 'at once'}"
+        return f"{count:,} chats come {f'within {span_s:,.0f} s' if span_s else 'at once'}"
 
     @property
     def fits_gpu(self) -> bool:
@@ -57,19 +53,9 @@ class SimulationReport:
                     "gpu_cache_tokens": self.budget.gpu_tokens,
                     "cpu_cache_tokens": self.budget.cpu_tokens,
                 }
-                | self._cost(result)
                 for name, result in self.results.items()
             }
         }
-
-    def _cost(self, result: SimulationResult) -> dict[str, Any]:
-        fleet = self.machine.fleet
-        if fleet is None:
-            return {}
-        figures: dict[str, Any] = {"workers": fleet.workers.count, "workers_wanted": fleet.wanted}
-        if (price := fleet.price(result.policy)) is not None:
-            figures["output_tokens_per_price"] = result.output_tokens_per_s * 3600 / price
-        return figures
 
     def write_json(self, path: Path) -> None:
         """Write `to_json` to a file. Raises OSError where that is impossible."""
@@ -87,23 +73,11 @@ class SimulationReport:
             "the first token; TPOT: time per further token, as one chat sees it.",
             highlight=False,
         )
-        if self.machine.fleet is not None:
-            console.print(f"\n{self.machine.fleet.advice}", highlight=False)
-        if costs := self._costs():
-            console.print(f"\nOutput tokens for a price of 1: {costs}.", highlight=False)
         console.print("\nAssumed, a prediction and not a measurement:", highlight=False)
         assumed = Table.grid(padding=(0, 2, 0, 0))
         for name, text in self._assumed():
             assumed.add_row(f"  {name}", text)
         console.print(assumed, highlight=False, markup=False)
-
-    def _costs(self) -> str:
-        """Name what each policy's tokens cost (Lamina, section 4.1); nothing where prices were not given."""
-        return ", ".join(
-            f"{name} {figures['output_tokens_per_price']:,.0f}"
-            for name, result in self.results.items()
-            if "output_tokens_per_price" in (figures := self._cost(result))
-        )
 
     def refusals(self) -> list[str]:
         """Name the requests that some policies cannot run, and why."""
@@ -114,10 +88,8 @@ class SimulationReport:
         return [self._refusal(limit, refusing) for limit, refusing in by_limit.items()]
 
     def _limit(self, result: SimulationResult) -> str:
-        if result.longest_tokens == self.context_tokens:
-            if self.context_tokens == self.machine.config.max_context_tokens:
-                return f"{self.machine.model}'s context of {self.context_tokens:,}"
-            return f"the {self.context_tokens:,} of --max-context-tokens"
+        if result.longest_tokens == self.machine.config.max_context_tokens:
+            return f"{self.machine.model}'s context of {result.longest_tokens:,}"
         places = POLICIES[result.policy].places
         if len(places) > 1:
             return f"either cache, the larger of which holds {result.longest_tokens:,}"
@@ -133,16 +105,10 @@ class SimulationReport:
                 f"A prompt of {prompt} and its answer of {output} do not fit {limit}: {names} cannot run it."
             )
         what = f"All {count:,}" if count == len(self.requests) else f"{count:,} of {len(self.requests):,}"
-        text = (
+        return (
             f"{what} requests do not fit {limit} (the longest has a prompt of {prompt} and an answer of "
             f"{output}): {names} cannot run them."
         )
-        if count < len(self.requests) and len(refusing) < len(self.results):
-            text += (
-                f" The other policies have more to do: --max-context-tokens {refusing[0].longest_tokens} "
-                "leaves these requests out everywhere."
-            )
-        return text
 
     def _share(self, result: SimulationResult) -> float:
         """Return how much of the bound a policy reaches; 0 where there is nothing to reach."""
@@ -159,62 +125,18 @@ class SimulationReport:
         return table
 
     def _assumed(self) -> list[tuple[str, str]]:
-        machine, options = self.machine, self.options
-        count = len(self.requests)
+        machine, count = self.machine, len(self.requests)
+        gpu, host = machine.gpu, machine.host
         prompt = sum(request.prompt_tokens for request in self.requests) / count
         output = sum(request.output_tokens for request in self.requests) / count
         dtype = str(machine.dtype).removeprefix("torch.")
         weights_gb = machine.config.weight_bytes(machine.dtype, machine.form) / 1e9
-        chosen = (
-            f"; the largest of {', '.join(USUAL_MODELS)} that leaves room, --model takes another"
-            if machine.model_was_chosen and machine.gpu is not None
-            else ""
-        )
-        others = "" if options.trace else "; --input, --output, --requests, --rate, --trace take others"
+        chosen = ""
+        if machine.model_was_chosen:
+            chosen = f"; the largest of {', '.join(USUAL_MODELS)} that leaves room, --model takes another"
+        gpu_source = "vendor's datasheet" if GPUS[gpu.name] == gpu else "with your memory"
+        host_source = "datasheet; --cpu takes another" if HOSTS[host.name] == host else "with your memory"
         lines = [
-            (
-                "model",
-                f"{machine.model} in {dtype}, {weights_gb:.1f} GB{chosen}",
-            ),
-            (
-                "requests",
-                f"{count:,}, {prompt:,.0f} tokens in and {output:,.0f} out on average, "
-                f"{self.arriving.partition(' come ')[2]}{others}",
-            ),
-            (
-                "KV",
-                f"{self.budget.gpu_tokens:,} tokens in GPU memory (GPU-cache), {self.budget.cpu_tokens:,} in "
-                + ("host memory (CPU-cache)" if machine.fleet is None else "the workers' memory"),
-            ),
-        ]
-        if machine.fleet is not None:
-            workers = machine.fleet.workers
-            kind, link = workers.kind, workers.link
-            lines.append(
-                (
-                    "workers",
-                    f"{workers.title}, each with {kind.memory_bytes / 2**30:.4g} GiB for KV and "
-                    f"{kind.cores} cores; {link.bytes_per_s * 8 / 1e9:.4g} Gbit/s each way, "
-                    f"{link.round_trip_ms * 1e3:,.4g} us there and back (your figures; --workers, "
-                    "--worker-memory, --link, --latency take others); they attend in place of the host",
-                )
-            )
-        if machine.divided is not None and machine.divided.plan.is_split:
-            plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
-            lines.append(
-                (
-                    "weights",
-                    f"{plan.gpu_bytes / 1e9:.1f} GB in GPU memory, {plan.host_bytes / 1e9:.1f} GB in host "
-                    "memory, computed by CPU and GPU together: reading them bounds one chat to "
-                    f"{most:,.3g} tokens/s; --gpu-weights takes another share",
-                )
-            )
-        if options.tables is not None or machine.gpu is None or machine.host is None:
-            return [("machine", f"measured tables, {options.tables}"), *lines]
-        gpu, host = machine.gpu, machine.host
-        gpu_source = "vendor's datasheet" if GPUS.get(gpu.name) == gpu else "your figures"
-        host_source = "datasheet; --cpu takes another" if HOSTS.get(host.name) == host else "your figures"
-        return [
             (
                 "GPU",
                 f"{gpu.title}: {gpu.memory_bytes / 2**30:.4g} GiB at {gpu.memory_bytes_per_s / 1e9:,.0f} "
@@ -226,8 +148,32 @@ class SimulationReport:
                 f"{host.name}: {host.memory_bytes / 2**30:.4g} GiB at {host.memory_bytes_per_s / 1e9:,.0f} "
                 f"GB/s, {host.cores} cores ({host_source})",
             ),
-            *lines,
+            (
+                "model",
+                f"{machine.model} in {dtype}, {weights_gb:.1f} GB{chosen}",
+            ),
+            (
+                "requests",
+                f"{count:,}, {prompt:,.0f} tokens in and {output:,.0f} out on average, "
+                f"{self.arriving.partition(' come ')[2]}; --input, --output, --requests, --rate take others",
+            ),
+            (
+                "KV",
+                f"{self.budget.gpu_tokens:,} tokens in GPU memory (GPU-cache), {self.budget.cpu_tokens:,} in "
+                "host memory (CPU-cache)",
+            ),
         ]
+        if machine.divided is not None and machine.divided.plan.is_split:
+            plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
+            lines.append(
+                (
+                    "weights",
+                    f"{plan.gpu_bytes / 1e9:.1f} GB in GPU memory, {plan.host_bytes / 1e9:.1f} GB in host "
+                    "memory, computed by CPU and GPU together: reading them bounds one chat to "
+                    f"{most:,.3g} tokens/s",
+                )
+            )
+        return lines
 
 
 # Two lines each, so that the table fits 80 columns.

@@ -2,14 +2,11 @@
 
 import errno
 import logging
-import sys
+import resource
 import time
 from collections.abc import Callable
 
 import psutil
-
-if sys.platform != "win32":
-    import resource
 
 PERIOD_S = 1.0  # between two lines of the log of one kind
 _NO_MORE = (errno.EMFILE, errno.ENFILE)
@@ -21,8 +18,6 @@ def allow_open_files(count: int) -> int:
     Returns:
         The limit that holds then: less than `count` where the system allows no more.
     """
-    if sys.platform == "win32":
-        return count  # sockets are no files there
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return count
@@ -38,8 +33,6 @@ def allow_open_files(count: int) -> int:
 
 def num_open_files() -> int:
     """Return how many files and connections this process has open; 0 where the system does not say."""
-    if sys.platform == "win32":
-        return 0
     try:
         return int(psutil.Process().num_fds())
     except (psutil.Error, OSError):

@@ -5,7 +5,6 @@ torch's own pinned memory is rounded up to a power of two, which for the weights
 
 import logging
 import mmap
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -80,12 +79,9 @@ def _advised(nbytes: int) -> tuple[_Pages, Tensor]:
     After a fork, a process that writes to a private page gets another one than the GPU reads. So children do
     not have this memory.
     """
-    if sys.platform == "win32":
-        pages = _Pages(-1, max(nbytes, 1))
-    else:
-        pages = _Pages(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            pages.madvise(mmap.MADV_DONTFORK)
+    pages = _Pages(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     ask_for_huge_pages(memory)
     return pages, memory

@@ -39,12 +39,8 @@ def limit_kernels() -> None:
 def find_obstacle() -> str | None:
     """Return why Triton cannot compile kernels, and what to install; None: it should be able to."""
     if find_spec("triton") is None:
-        return (
-            f"Triton is not installed, {_GAIN}: 'pip install triton', on Windows 'pip install triton-windows'"
-        )
-    if (
-        os.name == "nt" or os.environ.get("TRITON_INTERPRET") == "1"
-    ):  # there it brings a compiler; or needs none
+        return f"Triton is not installed, {_GAIN}: 'pip install triton'"
+    if os.environ.get("TRITON_INTERPRET") == "1":  # it needs no compiler
         return None
     return _compiler_obstacle(os.environ.get("CC"), _include_folder())
 

@@ -83,7 +83,7 @@ def test_a_name_of_no_model_is_answered_with_the_same_sentence_everywhere(
         return
     with pytest.raises(UnknownModelError, match=sentence):
         Catalogue([], model=asked)
-    with pytest.raises(UnknownModelError, match=sentence):  # bench, profile, doctor
+    with pytest.raises(UnknownModelError, match=sentence):  # bench, doctor
         with_model(EngineOptions(), asked)
     for command in ("info", "remove"):
         assert re.search(sentence, run(command, asked)[1])
@@ -109,7 +109,9 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     )
     code, shown = run("info", "builtin")
     assert (code, "Runs as" in shown) == (0, True)
-    assert "not yet: 'neo-desktop profile --model neo-desktop-guide' measures it" in " ".join(shown.split())
+    assert "not yet: 'neo-desktop doctor --measure --model neo-desktop-guide' measures it" in " ".join(
+        shown.split()
+    )
     code, shown = run("info", "no-such")
     assert (code, "no model named 'no-such'" in shown) == (1, True)
 

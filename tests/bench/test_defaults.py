@@ -62,6 +62,7 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_slice_is_for_every_suite_that_uses_the_gpu(quick: bool) -> None:
     model = EngineOptions(device="cpu", gpu_slice=16)
-    options = suite_options(model, quick=quick, cpu_attention={}, throughput={}, load={})
-    suites = (options, options.hardware, options.gpu, options.cost_model, options.throughput, options.load)
-    assert [suite.gpu_slice for suite in suites] == [16] * 6
+    options = suite_options(model, quick=quick, throughput={}, load={"rates": (1.0,)})
+    suites = (options, options.hardware, options.throughput, options.load)
+    assert [suite.gpu_slice for suite in suites] == [16] * 4
+    assert options.load.rates == (1.0,)

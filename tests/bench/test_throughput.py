@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from suites import count_colour, drawn, ignore, last, shown
+from suites import ignore, last, shown
 
 from neo_desktop.app.bench.throughput import suite
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, lengths, run_throughput
-from neo_desktop.app.bench.throughput.workload import (
+from neo_desktop.app.bench.workload import (
     TOLERANCES,
     Answer,
     Comparison,
@@ -44,15 +44,6 @@ def report() -> ThroughputReport:
     return last(run_throughput(SMALL, ignore))
 
 
-def equally_fast(report: ThroughputReport) -> ThroughputReport:
-    """The report with the same speed, and limit, of every policy."""
-    speeds = dict.fromkeys(
-        ("output_tokens_per_s", "lowest_output_tokens_per_s", "highest_output_tokens_per_s"), 100.0
-    )
-    policies = [replace(each, **speeds, bound_output_tokens_per_s=100.0) for each in report.policies]
-    return replace(report, policies=tuple(policies))
-
-
 def test_every_policy_answers_everything_alike(report: ThroughputReport) -> None:
     assert [each.policy for each in report.policies] == list(POLICIES)
     for each in report.policies:
@@ -69,13 +60,10 @@ def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
     for each in report.policies:
         assert each.turns == 2
         assert each.lowest_output_tokens_per_s <= each.output_tokens_per_s <= each.highest_output_tokens_per_s
-        per_output = 1 + report.prompt_tokens / report.output_tokens
-        assert each.total_tokens_per_s == pytest.approx(each.output_tokens_per_s * per_output)
         assert 0 < each.device_busy_share <= 1
         assert each.overlap_share <= min(each.device_busy_share, each.cpu_busy_share)
         assert each.bound_output_tokens_per_s is not None
         assert each.bound_share == pytest.approx(each.output_tokens_per_s / each.bound_output_tokens_per_s)
-        assert each.host_bytes > 0
         assert 0 < each.outside_ms < 1e3 * each.seconds
     gpu_only, fastdecode = report.policies[0], report.policies[1]
     assert (gpu_only.policy, gpu_only.cpu_decode_share, gpu_only.cpu_busy_share) == ("gpu-only", 0, 0)
@@ -83,22 +71,13 @@ def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
     assert fastdecode.cpu_decode_share == pytest.approx(1 - 1 / report.output_tokens)
 
 
-def test_a_timeline_of_two_sub_batches_is_kept(report: ThroughputReport) -> None:
-    assert {span.sub_batch for span in report.timeline} >= {0, 1}
-    assert {span.lane for span in report.timeline} >= {"device", "cpu"}
-    assert all(0 <= span.start_ms <= span.end_ms for span in report.timeline)
-
-
-def test_tables_fit_a_terminal_and_pictures_show_something(report: ThroughputReport) -> None:
+def test_tables_fit_a_terminal_and_every_policy_has_a_bar(report: ThroughputReport) -> None:
     text = shown(report.section())
     assert "…" not in text
     for each in report.policies:
         assert each.policy in text
-    _, timeline = report.section().plots
-    bars, _ = equally_fast(report).section().plots  # how long bars are depends on the machine otherwise
-    assert count_colour(drawn(bars), "#2f6fb0") > 2000
-    pixels = drawn(timeline)
-    assert min(count_colour(pixels, "#2f6fb0"), count_colour(pixels, "#d08700")) > 500
+    (bars,) = report.section().plots
+    assert bars.svg.count("<rect") == bars.svg.count("<path") == len(report.policies)
 
 
 def test_without_a_gpu_there_is_one_policy_to_measure() -> None:
@@ -177,8 +156,7 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(engine: Engine, prompts: Sequence[Sequence[int]], *args: object) -> Run:
         result = run(engine, prompts, *args)  # type: ignore[arg-type]
         if engine.stats().policy == "neo":
-            wrong = answer((1, -0.1), (2, -0.1))
-            result = replace(result, answers=(wrong, *result.answers[1:]))
+            result.records[0].answer[:] = answer((1, -0.1), (2, -0.1))
         return result
 
     monkeypatch.setattr(suite, "run", changed)

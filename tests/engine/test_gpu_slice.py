@@ -13,9 +13,9 @@ from suites import ignore, last
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.device_limit import DeviceOptions, run_device_limit
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run as bench_run
-from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.run import SuiteOptions, run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
@@ -237,10 +237,10 @@ def test_an_engine_loads_measures_and_generates_inside(streams: RecordedStreams)
 
 
 def test_the_gpu_suite_runs_the_model_inside(streams: RecordedStreams) -> None:
-    options = GpuOptions(
+    options = DeviceOptions(
         shape="tiny", device="cpu", batches=(1,), context_tokens=16, iterations=2, seconds=0.1
     )
-    assert last(run_gpu(options, ignore)).decode
+    assert last(run_device_limit(options, ignore)).decode
 
 
 def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import triton
 
-from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
-from scripts.sass_budget import (
+from benchmarks.sass_budget import (
     FIGURES,
     TRITON_OF_TORCH,
     compile_all,
@@ -19,6 +18,7 @@ from scripts.sass_budget import (
     worse,
     write_budget,
 )
+from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
 
 KIB = 1024
 # Compiling takes under a minute on two idle cores, and many minutes where others want them.
@@ -129,7 +129,7 @@ def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> No
 
 
 def test_no_figure_of_the_machine_code_has_become_worse(compiled: list[dict[str, Any]]) -> None:
-    """By the installed Triton; how to change the budget says scripts/sass_budget.py.
+    """By the installed Triton; how to change the budget says benchmarks/sass_budget.py.
 
     A version without a budget may compile otherwise, for better or worse: of it, how many programs fit is
     compared, within one, and hard limits are (no spills, shared memory), above.
@@ -160,7 +160,7 @@ def test_the_budget_is_of_what_users_have() -> None:
 
 def test_a_budget_is_kept_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = read_budget()
-    monkeypatch.setattr("scripts.sass_budget.BUDGET", tmp_path / "budget.json")
+    monkeypatch.setattr("benchmarks.sass_budget.BUDGET", tmp_path / "budget.json")
     assert read_budget() == {}
     write_budget(budget)
     assert read_budget() == budget

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scripts import engine_overhead, plot_timeline, weights_simulation
+from benchmarks import engine_overhead
+from research import plot_timeline, weights_simulation
 
 
 @pytest.mark.parametrize("policy", ["neo", "auto"])

@@ -1,7 +1,7 @@
 """Random schemas, a small share of those that the script tries."""
 
+from benchmarks.json_schemas import Report, SchemaMaker, follow, why_invalid
 from neo_desktop import Engine
-from scripts.json_schemas import Report, SchemaMaker, follow, why_invalid
 
 
 def test_sixty_random_schemas_are_followed() -> None:

@@ -13,7 +13,7 @@ from neo_desktop.engine.execute.lane import Lane, Recorder
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.profiling.hand_off import HandOff
-from scripts.sleeping_device import SleepingDevice
+from research.sleeping_device import SleepingDevice
 
 ROOT = Path(__file__).parents[2]
 STAGE = Stage("something", 0, NO_SUB_BATCH, 0)
@@ -68,7 +68,7 @@ def test_lanes_take_their_time_side_by_side() -> None:
 def test_the_pipeline_is_measured_beside_prediction_and_bound() -> None:
     """Of the engine's own programs it knows how long each piece of work takes."""
     sizes = ["--shape", "smollm2-135m", "--layers", "1", "--weights", "0.3", "--rows", "1", "--repeats", "1"]
-    command = [sys.executable, "-m", "scripts.split_pipeline", *sizes]
+    command = [sys.executable, "-m", "research.split_pipeline", *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     header, row = (line for line in done.stdout.splitlines() if line.startswith(("| weights", "| 30%")))

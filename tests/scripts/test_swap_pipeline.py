@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def test_throttled_lanes_bring_kv_and_change_no_token() -> None:
     """Tokens are compared between the two; how long anything takes is for people to read."""
     sizes = ["--layer-ms", "1", "--bus", "400", "800", "--requests", "16", "--output", "40", "--warm-up", "5"]
-    command = [sys.executable, "-m", "scripts.swap_pipeline", *sizes]
+    command = [sys.executable, "-m", "research.swap_pipeline", *sizes]
     result = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     rows = [line.strip("|").split("|") for line in result.stdout.splitlines()[3:]]

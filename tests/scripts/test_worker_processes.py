@@ -25,7 +25,7 @@ def test_there_is_a_row_for_each_number_of_workers(more: list[str]) -> None:
         "--iterations",
         "2",
     ]
-    command = [sys.executable, "-m", "scripts.worker_processes", *sizes, *more]
+    command = [sys.executable, "-m", "benchmarks.worker_processes", *sizes, *more]
     result = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     rows = [line.strip("|").split("|") for line in result.stdout.splitlines()[3:]]

@@ -16,7 +16,7 @@ UUID = "12345678-aaaa-bbbb-cccc-1234567890ab"
 
 
 class FakeTimer:
-    """A `GpuTimer` on a clock of its own; counts what it was asked for."""
+    """A `CudaTimer` on a clock of its own; counts what it was asked for."""
 
     name = "Fake RTX"
     dtypes = ("float16", "bfloat16")

@@ -134,10 +134,6 @@ class Rate:
             self._times = max(1, math.ceil(SAMPLE_SECONDS / once))
         return self._seconds_of(self._times) / self._times
 
-    def microseconds(self) -> float:
-        """Likewise."""
-        return self.seconds() * 1e6
-
     def giga_per_s(self) -> float:
         """In units of 1e9."""
         return self.work / self.seconds() / 1e9

@@ -3,17 +3,12 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-import torch
-
-from neo_desktop.app.bench.checks import above_zero, at_least
-from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed, gguf_checkpoint
-from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
-from neo_desktop.app.bench.throughput.workload import (
+from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport
+from neo_desktop.app.bench.words import say
+from neo_desktop.app.bench.workload import (
     TOLERANCES,
     TOP_LOGPROBS,
     Answer,
@@ -24,11 +19,10 @@ from neo_desktop.app.bench.throughput.workload import (
     fitting,
     run,
 )
-from neo_desktop.app.bench.words import say
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.loading import choose_device, load, model_path
+from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import ALL_PLACES
@@ -44,20 +38,13 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, 
 LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
 MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
-_POLICIES_SHARE = 0.7  # of the progress, where llama.cpp follows
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
-_TIMELINE_LAYERS = 3
-_SHOWN_FIRST = {"auto": 0, "neo": 1}  # whose timeline is shown, if it has two sub-batches
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions(EngineOptions):
-    """Model, requests and policies.
-
-    Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
-    llama.cpp.
-    """
+    """Model, requests and policies."""
 
     trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
     input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
@@ -67,16 +54,6 @@ class ThroughputOptions(EngineOptions):
     repeats: int = 3
     policies: tuple[str, ...] | None = None  # None: those that differ on this machine
     seconds: float = 60.0  # for all runs together, if the number of requests is free
-    llama_cpp: bool = False  # also measure llama.cpp with the same weights
-
-    def __post_init__(self) -> None:
-        EngineOptions.__post_init__(self)
-        at_least(self, 1, "input_tokens", "output_tokens", "num_requests", "repeats")
-        above_zero(self, "seconds")
-        for policy in self.policies or ():
-            get_policy(policy)
-        if self.llama_cpp:
-            check_installed()
 
 
 def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
@@ -105,38 +82,13 @@ class _Policy:
     comparison: Comparison = field(default_factory=lambda: Comparison(0, 0, 0))
     runs: list[Run] = field(default_factory=list)
     shares: list[tuple[float, float, float]] = field(default_factory=list)  # of each run: see `_busy_shares`
-    spans: list[Span] = field(default_factory=list)  # of the last run
-    gpu_peak_bytes: int | None = None
 
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
-    """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises.
-
-    With llama.cpp also ValueError for a model that it cannot be given, OSError for a disk that is too small,
-    and RuntimeError, if it fails.
-    """
-    if not options.llama_cpp:
-        yield from _run_policies(options, progress)
-        return
-    first, rest = _POLICIES_SHARE, 1 - _POLICIES_SHARE
-    given = gguf_checkpoint(model_path(options.model)) if options.shape is None else None
-    with closing(LlamaCppBaseline(given)) as baseline:
-        for report in _run_policies(options, lambda share, what: progress(first * share, what), baseline):
-            yield report
-        for rival in baseline.turns(lambda share, what: progress(first + rest * share, what)):
-            yield replace(report, rivals=(rival,))
-        progress(1.0, "done")
-
-
-def _run_policies(
-    options: ThroughputOptions, progress: Progress, baseline: LlamaCppBaseline | None = None
-) -> Iterator[ThroughputReport]:
-    """Let the policies take turns; then hand the model to the baseline, before it goes."""
+    """Let the policies take turns; raises what the engine and the reader of a trace raise."""
     requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = load(options)
-    if baseline is not None:
-        baseline.check(model.config, model.decoder.dtype)
     on_gpu = model.decoder.device.type == "cuda"
     names = options.policies or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
     places = {place for name in names for place in get_policy(name).places}
@@ -162,10 +114,8 @@ def _run_policies(
     policies = [_policy(name, parts, tables) for name in names]
     try:
         if options.num_requests is None:
-            workload = _sized(workload, policies[0], options, len(policies) + options.llama_cpp)
+            workload = _sized(workload, policies[0], options, len(policies))
         yield from _measure(policies, workload, options, tables, notes, progress)
-        if baseline is not None:
-            baseline.take(parts, workload, policies[0].answers, options.seed, options.repeats)
     finally:
         for policy in policies:
             policy.engine.close()
@@ -235,15 +185,9 @@ def _measure(
 def _run_turn(
     policy: _Policy, prompts: list[list[int]], workload: Workload, progress: Callable[[float], None]
 ) -> None:
-    is_cuda = policy.parts.model.decoder.device.type == "cuda"
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
     policy.timeline.take()
     policy.runs.append(run(policy.engine, prompts, workload.params(), progress))
-    policy.spans = policy.timeline.take()
-    policy.shares.append(_busy_shares(policy.spans))
-    if is_cuda:
-        policy.gpu_peak_bytes = max(policy.gpu_peak_bytes or 0, torch.cuda.max_memory_allocated())
+    policy.shares.append(_busy_shares(policy.timeline.take()))
 
 
 def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
@@ -269,7 +213,6 @@ def _report(
     def tokens(host_memory: bool) -> int:
         return max(policy.parts.tokens_in(host_memory) for policy in policies)
 
-    shown, spans = _timeline(policies)
     return ThroughputReport(
         model=parts.model.name,
         device=decoder.device.type,
@@ -281,9 +224,6 @@ def _report(
         prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
         output_tokens=statistics.fmean(request.output_tokens for request in requests),
         policies=tuple(_result(policy, workload, tables) for policy in policies),
-        rivals=(),
-        timeline=spans,
-        timeline_policy=shown,
         notes=notes,
     )
 
@@ -291,9 +231,9 @@ def _report(
 def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> PolicyResult:
     runs = policy.runs
     speeds = [each.output_tokens / each.seconds for each in runs]
-    prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
     device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
     outputs = sum(each.output_tokens for each in runs)
+    records = [record for each in runs for record in each.records]
 
     def total(counter: str) -> float:
         return sum(each.counted(counter) for each in runs)
@@ -304,17 +244,15 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         output_tokens_per_s=statistics.median(speeds),
         lowest_output_tokens_per_s=min(speeds),
         highest_output_tokens_per_s=max(speeds),
-        total_tokens_per_s=statistics.median((r.output_tokens + prompt_tokens) / r.seconds for r in runs),
         seconds=statistics.median(each.seconds for each in runs),
-        ttft_p50_ms=_median(ms for each in runs for ms in each.ttft_ms),
-        tpot_p50_ms=_median(ms for each in runs for ms in each.tpot_ms),
+        ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
+        tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
         turns=len(runs),
         tokens_per_iteration=outputs / iterations,
         cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
         double_iteration_share=total("num_double_iterations") / iterations,
         outside_ms=total("outside_s") / iterations * 1e3,
         num_preemptions=statistics.median(each.counted("num_preemptions") for each in runs),
-        num_moves=statistics.median(each.counted("num_moves") for each in runs),
         device_busy_share=device,
         cpu_busy_share=cpu,
         overlap_share=both,
@@ -322,9 +260,7 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         identical_answers=policy.comparison.identical,
         near_tie_answers=policy.comparison.near_ties,
         changed_answers=policy.comparison.changed,
-        errors=dict(Counter(error for each in runs for error in each.errors)),
-        gpu_peak_bytes=policy.gpu_peak_bytes,
-        host_bytes=psutil.Process().memory_info().rss,
+        errors=dict(Counter(each.error for each in records if each.error)),
     )
 
 
@@ -344,25 +280,3 @@ def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float
     bound = Bound(tables, workload.requests, Room(gpu_tokens, cpu_tokens))
     attends = {place.host_attends for place in places}
     return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
-
-
-def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
-    """Cut some layers out of the middle of a typical iteration, one with two sub-batches if there are any."""
-    for policy in sorted(policies, key=lambda each: _SHOWN_FIRST.get(each.name, len(_SHOWN_FIRST))):
-        by_iteration: dict[int, list[Span]] = {}
-        for span in policy.spans:
-            by_iteration.setdefault(span.iteration, []).append(span)
-        doubles = [each for each in by_iteration.values() if any(s.stage.sub_batch == 1 for s in each)]
-        chosen = doubles or (list(by_iteration.values()) if policy is policies[0] else [])
-        if chosen:
-            chosen.sort(key=lambda each: max(s.end_ns for s in each) - min(s.start_ns for s in each))
-            middle = policy.parts.model.config.num_layers // 2
-            layers = range(middle, middle + _TIMELINE_LAYERS)
-            shown = [span for span in chosen[len(chosen) // 2] if span.stage.layer in layers]
-            start_ns = min((span.start_ns for span in shown), default=0)
-            times = [((span.start_ns - start_ns) / 1e6, (span.end_ns - start_ns) / 1e6) for span in shown]
-            return policy.name, tuple(
-                TimelineSpan(span.lane, span.stage.name, span.stage.sub_batch, *ms)
-                for span, ms in zip(shown, times, strict=True)
-            )
-    return "", ()

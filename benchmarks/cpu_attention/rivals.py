@@ -1,0 +1,216 @@
+"""What others reach on the same work: torch's scaled_dot_product_attention, llama.cpp's flash attention.
+
+Both get keys and values that are gathered already, contiguous per request and head: better than they would
+find them. Only the attention itself is timed. It can be a hundred times slower than the memory allows, so a
+case starts with one request and doubles its batch while time is left; what counts is bytes per second.
+"""
+
+import ctypes
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.cpu_attention.options import RIVALS, CpuAttentionOptions, Shape
+from benchmarks.cpu_attention.pool import Pool, seeded
+from benchmarks.cpu_attention.report import RivalResult
+
+_CALLS = 3  # of the batch that counts, if one alone does not take too long
+
+
+class Rival(Protocol):
+    """Another implementation of decode attention."""
+
+    name: str  # for people
+
+    def prepared(
+        self, q: Tensor, k: Tensor, v: Tensor, num_threads: int
+    ) -> AbstractContextManager[Callable[[], Tensor]]:
+        """Get ready to attend.
+
+        Args:
+            q: [batch, heads, head_dim].
+            k: [batch, kv_heads, tokens, head_dim], contiguous.
+            v: as k.
+            num_threads: how many threads it may use.
+
+        Yields:
+            A function that does all the work and returns [batch, heads, head_dim].
+        """
+
+
+class TorchSdpa:
+    """torch's own choice of kernel."""
+
+    name = RIVALS["torch_sdpa"]
+
+    @contextmanager
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor, num_threads: int) -> Iterator[Callable[[], Tensor]]:
+        """As Rival says."""
+        grouped, threads_before = q.shape[1] != k.shape[1], torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            yield lambda: scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=grouped).squeeze(2)
+        finally:
+            torch.set_num_threads(threads_before)
+
+
+_GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # enum ggml_type
+_GGML_ALIGNMENT = 32  # bytes; ggml ends the process where a buffer is not aligned so
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+# Function of ggml.h, ggml-backend.h and ggml-cpu.h -> (result, arguments...); opaque pointers are c_void_p.
+_SIGNATURES: dict[str, tuple[type | None, ...]] = {
+    "ggml_init": (c_void_p, _InitParams),
+    "ggml_free": (None, c_void_p),
+    "ggml_tensor_overhead": (c_size_t,),
+    "ggml_graph_overhead": (c_size_t,),
+    "ggml_new_tensor": (c_void_p, c_void_p, c_int, c_int, POINTER(c_int64)),
+    "ggml_flash_attn_ext": (c_void_p, *[c_void_p] * 5, c_float, c_float, c_float),
+    "ggml_new_graph": (c_void_p, c_void_p),
+    "ggml_build_forward_expand": (None, c_void_p, c_void_p),
+    "ggml_backend_cpu_buffer_from_ptr": (c_void_p, c_void_p, c_size_t),
+    "ggml_backend_buffer_free": (None, c_void_p),
+    "ggml_backend_tensor_alloc": (c_int, c_void_p, c_void_p, c_void_p),
+    "ggml_backend_cpu_init": (c_void_p,),
+    "ggml_backend_cpu_set_n_threads": (None, c_void_p, c_int),
+    "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
+    "ggml_version": (c_char_p,),
+}
+
+
+class NoLlamaCppError(Exception):
+    """Why there is no llama.cpp to compare with."""
+
+
+class LlamaCpp:
+    """Flash attention through the public C API of ggml, the library that llama-cpp-python brings along.
+
+    Raises NoLlamaCppError where that is not installed or too old.
+    """
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("llama_cpp")
+        if spec is None or spec.origin is None:
+            raise NoLlamaCppError("llama-cpp-python is not installed")
+        try:
+            library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml-cpu.so"))
+            self._functions = {name: _function(library, name) for name in _SIGNATURES}
+        except (OSError, AttributeError) as error:
+            raise NoLlamaCppError(f"llama-cpp-python's library cannot be used: {error}") from None
+        self.name = f"llama.cpp (ggml {self._functions['ggml_version']().decode()})"
+        self._backend = self._functions["ggml_backend_cpu_init"]()
+
+    @contextmanager
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor, num_threads: int) -> Iterator[Callable[[], Tensor]]:
+        """As Rival says: a graph of one operation over torch's memory; ggml wants queries in fp32."""
+        call = self._functions
+        queries = q.float().contiguous()
+        out = torch.empty_like(queries)
+        size = 8 * call["ggml_tensor_overhead"]() + call["ggml_graph_overhead"]()
+        context = call["ggml_init"](_InitParams(size, None, True))
+        buffers = []
+
+        def place(tensor: int, data: Tensor) -> int:
+            if data.data_ptr() % _GGML_ALIGNMENT != 0 or not data.is_contiguous():
+                raise ValueError(f"ggml needs contiguous tensors at multiples of {_GGML_ALIGNMENT} bytes")
+            buffers.append(call["ggml_backend_cpu_buffer_from_ptr"](data.data_ptr(), data.nbytes))
+            call["ggml_backend_tensor_alloc"](buffers[-1], tensor, data.data_ptr())
+            return tensor
+
+        def leaf(data: Tensor) -> int:
+            dims = (c_int64 * data.ndim)(*reversed(data.shape))  # ggml counts from the innermost one
+            return place(call["ggml_new_tensor"](context, _GGML_TYPES[data.dtype], data.ndim, dims), data)
+
+        def attend() -> Tensor:
+            if (status := call["ggml_backend_graph_compute"](self._backend, graph)) != 0:
+                raise RuntimeError(f"ggml failed with status {status}")
+            return out
+
+        try:
+            leaves = leaf(queries.unsqueeze(2)), leaf(k), leaf(v)
+            result = call["ggml_flash_attn_ext"](context, *leaves, None, q.shape[-1] ** -0.5, 0.0, 0.0)
+            place(result, out)
+            graph = call["ggml_new_graph"](context)
+            call["ggml_build_forward_expand"](graph, result)
+            call["ggml_backend_cpu_set_n_threads"](self._backend, num_threads)
+            yield attend
+        finally:
+            for buffer in buffers:
+                call["ggml_backend_buffer_free"](buffer)
+            call["ggml_free"](context)
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, name)
+    function.restype, *function.argtypes = _SIGNATURES[name]
+    return function
+
+
+def measure_rival(
+    rival: Rival, pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float
+) -> RivalResult:
+    """Call it for about so long; at least once."""
+    deadline = time.perf_counter() + seconds
+    turn, error = 0, 0.0
+
+    def timed(batch: int) -> tuple[float, float]:
+        """Return seconds and the share of the reads around them."""
+        nonlocal turn, error
+        turn += 1
+        part = replace(shape, batch=batch)
+        k, v = pool.gathered(part, turn)
+        q = torch.randn(batch, shape.kv_heads * shape.group, shape.head_dim, generator=seeded())
+        q = q.to(options.compute_dtype)
+        with rival.prepared(q, k, v, options.threads) as attend:
+            read_before = pool.read_bytes_per_s(turn)
+            start = time.perf_counter()
+            out = attend()
+            taken = time.perf_counter() - start
+            read_after = pool.read_bytes_per_s(turn + 1)
+        if turn == 1:
+            error = relative_error(out[0, : shape.group], q[0, : shape.group], k[0, 0], v[0, 0])
+        return taken, 2 * part.kv_bytes(options.dtype) / taken / (read_before + read_after)
+
+    batch = 1
+    calls = [timed(batch)]
+    while batch < shape.batch and time.perf_counter() + 2 * _CALLS * calls[-1][0] < deadline:
+        batch = min(2 * batch, shape.batch)
+        calls = [timed(batch)]
+    while time.perf_counter() + calls[-1][0] < deadline:
+        calls.append(timed(batch))
+    kv_bytes = replace(shape, batch=batch).kv_bytes(options.dtype)
+    return RivalResult(
+        batch=batch,
+        calls=len(calls),
+        gb_per_s=kv_bytes / statistics.median(seconds for seconds, _ in calls) / 1e9,
+        fraction=statistics.median(fraction for _, fraction in calls),
+        relative_error=error,
+    )
+
+
+def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the error against float64 of the worst of the query heads that share a KV head.
+
+    Args:
+        out: [heads, head_dim], what is judged.
+        q: [heads, head_dim].
+        k: [tokens, head_dim].
+        v: [tokens, head_dim].
+    """
+    scores = q.double() @ k.double().T * q.shape[-1] ** -0.5
+    expected = scores.softmax(-1) @ v.double()
+    return float(((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())

@@ -1,0 +1,300 @@
+"""How near decoding with everything on one device comes to what that device allows.
+
+    python -m benchmarks.device_limit --shape llama-3.2-1b
+
+An iteration of decoding reads all weights once and the KV of all its requests, and multiplies every weight
+once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
+measured in between, is the limit. See rig.py for what counts, and what is timed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import harmonic_mean
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.checks import above_zero, at_least
+from benchmarks.device_limit_report import DeviceReport, Measured, decode_figures, prefill_figures
+from benchmarks.rig import Iteration, Rig, iteration_work
+from benchmarks.shown import model_arguments, progress, show
+from neo_desktop import native
+from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
+from neo_desktop.app.bench.hardware.host import Host
+from neo_desktop.app.bench.section import Spread
+from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import EngineParts, take_memory
+from neo_desktop.engine.profiling.hardware import cpu_name, last_level_cache_bytes
+from neo_desktop.engine.progress import Progress
+
+TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
+_RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
+_MOST_BYTES = 1 << 30  # beyond any cache: more would only take longer
+_SAMPLE_BYTES = 256 << 20  # on a CPU: fewer are read several times in a row
+_MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions(EngineOptions):
+    """What to measure, and how much time to take; the defaults are a thorough run.
+
+    Raises ValueError for sizes and times that make no sense.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests that decode together
+    context_tokens: int = 512  # of each prompt; decoding adds some
+    iterations: int = 16  # per batch and round
+    seconds: float = 60.0  # for all rounds; at least one is made
+    seed: int = 0  # of the prompts
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
+            raise ValueError(f"batches must be rising numbers from 1 on, got {self.batches}")
+        at_least(self, 1, "context_tokens", "iterations")
+        above_zero(self, "seconds")
+
+    @property
+    def longest_tokens(self) -> int:
+        """What the first request grows to: it is there in every batch of a round."""
+        return self.context_tokens + len(self.batches) * (self.iterations + TRACED_ITERATIONS + 2) + 1
+
+    @property
+    def request_tokens(self) -> int:
+        """That much memory, in whole runs of blocks."""
+        return -(-self.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
+
+
+def load_model(options: DeviceOptions) -> LoadedModel:
+    """Load it; ValueError where prompts and outputs do not fit into its context."""
+    model = load(options)
+    longest, most = options.longest_tokens, model.config.max_context_tokens
+    if longest > most:
+        raise ValueError(
+            f"requests would grow to {longest} tokens, but {model.name} holds {most}: take shorter contexts "
+            "or fewer iterations"
+        )
+    return model
+
+
+def take_kv_memory(model: LoadedModel, options: DeviceOptions) -> EngineParts:
+    """Take what the largest batch needs and a prompt beside it, or as much as fits."""
+    alone = replace(
+        options,
+        policy="gpu-only",
+        cpu_cache_tokens=None,
+        cpu_cache_dtype="auto",
+        max_batch_requests=max(options.most_requests, options.batches[-1]),
+    )
+    # A prompt is computed alone; those of the batches stay in the cache meanwhile.
+    wanted = (options.batches[-1] + 1) * options.request_tokens
+    if options.gpu_cache_tokens is not None:
+        wanted = min(wanted, options.gpu_cache_tokens)
+    try:
+        return take_memory(model, replace(alone, gpu_cache_tokens=wanted))
+    except MemoryError:
+        return take_memory(model, replace(alone, gpu_cache_tokens=None))
+
+
+def fitting_batches(parts: EngineParts, options: DeviceOptions) -> tuple[int, ...]:
+    """Return the batches that the memory holds; MemoryError where there is no room for the smallest."""
+    capacity = parts.tokens_in(host_memory=False)
+    batches = tuple(batch for batch in options.batches if batch <= capacity // options.request_tokens)
+    if not batches:
+        raise MemoryError(
+            f"the KV of {options.batches[0]} requests of {options.longest_tokens} tokens does not fit: there "
+            f"is room for {capacity} tokens; take shorter contexts or smaller batches"
+        )
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The device that the model runs on, by itself: what limits the model."""
+
+    name: str  # for people
+    # Of plain reads of so many bytes, again and again; a gigabyte at most. What fits into a cache is read
+    # from there, as an iteration's weights would be.
+    read_gb_per_s: Callable[[int], float]
+    matrix_gflop_per_s: Callable[[], float]  # of large square matrices in the model's dtype
+
+
+def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
+    """Take the memory for reads of up to `nbytes`: on the GPU that torch uses, or by all usable cores."""
+    name, nbytes = str(dtype).removeprefix("torch."), min(nbytes, _MOST_BYTES)
+    if streams.device.type == "cuda":
+        timer = CudaTimer(streams, nbytes, _MATRIX_SIZE["cuda"])
+        return Processor(
+            timer.name,
+            lambda wanted: read_rate(timer, min(wanted, timer.memory_bytes)).giga_per_s(),
+            matrix_rate(timer, _MATRIX_SIZE["cuda"], name).giga_per_s,
+        )
+    host = Host(max(min(nbytes, psutil.virtual_memory().available // 4), 1))
+
+    def read_gb_per_s(wanted: int) -> float:
+        part = min(wanted, host.nbytes)
+        threads = native.default_num_threads()
+        host.read_gb_per_s(threads, part)  # into the cache, if it fits
+        return harmonic_mean(
+            [host.read_gb_per_s(threads, part) for _ in range(max(1, _SAMPLE_BYTES // part))]
+        )
+
+    return Processor(cpu_name(), read_gb_per_s, partial(host.matrix_gflop_per_s, _MATRIX_SIZE["cpu"], name))
+
+
+def run_device_limit(options: DeviceOptions, progress: Progress) -> Iterator[DeviceReport]:
+    """Measure; yields the report again after each batch of each round.
+
+    Raises what `Engine.from_pretrained` raises for a model, a device or memory; ValueError where prompts and
+    outputs do not fit into the model's context, RuntimeError where the engine fails.
+    """
+    progress(0.0, "loading the model")
+    with ExitStack() as stack:
+        yield from _Measurement(options, stack).run(progress)
+    progress(1.0, "done")
+
+
+class _Measurement:
+    """Everything that is measured, and the report of it."""
+
+    def __init__(self, options: DeviceOptions, stack: ExitStack) -> None:
+        self._options = options
+        device = choose_device(options.device)
+        self._is_cuda = device.type == "cuda"
+        self._model = load_model(options)
+        decoder = self._model.decoder
+        setup = take_kv_memory(self._model, options)
+        self._batches = fitting_batches(setup, options)
+        without_room = [str(batch) for batch in options.batches if batch not in self._batches]
+        self._notes: tuple[str, ...] = ()
+        if without_room:
+            self._notes = (f"Left out for want of memory for KV: batch {', '.join(without_room)}.",)
+        self._rig = Rig(setup, options.context_tokens, options.seed)
+        stack.callback(self._rig.close)
+
+        before = torch.cuda.memory_allocated() if self._is_cuda else 0
+        self._processor = processor(self._model.streams, self._bytes(self._batches[-1]), decoder.dtype)
+        self._processor.matrix_gflop_per_s()  # to warm up, and to take its memory
+        self._own_bytes = 0
+        if self._is_cuda:
+            self._own_bytes = torch.cuda.memory_allocated() - before
+            torch.cuda.reset_peak_memory_stats()
+
+        self._prefills: list[list[Iteration]] = []
+        self._prefill_read_gb_per_s: list[float] = []
+        self._matrix_gflop_per_s: list[float] = []
+        self._measured: dict[int, Measured] = {}
+        self._process_bytes = 0
+
+    def run(self, progress: Progress) -> Iterator[DeviceReport]:
+        """Go round until the time is over, once at least."""
+        options, rig = self._options, self._rig
+        progress(0.0, "warming up")
+        rig.prefill()
+        rig.join(1)
+        rig.decode(2)
+        rig.leave()
+        start = time.perf_counter()
+        rounds, taken = 0, 0.0
+        while rounds == 0 or taken * (rounds + 1) / rounds < options.seconds:
+            share = min(taken / options.seconds, 1.0)
+            progress(share, "prefill")
+            self._prefill()
+            yield self._report()
+            running = 0
+            for batch in self._batches:
+                if rounds == 0 and running > 0:
+                    left_s = options.seconds - (time.perf_counter() - start)
+                    if self._leaves_out(batch, batch - running, left_s):
+                        yield self._report()
+                        break
+                progress(share, f"decoding with batch {batch}")
+                self._decode(batch)
+                running = batch
+                yield self._report()
+            rig.leave()
+            rounds += 1
+            taken = time.perf_counter() - start
+
+    def _prefill(self) -> None:
+        self._matrix_gflop_per_s.append(self._processor.matrix_gflop_per_s())
+        iterations = self._rig.prefill()
+        self._prefill_read_gb_per_s.append(self._processor.read_gb_per_s(iterations[-1].work.nbytes))
+        self._prefills.append(iterations)
+
+    def _decode(self, batch: int) -> None:
+        rig, nbytes = self._rig, self._bytes(batch)
+        rig.join(batch)
+        rig.decode(1)
+        reads = [self._processor.read_gb_per_s(nbytes)]
+        iterations = rig.decode(self._options.iterations)
+        reads.append(self._processor.read_gb_per_s(nbytes))
+        idle_share = rig.idle_share(TRACED_ITERATIONS)
+        self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
+
+        measured = self._measured.setdefault(batch, Measured())
+        measured.iterations += iterations
+        measured.read_gb_per_s += reads
+        measured.idle_shares.append(idle_share)
+
+    def _leaves_out(self, batch: int, new_prompts: int, left_s: float) -> bool:
+        """Whether computing the prompts of this batch would take longer than there is time; then say so."""
+        seconds = new_prompts * sum(each.step_s for each in self._prefills[0])
+        if seconds <= left_s:
+            return False
+        left_out = ", ".join(str(each) for each in self._batches if each >= batch)
+        self._batches = tuple(each for each in self._batches if each < batch)
+        self._notes += (
+            f"Left out for want of time: batch {left_out}. The prompts of batch {batch} alone would take "
+            f"about {seconds:.0f} s; allow more time or take shorter contexts.",
+        )
+        return True
+
+    def _bytes(self, batch: int) -> int:
+        """Weights, and KV of so many prompts."""
+        decoder = self._model.decoder
+        context_lens = [self._options.context_tokens] * batch
+        return iteration_work(decoder.config, decoder.dtype, context_lens, batch, batch).nbytes
+
+    def _report(self) -> DeviceReport:
+        decoder, matrix = self._model.decoder, Spread.of(self._matrix_gflop_per_s)
+        return DeviceReport(
+            model=self._model.name,
+            device=decoder.device.type,
+            device_name=self._processor.name,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            weight_bytes=iteration_work(decoder.config, decoder.dtype, [], 1, 1).nbytes,
+            last_level_cache_bytes=0 if self._is_cuda else last_level_cache_bytes(),
+            rounds=len(self._prefills),
+            matrix_gflop_per_s=matrix,
+            prefill=prefill_figures(
+                self._prefills, Spread.of(self._prefill_read_gb_per_s).median, matrix.median
+            ),
+            decode=tuple(
+                decode_figures(batch, measured, matrix.median) for batch, measured in self._measured.items()
+            ),
+            peak_gpu_bytes=torch.cuda.max_memory_allocated() - self._own_bytes if self._is_cuda else None,
+            process_bytes=self._process_bytes,
+            notes=self._notes,
+        )
+
+
+def short_options(device: str, **settings: Any) -> DeviceOptions:
+    """For twenty seconds; a CPU alone takes a second for a hundred tokens."""
+    batches, context = ((1, 8, 32), 512) if choose_device(device).type == "cuda" else ((1, 4), 64)
+    return DeviceOptions(device=device, batches=batches, context_tokens=context, seconds=20.0, **settings)
+
+
+if __name__ == "__main__":
+    given = model_arguments(__doc__).parse_args()
+    show(
+        run_device_limit(short_options(given.device, shape=given.shape, dtype=given.dtype), progress),
+        given.json,
+    )

@@ -1,0 +1,238 @@
+"""What the page costs, in a real Chromium: `python benchmarks/page_cost.py`.
+
+<<<<<<< HEAD:scripts/page_cost.py
+Prints the time from the program's start to the first page, the bytes of the first load, memory, how long 300
+messages take to open, and the processor time of server and browser, idle and while answers grow at 60
+tokens/s, with one page and with eight.
+=======
+Prints the time from the program's start to the first page, the bytes of the first load, memory, the
+processor time of server and browser while nothing happens and per token of answers at 60 tokens/s, for one
+open chat and for eight, and how long 300 messages take to open.
+>>>>>>> cut2:benchmarks/page_cost.py
+
+The server's engine is a stand-in that writes a word 60 times a second for each request, so that the page's
+part is seen; the last line of each run tells what it costs without a page.
+"""
+
+import argparse
+import contextlib
+<<<<<<< HEAD:scripts/page_cost.py
+import json
+=======
+>>>>>>> cut2:benchmarks/page_cost.py
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from playwright.sync_api import Page, expect, sync_playwright
+
+ROOT = Path(__file__).parent.parent
+RATE = 60  # tokens/s
+SECONDS = 20
+PORT = "--remote-debugging-port=7980"
+BOX = "#question textarea"
+SERVER = """
+import sys, time, pathlib
+sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
+from tests.app.conftest import running
+from tests.app.fake_engine import ScriptedExecutor, make_engine
+from neo_desktop.ui.page import mount
+
+class Paced(ScriptedExecutor):
+    due_s = 0.0
+    def _carry_out(self, plan):
+        self.due_s = max(self.due_s + 1 / {rate}, time.monotonic() - 0.5)
+        time.sleep(max(self.due_s - time.monotonic(), 0))
+        return super()._carry_out(plan)
+
+executor = Paced()
+executor.answers = ["word " * 4000]
+<<<<<<< HEAD:scripts/page_cost.py
+template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}{{% endfor %}}<a>"
+=======
+template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}"
+template += "{{% endfor %}}<assistant>"
+>>>>>>> cut2:benchmarks/page_cost.py
+engine = make_engine(executor, num_blocks=65536, context_tokens=30_000, template=template)
+with running(engine, data_folder=pathlib.Path({data!r}), mount=mount) as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time of a process and its children, in seconds."""
+    total = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+@contextlib.contextmanager
+def server() -> Iterator[tuple[psutil.Process, str]]:
+    """A server of its own, and its address."""
+    with tempfile.TemporaryDirectory() as data:
+        code = SERVER.format(root=str(ROOT), data=data, rate=RATE)
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            try:
+                yield psutil.Process(process.pid), url
+            finally:
+                process.kill()
+
+
+def start_to_page(browser: Any) -> dict[str, float]:
+    """Seconds from the command to a page that can be written into, with the built-in model."""
+    with tempfile.TemporaryDirectory() as data:
+        begun_s = time.perf_counter()
+        program = [sys.executable, "-m", "neo_desktop.app.entry", "chat", "--no-browser", "--port", "7981"]
+        with subprocess.Popen(
+            program, env=os.environ | {"NEO_DESKTOP_DATA": data}, stdout=subprocess.DEVNULL
+        ) as process:
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get("http://127.0.0.1:7981/", trust_env=False).status_code == 200:
+                        break
+                time.sleep(0.02)
+            served_s = time.perf_counter() - begun_s
+            page = browser.new_page()
+            page.goto("http://127.0.0.1:7981/")
+            expect(page.locator(BOX)).to_be_editable(timeout=60_000)
+            shown_s = time.perf_counter() - begun_s
+            time.sleep(10)
+            memory = psutil.Process(process.pid).memory_info().rss / 2**20
+            page.close()
+            process.terminate()
+    return {"served_s": served_s, "editable_s": shown_s, "rss_mib": memory}
+
+
+def opened(browser: Any, url: str) -> tuple[Page, int, float]:
+    """A page that can be written into, the bytes of its load, and the seconds."""
+    context = browser.new_context()
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+    sizes: list[float] = []
+    session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    begun_s = time.perf_counter()
+    page.goto(url)
+    expect(page.locator(BOX)).to_be_editable(timeout=60_000)
+    took_s = time.perf_counter() - begun_s
+    page.wait_for_timeout(1500)
+    return page, int(sum(sizes)), took_s
+
+
+def is_browser(command: list[str] | None) -> bool:
+    """True for the first process of this script's browser."""
+    return bool(command) and PORT in command and not any(part.startswith("--type=") for part in command)
+
+
+def open_long(browser: Any, url: str) -> float:
+    """Seconds until the end of a chat of 300 long messages is seen."""
+    part = "A sentence with **bold**, `code` and a list:\n\n- one\n- two\n\n```python\nx = 1\n```\n\n" * 5
+    messages = [
+        {
+            "parent": n - 1 if n else None,
+            "role": "assistant" if n % 2 else "user",
+            "created_s": 1,
+            "text": f"{n} {part}",
+        }
+        for n in range(300)
+    ]
+    chat = {"title": "long", "created_s": 1, "updated_s": 1, "leaf": 299, "messages": messages}
+    body = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    (chat_id,) = httpx.post(f"{url}/test", json=["add", [body], {}], trust_env=False).json()["result"]
+    took_s = []
+    for _ in range(3):
+        page = browser.new_page()
+        begun_s = time.perf_counter()
+        page.goto(f"{url}/?chat={chat_id}")
+        expect(page.locator("#messages .bot").last).to_contain_text("299", timeout=30_000)
+        took_s.append(time.perf_counter() - begun_s)
+        page.close()
+    return sorted(took_s)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.parse_args()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--disable-gpu", PORT],
+        )
+<<<<<<< HEAD:scripts/page_cost.py
+        chrome = next(one for one in psutil.process_iter(["cmdline"]) if is_browser(one.info["cmdline"]))
+        print("start", start_to_page(browser), flush=True)
+        with server() as (_, url):
+            print(f"300 long messages open in {open_long(browser, url):.2f} s", flush=True)
+=======
+        chrome = next(
+            one
+            for one in psutil.process_iter(["cmdline"])
+            if "--remote-debugging-port=7980" in (one.info["cmdline"] or [])
+            and "--type=" not in " ".join(one.info["cmdline"])
+        )
+        print("start", start_to_page(browser, box), flush=True)
+>>>>>>> cut2:benchmarks/page_cost.py
+        for num_pages in (1, 8):
+            with server() as (process, url):
+                if num_pages == 1:
+                    before = cpu_s(process)
+                    time.sleep(SECONDS)
+                    print(f"idle, no page: {(cpu_s(process) - before) / SECONDS:.2%} of a core", flush=True)
+                pages = []
+                for _ in range(num_pages):
+                    page, size, took_s = opened(browser, url)
+                    pages.append(page)
+                print(f"{num_pages} pages: load {size:,} bytes, {took_s:.2f} s", flush=True)
+                time.sleep(3)
+                before, before_chrome = cpu_s(process), cpu_s(chrome)
+                time.sleep(SECONDS)
+                print(
+                    f"idle, {num_pages} pages: server {(cpu_s(process) - before) / SECONDS:.2%}, "
+                    f"browser {(cpu_s(chrome) - before_chrome) / SECONDS:.2%}",
+                    flush=True,
+                )
+                for page in pages:
+                    field = page.locator(BOX)
+                    field.fill("hello")
+                    field.press("Enter")
+                time.sleep(3)
+                before, before_chrome = cpu_s(process), cpu_s(chrome)
+                time.sleep(SECONDS)
+                server_s, chrome_s = cpu_s(process) - before, cpu_s(chrome) - before_chrome
+                tokens = RATE * SECONDS * num_pages
+                print(
+                    f"streaming, {num_pages} pages: server {server_s / SECONDS:.1%} of a core, "
+                    f"{server_s / tokens * 1e3:.3f} ms per token; browser {chrome_s / SECONDS:.1%}",
+                    flush=True,
+                )
+                for page in pages:
+                    page.close()
+                time.sleep(2)
+                before = cpu_s(process)
+                time.sleep(SECONDS / 2)
+                print(
+                    f"the same without pages: server {(cpu_s(process) - before) / SECONDS * 2:.1%}",
+                    flush=True,
+                )
+                print(f"memory {process.memory_info().rss / 2**20:.0f} MiB", flush=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What Triton's compiler makes of the kernels for every GPU, without one; `--write` keeps it as the budget.
+
+    python -m benchmarks.sass_budget                         compile, print what differs from the budget
+    python -m benchmarks.sass_budget --write                 ... and let it be the budget from now on
+    python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other versions than the installed one
+
+The budget has figures of each version that a supported torch brings. Others than the installed one go to the
+user's cache. tests/kernels/test_compile.py fails where a figure has become worse. Needs the `dev`
+extra; a version takes a minute.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import triton
+
+ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support"
+BUDGET = ROOT / "tests" / "kernels" / "sass_budget.json"
+NUM_PROCESSES = 2
+
+# Of each: whether more is better.
+FIGURES = {
+    "registers": False,
+    "spilled": False,
+    "shared": False,
+    "programs_per_sm": True,
+    "instructions": False,
+    "wide_loads": True,
+    "shared_loads": False,
+    "barriers": False,
+}
+Figures = Mapping[str, int]
+
+
+# torch -> the Triton that its builds for CUDA require.
+TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1"}
+
+
+def run(program: str, *arguments: str, triton_folder: Path | None = None) -> str:
+    """Run a program that compiles, in a process of its own: in this one Triton may be in its interpreter.
+
+    Args:
+        triton_folder: where another Triton lies; None: the installed one is used.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    path = os.environ.get("PYTHONPATH")
+    folders = [str(each) for each in (triton_folder, path) if each]
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, SUPPORT / program, *arguments],
+            # An empty folder, since what an earlier run compiled would be found again.
+            env=os.environ
+            | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(folders)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if result.returncode != 0:
+        raise RuntimeError(f"{program} failed:\n{result.stderr[-10_000:]}")
+    return result.stdout
+
+
+def installed_beside(version: str) -> Path:
+    """Return the folder of a Triton that is not the installed one, and install it there at first."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "neo-desktop" / "triton" / version
+    if not (folder / f"triton-{version}.dist-info").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        subprocess.run([*command, "--target", str(folder), f"triton=={version}"], check=True)
+    return folder
+
+
+def compile_all(triton_folder: Path | None = None) -> list[dict[str, Any]]:
+    """Return what the compiler makes of every kernel; see `compile_kernels.Compiled`."""
+
+    def compile_part(part: int) -> str:
+        return run("compile_kernels.py", str(part), str(NUM_PROCESSES), triton_folder=triton_folder)
+
+    with ThreadPoolExecutor() as pool:
+        outputs = pool.map(compile_part, range(NUM_PROCESSES))
+        return [json.loads(line) for output in outputs for line in output.splitlines()]
+
+
+def table(kernels: list[dict[str, Any]]) -> dict[str, Figures]:
+    """Return `variant: kernel on GPU -> figures`; of a kernel that is there twice, the same."""
+    return {
+        f"{kernel['variant']}: {kernel['kernel']} on sm_{kernel['capability']}": {
+            figure: kernel[figure] for figure in FIGURES
+        }
+        for kernel in kernels
+    }
+
+
+def worse(budget: Mapping[str, Figures], found: Mapping[str, Figures]) -> list[str]:
+    """Say what has become worse than its budget, or is in one of the two only."""
+    complaints = [f"{name}: compiled, but not in the budget" for name in found if name not in budget]
+    for name, allowed in budget.items():
+        if name not in found:
+            complaints.append(f"{name}: in the budget, but not compiled")
+            continue
+        complaints += [
+            f"{name}: {figure} {found[name][figure]}, allowed {allowed[figure]}"
+            for figure, more_is_better in FIGURES.items()
+            if (found[name][figure] < allowed[figure]) == more_is_better
+            and found[name][figure] != allowed[figure]
+        ]
+    return complaints
+
+
+def read_budget() -> dict[str, dict[str, Figures]]:
+    """Return `version of Triton -> variant: kernel on GPU -> figures`."""
+    if not BUDGET.exists():
+        return {}
+    data = json.loads(BUDGET.read_text())
+    return {
+        version: {name: dict(zip(data["figures"], numbers, strict=True)) for name, numbers in kept.items()}
+        for version, kept in data["versions"].items()
+    }
+
+
+def write_budget(budget: Mapping[str, Mapping[str, Figures]]) -> None:
+    """Keep it, one kernel a line."""
+    versions = []
+    for version, kernels in sorted(budget.items()):
+        lines = (
+            f"      {json.dumps(name)}: {json.dumps([figures[each] for each in FIGURES])}"
+            for name, figures in sorted(kernels.items())
+        )
+        versions.append(f'    "{version}": {{\n' + ",\n".join(lines) + "\n    }")
+    head = f'{{\n  "figures": {json.dumps(list(FIGURES))},\n  "versions": {{\n'
+    BUDGET.write_text(head + ",\n".join(versions) + "\n  }\n}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="let what is compiled now be the budget")
+    parser.add_argument("--triton", nargs="+", metavar="VERSION", help="versions; default: the installed one")
+    arguments = parser.parse_args()
+    budget = read_budget()
+    for version in arguments.triton or [triton.__version__]:
+        folder = None if version == triton.__version__ else installed_beside(version)
+        found = table(compile_all(folder))
+        print(f"Triton {version}")
+        if version in budget:
+            print("\n".join(worse(budget[version], found)) or "nothing is worse than its budget")
+        else:
+            print(f"the budget has no figures of it, but of {', '.join(budget)}: --write adds them")
+        if arguments.write:
+            budget[version] = found
+            write_budget(budget)
+
+
+if __name__ == "__main__":
+    main()

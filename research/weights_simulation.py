@@ -1,0 +1,387 @@
+"""Models larger than the card, simulated: what divided weights bring over streaming and over a layer split.
+
+<<<<<<< HEAD:scripts/weights_simulation.py
+    python research/weights_simulation.py sweep      GPU memory of 6 to 90 % of the weights (HeteGen, figure 8)
+    python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
+    python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
+    python research/weights_simulation.py plot       the sweep as a picture
+=======
+    python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
+    python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
+    python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
+    python research/weights_simulation.py experts    what the most used ones bring on the GPU
+    python research/weights_simulation.py plot       the sweep as a picture
+>>>>>>> cut2:research/weights_simulation.py
+
+One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All have the same
+figures of machine and kernels, and the same GPU memory for weights; they differ in who computes what when:
+
+    streaming    what is not resident crosses the bus for every token, beside the GPU's computing
+    accelerate   likewise, but from memory that is not pinned, layer by layer: copies wait for products
+    layer split  the first layers are on the GPU, the others on the CPU, and one waits for the other; for
+                 prompts the CPU's layers are copied to the GPU and computed there. Of a mixture, all but the
+                 experts is on the GPU first, and then experts layer by layer
+    divided      rows of each matrix, or a layer's experts: CPU, bus and GPU work at the same time
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.predict.cost_model import Curve
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.split_product import Rates, Sizes
+from neo_desktop.engine.predict.weight_plan import (
+    WeightPlan,
+    bound_ms,
+    layer_matrices,
+    least_gpu_bytes,
+    plan_layers,
+    plan_weights,
+    weight_times,
+)
+from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.simulation.analytic import KERNEL_MS, LINEAR_KERNELS, analytic_cost_model, bytes_read
+from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
+from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.quantised import PartShape
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import StoredForm, uniform_form
+
+DTYPE = torch.float16
+PROMPT, OUTPUT = 512, 64
+SHARES = (0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+MACHINES = ("t4", "rtx-3060", "rtx-4090")
+CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
+CARD_HOST_GIB = 64  # of main memory, whatever the usual host of the card has
+CHAT_TOKENS = 4096
+OFFLOADED_ROWS = 32  # from so many on a layer split copies the CPU's layers to the GPU
+
+RUNGS = ("accelerate", "streaming", "layer split", "divided")
+COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
+PLOTTED = "Llama-2-13B"
+
+
+def opt(hidden: int, layers: int) -> ModelConfig:
+    """OPT's number of weights: two matrices of 4 times the width are three of 8/3 of it."""
+    return replace(
+        shape("llama-2-13b"),
+        vocab_size=50_272,
+        hidden_size=hidden,
+        intermediate_size=round(hidden / 3) * 8,
+        num_layers=layers,
+        num_heads=hidden // 128,
+        num_kv_heads=hidden // 128,
+        max_context_tokens=2048,
+        tie_word_embeddings=True,
+        layer_windows=(None,) * layers,
+    )
+
+
+def quantised(name: str) -> tuple[ModelConfig, LinearForm]:
+    config = shape(name)
+    return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
+
+
+def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, LinearForm]:
+    """Experts in MXFP4, all else in 16 bits; windows and sinks left out."""
+    config = replace(
+        shape("llama-2-7b"),
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_context_tokens=131_072,
+        layer_windows=(None,) * layers,
+        experts=ExpertsConfig(experts, 4, 2880, tuple(range(layers))),
+    )
+    of_experts = {
+        name: (PartShape("MXFP4", matrix.rows),) for name, matrix in config.each_matrix() if matrix.experts
+    }
+    return config, StoredForm(stored=of_experts).on_gpu(dispatch)
+
+
+MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
+    "Llama-2-13B": lambda: (shape("llama-2-13b"), DENSE),
+    "OPT-13B": lambda: (opt(5120, 40), DENSE),
+    "OPT-30B": lambda: (opt(7168, 48), DENSE),
+    "Llama-3.1-70B, 4 bits": lambda: quantised("llama-3.1-70b"),
+    "Qwen3-30B-A3B, 4 bits": lambda: quantised("qwen3-30b-a3b"),
+    "gpt-oss-20b": lambda: gpt_oss(32, 24),
+    "gpt-oss-120b": lambda: gpt_oss(128, 36),
+}
+CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
+    "Qwen3-14B": lambda: quantised("qwen3-14b"),
+    "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
+    "Qwen3-32B": lambda: quantised("qwen3-32b"),
+    "Llama-3.1-70B": lambda: quantised("llama-3.1-70b"),
+    "Qwen3-30B-A3B": lambda: quantised("qwen3-30b-a3b"),
+    "gpt-oss-20b (MXFP4)": lambda: gpt_oss(32, 24),
+    "gpt-oss-120b (MXFP4)": lambda: gpt_oss(128, 36),
+    "Llama-3.1-8B, 16 bits": lambda: (shape("llama-3.1-8b"), DENSE),
+    "Llama-2-13B, 16 bits": lambda: (shape("llama-2-13b"), DENSE),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a machine, with so much GPU memory for its weights."""
+
+    gpu: GpuPreset
+    host: HostPreset
+    config: ModelConfig
+    form: LinearForm
+    gpu_bytes: int
+
+    @classmethod
+    def of(cls, gpu_name: str, model: str, share: float) -> "Case":
+        gpu = get_gpu(gpu_name)
+        config, form = MODELS[model]()
+        return cls(gpu, get_host(gpu.host), config, form, int(share * config.weight_bytes(DTYPE, form)))
+
+    @property
+    def rates(self) -> Rates:
+        return machine_rates(self.gpu, self.host)
+
+    @cached_property
+    def matrices(self) -> dict[str, Sizes]:
+        return layer_matrices(self.config, self.form, DTYPE)
+
+    @cached_property
+    def plan(self) -> WeightPlan:
+        return plan_weights(self.config, self.form, DTYPE, self.gpu_bytes, self.rates)
+
+    @cached_property
+    def layers_plan(self) -> WeightPlan:
+        return plan_layers(self.config, self.form, DTYPE, self.gpu_bytes)
+
+    def needed_bytes(self, rows: int) -> float:
+        """What the first layers leave in host memory, as far as so many rows need it."""
+        resident = self.layers_plan.resident_rows
+        others = [sizes for name, sizes in self.matrices.items() if not resident[name]]
+        return sum(sizes.touched(rows) * sizes.host_bytes for sizes in others)
+
+    def times(self, rows: int, plan: WeightPlan, rates: Rates, share: float | None = None) -> float:
+        """What the products of all layers take, in ms."""
+        return weight_times(self.matrices, plan, rates, rows, share).ms
+
+    def streaming_ms(self, rows: int, rates: Rates) -> float:
+        """What they take if the GPU computes all: of experts, those that are needed are streamed."""
+        needed, plan = dict(self.matrices), self.layers_plan
+        for name, sizes in self.matrices.items():
+            if not plan.resident_rows[name]:
+                needed[name] = replace(
+                    sizes,
+                    columns=round(sizes.used_share * sizes.columns),  # that each row is multiplied with
+                    host_bytes=round(sizes.touched(rows) * sizes.host_bytes),
+                    unpacked_bytes=round(sizes.touched(rows) * sizes.unpacked_bytes),
+                    used_share=1.0,
+                )
+        return weight_times(needed, plan, rates, rows, 1.0).ms
+
+    def rung(self, name: str) -> float:
+        """Return tokens of the answer per second."""
+        return self.rate(
+            {
+                "divided": lambda rows: self.times(rows, self.plan, self.rates),
+                "streaming": lambda rows: self.streaming_ms(rows, self.rates),
+                "accelerate": self._accelerate_ms,
+                "layer split": self._layer_split_ms,
+            }[name]
+        )
+
+    def rate(self, products_ms: Callable[[int], float]) -> float:
+        """Return tokens of the answer per second, the prompt's time included."""
+        read = bytes_read(self.config, DTYPE, self.form)
+        cost = analytic_cost_model(self.gpu, self.host, self.config, DTYPE, read)
+        fixed_ms = LINEAR_KERNELS * KERNEL_MS
+        layer_ms = [fixed_ms + products_ms(rows) / cost.num_layers for rows in (1, PROMPT)]
+        cost = replace(cost, linear=Curve((1, PROMPT), layer_ms))
+        prompt = iteration_ms(cost, Load(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0)))
+        decode = iteration_ms(cost, Load().plus({Place.DEVICE: Decodes(1, PROMPT + OUTPUT // 2)}))
+        return OUTPUT / (prompt + (OUTPUT - 1) * decode) * 1e3
+
+    def bound(self) -> float:
+        """Return tokens of the answer per second if reading weights by CPU, bus and GPU were all."""
+        decode_ms = bound_ms(self.matrices, self.plan, self.rates)
+        return OUTPUT / (OUTPUT - 1) / decode_ms * 1e3
+
+    def _accelerate_ms(self, rows: int) -> float:
+        """One core copies to where the driver fetches it; the GPU waits for a layer and computes it then."""
+        copying = 1 / min(self.host.core_bytes_per_s / 2, self.rates.bus_bytes_per_s)
+        copied_ms = 1e3 * self.needed_bytes(rows) * copying
+        computing = replace(self.rates, bus_bytes_per_s=inf, host_bytes_per_s=inf)
+        return copied_ms + self.streaming_ms(rows, computing)
+
+    def _layer_split_ms(self, rows: int) -> float:
+        """No hand-offs beside that between the halves; long prompts are computed by the GPU alone."""
+        rates = replace(self.rates, hand_off_ms=0.0, host_bytes_per_s=inf)
+        on_cpu_ms = self.times(rows, self.layers_plan, rates, 0.0)
+        if rows < OFFLOADED_ROWS:
+            return on_cpu_ms
+        copied_ms = 1e3 * self.needed_bytes(rows) / self.rates.bus_bytes_per_s
+        computing = replace(rates, bus_bytes_per_s=inf)
+        return min(on_cpu_ms, copied_ms + self.streaming_ms(rows, computing))
+
+
+def cases(share: float) -> Iterator[tuple[str, str, Case]]:
+    for gpu in MACHINES:
+        for model in MODELS:
+            case = Case.of(gpu, model, share)
+            if case.gpu_bytes >= least_gpu_bytes(case.config, case.form, DTYPE):
+                yield gpu, model, case
+
+
+def sweep() -> None:
+    print(
+        "| GPU | model | weights on the GPU | GB | " + " | ".join(RUNGS) + " | bound | "
+        "/ accelerate | / streaming | / layer split |"
+    )
+    print("|---" * (8 + len(RUNGS)) + "|")
+    for gpu, model in product(MACHINES, MODELS):
+        for share in SHARES:
+            case = Case.of(gpu, model, share)
+            if case.gpu_bytes < least_gpu_bytes(case.config, case.form, DTYPE):
+                continue
+            rates = {name: case.rung(name) for name in RUNGS}
+            ours = rates["divided"]
+            print(
+                f"| {get_gpu(gpu).title} | {model} | {share:.0%} | {case.gpu_bytes / 1e9:.1f} | "
+                + " | ".join(f"{rates[name]:.2f}" for name in RUNGS)
+                + f" | {case.bound():.2f} | {ours / rates['accelerate']:.1f}x "
+                f"| {ours / rates['streaming']:.1f}x | {ours / rates['layer split']:.2f}x |",
+                flush=True,
+            )
+
+
+def ablated(case: Case) -> dict[str, float]:
+    """Return `what is left out -> tokens per second`."""
+    rates, plan = case.rates, case.plan
+    best = weight_times(case.matrices, plan, rates, 1)
+    share_of_one = best.streamed_bytes / plan.host_bytes
+    # Weights that are not pinned are copied first: read, written, and read again by the bus.
+    copying = 2 / rates.host_bytes_per_s
+    unpinned = replace(rates, bus_bytes_per_s=1 / (1 / rates.bus_bytes_per_s + copying))
+    nothing = WeightPlan(
+        dict.fromkeys(case.matrices, 0),
+        least_gpu_bytes(case.config, case.form, DTYPE),
+        sum(sizes.host_bytes for sizes in case.matrices.values()),
+    )
+    variants: dict[str, Callable[[int], float]] = {
+        "all": lambda rows: case.times(rows, plan, rates),
+        "without the CPU": lambda rows: case.times(rows, plan, rates, 1.0),
+        "without streaming": lambda rows: case.times(rows, plan, rates, 0.0),
+        "streaming for prompts alone": lambda rows: case.times(rows, plan, rates, 0.0 if rows == 1 else None),
+        "one share for all numbers of rows": lambda rows: case.times(rows, plan, rates, share_of_one),
+        "pinning before each transfer": lambda rows: case.times(rows, plan, unpinned),
+        "whole layers on the GPU": lambda rows: case.times(rows, case.layers_plan, rates),
+        "nothing resident": lambda rows: case.times(rows, nothing, rates),
+    }
+    return {name: case.rate(products_ms) for name, products_ms in variants.items()}
+
+
+def ablation() -> None:
+    share = 0.5
+    found = {(gpu, model): ablated(case) for gpu, model, case in cases(share)}
+    print(f"At {share:.0%} of the weights on the GPU:\n")
+    print("| | " + " | ".join(f"{get_gpu(gpu).title}, {model}" for gpu, model in found) + " |")
+    print("|---" * (1 + len(found)) + "|")
+    for name in next(iter(found.values())):
+        print(
+            f"| {name} | " + " | ".join(f"{each[name] / each['all']:.0%}" for each in found.values()) + " |"
+        )
+
+
+def cards() -> None:
+    print("| model | " + " | ".join(f"{get_gpu(card).title}" for card in CARDS) + " |")
+    print("|---" * (1 + len(CARDS)) + "|")
+    for model, make in CARD_MODELS.items():
+        print(f"| {model} | " + " | ".join(on_card(card, *make()) for card in CARDS) + " |", flush=True)
+
+
+def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
+    """Return tokens per second of one chat, and how much of the weights is in host memory."""
+    gpu = get_gpu(name)
+    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
+    rates = machine_rates(gpu, host)
+    dtype = config.dtype
+    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
+    try:
+        plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
+    except MemoryError:
+        return "does not fit"
+    divided = DividedWeights.of(plan, rates, config, form, dtype)
+    cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
+    ms = min(iteration_ms(cost, Load().plus({place: Decodes(1, CHAT_TOKENS)})) for place in PLACES)
+    return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
+
+
+def plot(out: Path) -> None:
+    mpl.use("Agg")
+    figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
+    for axes, gpu in zip(all_axes, MACHINES, strict=True):
+        found = [Case.of(gpu, PLOTTED, share) for share in SHARES]
+        for name in RUNGS:
+            rates = [case.rung(name) for case in found]
+            axes.plot(
+                [100 * share for share in SHARES], rates, "o-", markersize=3, color=COLOURS[name], label=name
+            )
+        axes.plot(
+            [100 * share for share in SHARES],
+            [case.bound() for case in found],
+            ":",
+            color="black",
+            label="bound",
+        )
+        axes.set(title=get_gpu(gpu).title, xlabel="weights on the GPU, %", ylim=(0, None))
+    all_axes[0].set_ylabel("tokens / s")
+    all_axes[0].legend(frameon=False)
+    figure.suptitle(f"{PLOTTED}, {PROMPT} tokens in, {OUTPUT} out")
+    figure.tight_layout()
+    figure.savefig(out / "sim-weights.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+<<<<<<< HEAD:scripts/weights_simulation.py
+    parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
+    parser.add_argument("--out", type=Path, default=Path("research/images"))
+=======
+    parser.add_argument("part", choices=("sweep", "ablation", "cards", "experts", "plot"))
+    parser.add_argument("--out", type=Path, default=Path("research/images"))
+>>>>>>> cut2:research/weights_simulation.py
+    arguments = parser.parse_args()
+    match arguments.part:
+        case "sweep":
+            sweep()
+        case "ablation":
+            ablation()
+        case "cards":
+            cards()
+        case "plot":
+            plot(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

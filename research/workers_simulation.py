@@ -1,0 +1,223 @@
+"""Simulate attention workers: how throughput grows with their number, how many a GPU wants, what tokens cost.
+
+    python research/workers_simulation.py efficiency --out research/images
+    python research/workers_simulation.py sizing
+
+The first is FastDecode's figure 7: all KV is with the workers, one to eight of them.
+Prints the tables of docs/simulation.md; the first also draws a picture.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.machine import GIB, TFLOPS
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.workers import (
+    WORKERS,
+    Link,
+    SteadyLoad,
+    Workers,
+    in_turn,
+    with_workers,
+    workers_wanted,
+)
+from neo_desktop.engine.simulation.workload import synthetic
+from neo_desktop.models.shapes import shape
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+DTYPE = torch.float16
+LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=1024)
+COUNTS = (1, 2, 4, 8)
+# FastDecode, section 4.1: an A10, of whose memory nothing is needed for KV, and sockets of EPYC processors.
+A10 = replace(get_gpu("a10g"), tensor_flops=125 * TFLOPS, memory_bytes=80 * GIB)
+SOCKET = get_host("ddr4-server")
+LINKS = {
+    "10 Gbit/s, 100 us": Link(10e9 / 8, 0.1),
+    "25 Gbit/s, 50 us": Link(25e9 / 8, 0.05),
+    "100 Gbit/s, 20 us": Link(100e9 / 8, 0.02),
+    "200 Gbit/s, 10 us": Link(200e9 / 8, 0.01),
+}
+SEQUENCES = ((1024, 1024), (512, 1024), (1024, 128))  # how many, how long
+# Cards, what they hold, and workers: a desktop's, an old server's, a new server's memory.
+MACHINES = (
+    ("rtx-3060", "llama-3.2-3b"),
+    ("a10g", "llama-3.1-8b"),
+    ("rtx-4090", "llama-3.1-8b"),
+    ("rtx-4090", "llama-2-7b"),
+    ("h100", "llama-2-13b"),
+)
+# Kind of worker -> an assumed price of an hour, where the GPU's machine costs 1.
+KINDS = {"ddr4-desktop": 0.1, "ddr4-server": 0.2, "ddr5-server": 0.4}
+CHATS = SteadyLoad(256, 1000, 400)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Throughput of 1, 2, 4 and 8 workers, relative to so many times that of one."""
+
+    tokens_per_s: Sequence[float]
+
+    @property
+    def efficiencies(self) -> list[float]:
+        first = self.tokens_per_s[0]
+        return [rate / first / count for rate, count in zip(self.tokens_per_s, COUNTS, strict=True)]
+
+
+def cost_of(base: TableCostModel, model: str, count: int, link: Link) -> TableCostModel:
+    return with_workers(base, Workers(count, SOCKET, link), shape(model), DTYPE)
+
+
+def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool = True) -> Scaling:
+    """Return what the workers bring.
+
+    Args:
+        ahead: as the engine does it: rows of one sub-batch cross the link while workers attend for the
+            other. False: a worker gets rows, attends, sends the output, and only then gets others.
+    """
+    base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
+    prompt = 16
+    budget = KVBudget(0, sequences * (length + 128))
+    requests = synthetic(sequences, prompt, length - prompt)
+
+    def cost(count: int) -> TableCostModel:
+        found = cost_of(base, model, count, link)
+        return found if ahead else in_turn(found)
+
+    return Scaling(
+        [
+            simulate(
+                requests,
+                POLICIES["fastdecode"].with_places([WORKERS]),
+                cost(count),
+                budget.num_blocks(WORKERS),
+                BLOCK_SIZE,
+                LIMITS,
+            ).output_tokens_per_s
+            for count in COUNTS
+        ]
+    )
+
+
+def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
+    """Return what an iteration brings once chats that began at different times are in the middle of it."""
+    base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
+    load = SteadyLoad(sequences, 16, length - 16)
+    rows = sequences // 2
+    prompts = round(rows * load.prompt_tokens / load.output_tokens)
+    half = Load(
+        rows + prompts,
+        rows,
+        prompts * base.prefill_attention_ms(16, 0) / 16,
+        {WORKERS: Decodes(rows, round(rows * load.context_tokens))},
+    )
+    costs = (cost_of(base, model, count, link) for count in COUNTS)
+    return Scaling([2 * rows / iteration_ms(cost, half, half) * 1e3 for cost in costs])
+
+
+def print_efficiency(out: Path) -> None:
+    print(
+        "| model | sequences | link | 1 | 2 | 4 | 8 | efficiency at 8 | begun at different times "
+        "| not sent ahead | wanted |"
+    )
+    print("|---" * 11 + "|")
+    drawn: dict[str, Scaling] = {}
+    for model in ("llama-2-7b", "llama-2-13b"):
+        base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
+        for sequences, length in SEQUENCES:
+            for name, link in LINKS.items():
+                found = scaling(model, link, sequences, length)
+                behind = scaling(model, link, sequences, length, ahead=False)
+                lasting = steady(model, link, sequences, length)
+                load = SteadyLoad(sequences, 16, length - 16)
+                wanted = workers_wanted(base, SOCKET, link, shape(model), DTYPE, load) or "none is enough"
+                rates = " | ".join(f"{rate:,.0f}" for rate in found.tokens_per_s)
+                print(
+                    f"| {model} | {sequences} of {length} | {name} | {rates} | "
+                    f"{found.efficiencies[-1]:.0%} | {lasting.efficiencies[-1]:.0%} | "
+                    f"{behind.efficiencies[-1]:.0%} | {wanted} |",
+                    flush=True,
+                )
+                if (model, sequences, length) == ("llama-2-13b", *SEQUENCES[0]):
+                    drawn[name] = found
+    _draw(drawn, out / "sim-workers.png")
+
+
+def _draw(scalings: dict[str, Scaling], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for name, found in scalings.items():
+        axes.plot(
+            COUNTS, [rate / found.tokens_per_s[0] for rate in found.tokens_per_s], marker="o", label=name
+        )
+    axes.plot(COUNTS, COUNTS, color="#bbbbbb", linestyle="--", label="perfect")
+    axes.set(xlabel="workers", ylabel="throughput, relative to one", xticks=COUNTS)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def print_sizing() -> None:
+    """What offices have: one GPU, machines with memory to give, 400 chats."""
+    print(
+        "| GPU | model | worker | link | wanted | `gpu-only` | `auto`, own CPU | `auto`, wanted | "
+        "per price, relative |"
+    )
+    print("|---" * 9 + "|")
+    limits = replace(LIMITS, max_batch_requests=CHATS.requests)
+    requests = synthetic(400, round(CHATS.prompt_tokens), round(CHATS.output_tokens))
+    for gpu_name, model in MACHINES:
+        gpu, config = get_gpu(gpu_name), shape(model)
+        host = get_host(gpu.host)
+        base = analytic_cost_model(gpu, host, config, DTYPE)
+        budget = kv_budget(gpu, host, config, DTYPE, limits)
+
+        def rate(policy: str, cost: TableCostModel, budget: KVBudget, workers: Place | None = None) -> float:
+            where = POLICIES[policy].with_places([] if workers is None else [workers])
+            result = simulate(requests, where, cost, budget.num_blocks(workers), BLOCK_SIZE, limits)
+            return result.output_tokens_per_s
+
+        alone, own = rate("gpu-only", base, budget), rate("auto", base, budget)
+        for kind_name, price in KINDS.items():
+            kind = replace(get_host(kind_name), memory_bytes=64 * GIB)
+            for link_name, link in list(LINKS.items())[:3]:
+                wanted = workers_wanted(base, kind, link, config, DTYPE, CHATS)
+                if wanted is None:
+                    shown = "none is enough | " + f"{alone:,.0f} | {own:,.0f} | - | -"
+                else:
+                    workers = Workers(wanted, kind, link)
+                    tokens = workers.kv_tokens(config, DTYPE)
+                    cost = with_workers(base, workers, config, DTYPE)
+                    found = rate("auto", cost, KVBudget(budget.gpu_tokens, tokens), WORKERS)
+                    gain = found / alone / (1 + price * wanted)
+                    shown = f"{wanted} | {alone:,.0f} | {own:,.0f} | {found:,.0f} | {gain:.2f}"
+                print(f"| {gpu.title} | {model} | {kind_name} | {link_name} | {shown} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("efficiency", "sizing"))
+    parser.add_argument("--out", type=Path, default=Path("research/images"))
+    options = parser.parse_args()
+    if options.part == "efficiency":
+        print_efficiency(options.out)
+    else:
+        print_sizing()
+
+
+if __name__ == "__main__":
+    main()
