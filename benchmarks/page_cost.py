@@ -1,14 +1,8 @@
 """What the page costs, in a real Chromium: `python benchmarks/page_cost.py`.
 
-<<<<<<< HEAD:scripts/page_cost.py
 Prints the time from the program's start to the first page, the bytes of the first load, memory, how long 300
 messages take to open, and the processor time of server and browser, idle and while answers grow at 60
 tokens/s, with one page and with eight.
-=======
-Prints the time from the program's start to the first page, the bytes of the first load, memory, the
-processor time of server and browser while nothing happens and per token of answers at 60 tokens/s, for one
-open chat and for eight, and how long 300 messages take to open.
->>>>>>> cut2:benchmarks/page_cost.py
 
 The server's engine is a stand-in that writes a word 60 times a second for each request, so that the page's
 part is seen; the last line of each run tells what it costs without a page.
@@ -16,10 +10,7 @@ part is seen; the last line of each run tells what it costs without a page.
 
 import argparse
 import contextlib
-<<<<<<< HEAD:scripts/page_cost.py
 import json
-=======
->>>>>>> cut2:benchmarks/page_cost.py
 import os
 import shutil
 import subprocess
@@ -55,12 +46,7 @@ class Paced(ScriptedExecutor):
 
 executor = Paced()
 executor.answers = ["word " * 4000]
-<<<<<<< HEAD:scripts/page_cost.py
 template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}{{% endfor %}}<a>"
-=======
-template = "{{% for message in messages %}}<{{{{ message.role }}}}>{{{{ message.content }}}}"
-template += "{{% endfor %}}<assistant>"
->>>>>>> cut2:benchmarks/page_cost.py
 engine = make_engine(executor, num_blocks=65536, context_tokens=30_000, template=template)
 with running(engine, data_folder=pathlib.Path({data!r}), mount=mount) as server:
     print(server.url, flush=True)
@@ -174,20 +160,10 @@ def main() -> None:
             executable_path=shutil.which("chromium"),
             args=["--no-sandbox", "--disable-gpu", PORT],
         )
-<<<<<<< HEAD:scripts/page_cost.py
         chrome = next(one for one in psutil.process_iter(["cmdline"]) if is_browser(one.info["cmdline"]))
         print("start", start_to_page(browser), flush=True)
         with server() as (_, url):
             print(f"300 long messages open in {open_long(browser, url):.2f} s", flush=True)
-=======
-        chrome = next(
-            one
-            for one in psutil.process_iter(["cmdline"])
-            if "--remote-debugging-port=7980" in (one.info["cmdline"] or [])
-            and "--type=" not in " ".join(one.info["cmdline"])
-        )
-        print("start", start_to_page(browser, box), flush=True)
->>>>>>> cut2:benchmarks/page_cost.py
         for num_pages in (1, 8):
             with server() as (process, url):
                 if num_pages == 1:

@@ -1,17 +1,9 @@
 """Models larger than the card, simulated: what divided weights bring over streaming and over a layer split.
 
-<<<<<<< HEAD:scripts/weights_simulation.py
     python research/weights_simulation.py sweep      GPU memory of 6 to 90 % of the weights (HeteGen, figure 8)
     python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
     python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
     python research/weights_simulation.py plot       the sweep as a picture
-=======
-    python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
-    python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
-    python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
-    python research/weights_simulation.py experts    what the most used ones bring on the GPU
-    python research/weights_simulation.py plot       the sweep as a picture
->>>>>>> cut2:research/weights_simulation.py
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All have the same
 figures of machine and kernels, and the same GPU memory for weights; they differ in who computes what when:
@@ -364,13 +356,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-<<<<<<< HEAD:scripts/weights_simulation.py
     parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
-=======
-    parser.add_argument("part", choices=("sweep", "ablation", "cards", "experts", "plot"))
-    parser.add_argument("--out", type=Path, default=Path("research/images"))
->>>>>>> cut2:research/weights_simulation.py
     arguments = parser.parse_args()
     match arguments.part:
         case "sweep":
