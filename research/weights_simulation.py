@@ -1,6 +1,6 @@
 """Models larger than the card, simulated: what divided weights bring over streaming and over a layer split.
 
-    python research/weights_simulation.py sweep      GPU memory of 6 to 90 % of the weights (HeteGen, figure 8)
+    python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
     python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
     python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
     python research/weights_simulation.py plot       the sweep as a picture
