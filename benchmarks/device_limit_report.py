@@ -93,8 +93,7 @@ _PREFILL_COLUMNS: dict[str, Column] = {
 def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
     columns: dict[str, Column] = {
         "batch": "batch",
-        "tokens/s": "tokens_per_s.median",
-        "p10-p90": "tokens_per_s.range",
+        "tokens/s": "tokens_per_s",
         "limit": "limit_tokens_per_s",
         "of limit": "share:.0%",
         "bound by": "bound",

@@ -80,6 +80,7 @@ class SimulationOptions:
     rate: Annotated[
         float | None,
         typer.Option(
+            min=0.001,
             help="Poisson arrivals of so many requests per second. Default: all at once.",
             rich_help_panel=_WORKLOAD,
         ),

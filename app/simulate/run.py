@@ -10,7 +10,7 @@ from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.simulator import simulate
-from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
+from neo_desktop.engine.simulation.workload import synthetic, with_rate
 
 _TOKENS = MAX_BATCH_TOKENS["cuda"]
 LIMITS = SchedulerLimits(_TOKENS, most_requests(_TOKENS), MAX_TOKEN_MS)
@@ -24,7 +24,9 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         MemoryError: the model does not fit the machine.
         OSError: a model's file cannot be read.
     """
-    requests = _workload(options)
+    requests = synthetic(options.num_requests, options.input_tokens, options.output_tokens)
+    if options.rate is not None:
+        requests = with_rate(requests, options.rate, 0)
     if options.policy is not None and options.policy not in POLICIES:
         raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(POLICIES)}")
     where = machine(options, LIMITS)
@@ -58,13 +60,3 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         results=results,
         bound_output_tokens_per_s=bound.output_tokens_per_s() if fitting else 0.0,
     )
-
-
-def _workload(options: SimulationOptions) -> list[WorkloadRequest]:
-    requests = synthetic(options.num_requests, options.input_tokens, options.output_tokens)
-    if options.rate is None:
-        return requests
-    try:
-        return with_rate(requests, options.rate, 0)
-    except ValueError as error:
-        raise UsageError(str(error)) from None

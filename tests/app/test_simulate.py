@@ -77,6 +77,7 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
 ) -> None:
     assert exit_code(monkeypatch, "--gpu", "t5", "--input", "10", "--output", "10") == 2
     assert exit_code(monkeypatch, "--gpu", "t4", "--requests", "0") == 2
+    assert exit_code(monkeypatch, "--gpu", "t4", "--rate", "0") == 2
     assert exit_code(monkeypatch, "--gpu", "t4", "--gpu-memory", "-1") == 2
     assert capsys.readouterr().out == ""
     assert exit_code(monkeypatch, "--gpu", "rtx-3060", "--model", "llama-2-70b") == 1
@@ -91,8 +92,6 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
         ({"cpu": "laptop"}, "no host preset"),
         ({"model": "gpt-5"}, "neither a shape nor a model folder"),
         ({"policy": "best"}, "no policy"),
-        ({"rate": 0.0}, "above 0"),
-        ({"rate": float("nan")}, "above 0"),
         ({"model": "qwen3-4b:Q4"}, "'Q4' is no quantisation: choose one of Q8_0"),
     ],
 )
