@@ -44,7 +44,6 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
         (Outlook, "with_staggered", _none),
         (regime, "STAGGERED_SHARES", (0.0,)),
     ],
-    "`WORTH_CHANGING` 1.005, now 1": [(regime, "WORTH_CHANGING", 1.0)],
     "`WORTH_FILLING` 1.03, now 1": [(regime, "WORTH_FILLING", 1.0)],
     "`TOLERANCE` 0.01, now 0": [(split, "TOLERANCE", 0.0)],
     "`SURPLUS` 1.25, now 1": [(policies, "SURPLUS", 1.0)],
