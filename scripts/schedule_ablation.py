@@ -30,6 +30,10 @@ def _not_of(*kinds: Kind) -> Callable[..., Iterator[regime.Regime]]:
     return others
 
 
+def _without_own_pace(*arguments: Any) -> Iterator[regime.Regime]:
+    return (each for each in _others(*arguments) if not each.num_staggered)
+
+
 def _none(*_: object, **__: object) -> Iterator[Any]:
     return iter(())
 
@@ -42,7 +46,7 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     ],
     "own pace (`with_staggered`)": [
         (Outlook, "with_staggered", _none),
-        (regime, "STAGGERED_SHARES", (0.0,)),
+        (RegimeFinder, "_others", _without_own_pace),
     ],
     "`WORTH_FILLING` 1.03, now 1": [(regime, "WORTH_FILLING", 1.0)],
     "`TOLERANCE` 0.01, now 0": [(split, "TOLERANCE", 0.0)],
@@ -53,7 +57,6 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     "`USED_SHARE` 0.95, now 1": [(decider, "USED_SHARE", 1.0)],
     "`PATIENCE` 128, now none": [(decider, "PATIENCE", NEVER)],
     "`MOST_WAITS` 16, now none": [(decider, "MOST_WAITS", NEVER)],
-    "`STAGGERED_SHARES` without 0.5": [(regime, "STAGGERED_SHARES", (0.0, 1.0))],
 }
 
 

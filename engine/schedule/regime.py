@@ -33,7 +33,6 @@ from neo_desktop.engine.predict.estimate import (
 )
 
 COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
-STAGGERED_SHARES = (0.0, 0.5, 1.0)  # of the requests in host memory that are left
 KEY_STEP = 1.1  # a load that has changed by less has the same regime
 # A regime that needs the host must be so much better: to fill its memory takes long, and predictions err.
 WORTH_FILLING = 1.03
@@ -168,8 +167,8 @@ class RegimeFinder:
         most = int(min(demand.most_beside_device, demand.most_elsewhere - num_swapped))
         for num_host in _counts(most):
             left = min(most - num_host, demand.most_on_host)
-            for share in STAGGERED_SHARES if self._cost.overlaps else STAGGERED_SHARES[:1]:
-                regime = self._regime(demand, Kind.ONE, num_host, int(left * share), num_swapped)
+            for num_staggered in (0, left) if self._cost.overlaps else (0,):
+                regime = self._regime(demand, Kind.ONE, num_host, num_staggered, num_swapped)
                 if (self._cost.num_layers + 1) * regime.ms <= demand.max_token_ms or not regime.num_staggered:
                     yield regime
             if num_host > 1:
