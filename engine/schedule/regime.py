@@ -33,10 +33,8 @@ from neo_desktop.engine.predict.estimate import (
 )
 
 COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
-STAGGERED_SHARES = (0.0, 0.5, 1.0)  # of the requests in host memory that are left
 KEY_STEP = 1.1  # a load that has changed by less has the same regime
-WORTH_CHANGING = 1.005
-# Likewise, if it needs the host: to fill its memory takes long, and predictions err.
+# A regime that needs the host must be so much better: to fill its memory takes long, and predictions err.
 WORTH_FILLING = 1.03
 
 
@@ -134,7 +132,7 @@ class RegimeFinder:
         self._best: Regime | None = None
 
     def best(self, demand: Demand) -> Regime:
-        """Return the regime with the highest rate; the simplest one of those that are about as good."""
+        """Return the regime with the highest rate."""
         if self._best is None or self._key != demand.key:
             self._key, self._best = demand.key, self._find(demand)
         return self._best
@@ -155,10 +153,7 @@ class RegimeFinder:
         return self._priced(demand, best)
 
     def _better(self, best: Regime, others: Iterable[Regime]) -> Regime:
-        for regime in others:
-            if regime.rate > best.rate * WORTH_CHANGING:
-                best = regime
-        return best
+        return max((best, *others), key=lambda regime: regime.rate)
 
     def _with_swapped(self, demand: Demand, regime: Regime) -> Iterator[Regime]:
         """Yield a regime with any number of decodes whose KV comes to the device, and fewer of the CPU's."""
@@ -172,8 +167,8 @@ class RegimeFinder:
         most = int(min(demand.most_beside_device, demand.most_elsewhere - num_swapped))
         for num_host in _counts(most):
             left = min(most - num_host, demand.most_on_host)
-            for share in STAGGERED_SHARES if self._cost.overlaps else STAGGERED_SHARES[:1]:
-                regime = self._regime(demand, Kind.ONE, num_host, int(left * share), num_swapped)
+            for num_staggered in (0, left) if self._cost.overlaps else (0,):
+                regime = self._regime(demand, Kind.ONE, num_host, num_staggered, num_swapped)
                 if (self._cost.num_layers + 1) * regime.ms <= demand.max_token_ms or not regime.num_staggered:
                     yield regime
             if num_host > 1:

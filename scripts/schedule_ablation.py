@@ -1,0 +1,101 @@
+"""Simulate `auto` without one part of the scheduler at a time, on the machines and workloads of the sweep.
+
+    python -m scripts.schedule_ablation --data FOLDER --requests 120
+
+FOLDER: see `sweep_simulation`. Prints a table of docs/scheduling.md: the output tokens/s without a part, of
+those with it; at least, at most, and in how many cases they change by 2 % or more.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from neo_desktop.engine.schedule import decider, policies, regime, split
+from neo_desktop.engine.schedule.regime import Kind, RegimeFinder
+from neo_desktop.engine.schedule.split import Outlook
+from scripts.sweep_simulation import Case, cases
+
+NOTICED = 0.02
+NEVER = 1 << 30
+_others = RegimeFinder._others
+
+
+def _not_of(*kinds: Kind) -> Callable[..., Iterator[regime.Regime]]:
+    def others(*arguments: Any) -> Iterator[regime.Regime]:
+        return (each for each in _others(*arguments) if each.kind not in kinds)
+
+    return others
+
+
+def _without_own_pace(*arguments: Any) -> Iterator[regime.Regime]:
+    return (each for each in _others(*arguments) if not each.num_staggered)
+
+
+def _none(*_: object, **__: object) -> Iterator[Any]:
+    return iter(())
+
+
+# What is put in the place of what, by part.
+PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
+    "prompts in both sub-batches (`Kind.PROMPTS_IN_BOTH`)": [
+        (Outlook, "with_prompts_in_both", _none),
+        (RegimeFinder, "_others", _not_of(Kind.PROMPTS_IN_BOTH)),
+    ],
+    "own pace (`with_staggered`)": [
+        (Outlook, "with_staggered", _none),
+        (RegimeFinder, "_others", _without_own_pace),
+    ],
+    "`WORTH_FILLING` 1.03, now 1": [(regime, "WORTH_FILLING", 1.0)],
+    "`TOLERANCE` 0.01, now 0": [(split, "TOLERANCE", 0.0)],
+    "`SURPLUS` 1.25, now 1": [(policies, "SURPLUS", 1.0)],
+    "`FILLING_ITERATIONS` 32, now none": [(policies, "FILLING_ITERATIONS", NEVER)],
+    "`MAX_READING_SHARE` 0.15, now no bound": [(policies, "MAX_READING_SHARE", float(NEVER))],
+    "`SMALLEST_CHUNK_TOKENS` 64, now 1": [(policies, "SMALLEST_CHUNK_TOKENS", 1)],
+    "`USED_SHARE` 0.95, now 1": [(decider, "USED_SHARE", 1.0)],
+    "`PATIENCE` 128, now none": [(decider, "PATIENCE", NEVER)],
+    "`MOST_WAITS` 16, now none": [(decider, "MOST_WAITS", NEVER)],
+}
+
+
+@contextmanager
+def without(part: str) -> Iterator[None]:
+    """Let the scheduler do without a part."""
+    patches = [patch.object(*each) for each in PARTS[part]]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def rate(case: Case) -> float:
+    """Return output tokens/s of `auto`."""
+    return case.run("auto").output_tokens_per_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--part", choices=PARTS, action="append", help="One of them alone, or several.")
+    options = parser.parse_args()
+    found = list(cases(options.data, options.requests, (1.0,)))
+    whole = [rate(case) for case in found]
+    print("| without | least | most | cases that change by 2 % or more |")
+    print("|---|---|---|---|")
+    for part in options.part or PARTS:
+        with without(part):
+            shares = [rate(case) / all_of_it for case, all_of_it in zip(found, whole, strict=True)]
+        changed = sum(abs(share - 1) >= NOTICED for share in shares)
+        print(f"| {part} | {min(shares):.1%} | {max(shares):.1%} | {changed} of {len(found)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
