@@ -1,6 +1,6 @@
 """Simulate `auto` without one part of the scheduler at a time, on the machines and workloads of the sweep.
 
-    python -m scripts.schedule_ablation --data FOLDER --requests 120
+    python -m research.schedule_ablation --data FOLDER --requests 120
 
 FOLDER: see `sweep_simulation`. Prints a table of docs/scheduling.md: the output tokens/s without a part, of
 those with it; at least, at most, and in how many cases they change by 2 % or more.
