@@ -1,6 +1,6 @@
 """Simulate `auto` without one part of the scheduler at a time, on the machines and workloads of the sweep.
 
-    python -m research.schedule_ablation --data FOLDER --requests 120
+    python research/schedule_ablation.py --data FOLDER --requests 120
 
 FOLDER: see `sweep_simulation`. Prints a table of docs/scheduling.md: the output tokens/s without a part, of
 those with it; at least, at most, and in how many cases they change by 2 % or more.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from sweep_simulation import Case, cases
+
 from neo_desktop.engine.schedule import decider, policies, regime, split
 from neo_desktop.engine.schedule.regime import Kind, RegimeFinder
 from neo_desktop.engine.schedule.split import Outlook
-from scripts.sweep_simulation import Case, cases
 
 NOTICED = 0.02
 NEVER = 1 << 30
