@@ -13,6 +13,8 @@ LANE_NAMES = {
     "cpu": "CPU attends",
     "to-device": "to device",
     "swap": "KV moves",
+    "host-swap": "KV moves, CPU",
+    "store": "KV of prompts",
 }
 
 
