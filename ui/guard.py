@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,6 +43,7 @@ GRADIO_FOLDERS = (
     "/gradio_api/call/",
 )
 FILES = "/gradio_api/file="
+STREAMS = ("/gradio_api/queue/data", "/gradio_api/call/")
 CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -74,11 +76,14 @@ class PageGuard:
     Args:
         app: Gradio's.
         uploads: the folder of which files may be read.
+        pace: called with True when the first event stream opens, with False when the last one has closed.
     """
 
-    def __init__(self, app: ASGIApp, uploads: Path) -> None:
+    def __init__(self, app: ASGIApp, uploads: Path, pace: Callable[[bool], None]) -> None:
         self._app = app
         self._uploads = uploads.resolve()
+        self._pace = pace
+        self._num_streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
@@ -99,12 +104,20 @@ class PageGuard:
             if not has_failed:
                 await send(message)
 
+        is_stream = path.startswith(STREAMS)
+        self._num_streams += is_stream
+        if is_stream and self._num_streams == 1:
+            self._pace(True)
         try:
             await self._app(scope, receive, send_unless_failed)
         except Exception as error:
             # A browser or a program sent what Gradio did not expect: one line in the log.
             logger.warning("%s failed: %s: %s", path, type(error).__name__, str(error)[:200])
             has_failed = True
+        finally:
+            self._num_streams -= is_stream
+            if is_stream and not self._num_streams:
+                self._pace(False)
         if has_failed and has_begun:
             with contextlib.suppress(Exception):  # it may have ended
                 await send({"type": "http.response.body", "body": b""})

@@ -34,6 +34,7 @@ from neo_desktop.ui.theme import HEAD, THEME
 
 # Gradio's queue looks for work each millisecond, and for progress each 10 ms: 6 % of a core.
 QUEUE_SLEEP_S = 0.03
+UNUSED_SLEEP_S = 0.25  # while no page is open
 PROGRESS_SLEEP_S = 1.0  # the page reports none
 MAX_EVENTS = 400  # under way at a time: each open page has two
 OTHERS_S = 1.0  # how often changes of another process are looked for
@@ -51,7 +52,7 @@ def mount(app: FastAPI) -> FastAPI:
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     demo = build(services)
     demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS)
-    demo._queue.sleep_when_free = QUEUE_SLEEP_S
+    demo._queue.sleep_when_free = UNUSED_SLEEP_S
     demo._queue.progress_update_sleep_when_free = PROGRESS_SLEEP_S
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SSR mode")  # it is off, and Gradio warns all the same
@@ -74,7 +75,11 @@ def mount(app: FastAPI) -> FastAPI:
         )
     mounted = app.routes[-1]
     assert isinstance(mounted, Mount)
-    mounted.app = PageGuard(mounted.app, uploads)
+
+    def pace(is_used: bool) -> None:
+        demo._queue.sleep_when_free = QUEUE_SLEEP_S if is_used else UNUSED_SLEEP_S
+
+    mounted.app = PageGuard(mounted.app, uploads, pace)
     return app
 
 
