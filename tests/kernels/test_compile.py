@@ -22,7 +22,7 @@ from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
 
 KIB = 1024
 # Compiling takes under a minute on two idle cores, and many minutes where others want them.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.sample(0)]
 
 # Most for a program.
 SHARED_MEMORY = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 120: 99 * KIB}
@@ -51,7 +51,6 @@ def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return kernels
 
 
-@pytest.mark.sample(0)
 def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
     names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
