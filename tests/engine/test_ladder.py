@@ -76,7 +76,7 @@ def test_rungs_hold_within_a_block_only() -> None:
 
 
 def test_the_page_about_the_architecture_has_every_mechanism_and_rung() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "dev" / "ladder.md").read_text(encoding="utf-8")
     section = page.split("## The ladder")[1].split("## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     listed = {name.strip(" `"): [rung.strip(" `") for rung in rungs.split("→")] for name, rungs in rows}

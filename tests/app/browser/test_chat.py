@@ -191,6 +191,7 @@ def test_keys(chat: ChatPage, executor: ScriptedExecutor) -> None:
     chat.page.locator("#new-chat").focus()
     chat.page.keyboard.press("/")
     expect(chat.box).to_be_focused()
+    executor.answers = [LONG]
     executor.open.clear()
     chat.send("one")
     expect(chat.stop).to_be_visible()
