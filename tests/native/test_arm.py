@@ -31,6 +31,7 @@ def program(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.sample(0)
 @pytest.mark.timeout(1200)  # it builds the core first
 @pytest.mark.parametrize(
     ("processor", "cases", "isas"),

@@ -27,6 +27,7 @@ def _without_random_addresses() -> list[str]:
     return prefix if allowed else []
 
 
+@pytest.mark.sample(0)
 @pytest.mark.timeout(1200)  # it builds the core first
 @pytest.mark.parametrize(("sanitizers", "cases"), [("address,undefined", 50), ("thread", 15)])
 def test_random_problems(tmp_path: Path, sanitizers: str, cases: int) -> None:

@@ -79,6 +79,7 @@ def test_everybody_ends_and_reads_what_was_written_for_it(tmp_path: Path, option
     assert _search(tmp_path, options) == (0, "")
 
 
+@pytest.mark.sample(0)
 def test_nobody_goes_round_in_circles(tmp_path: Path) -> None:
     options = "LAYERS=1 SUBS=1 CPU_STOPS RAISE_LOST"
     assert _search(tmp_path, options, circles=True) == (0, "")
