@@ -101,9 +101,14 @@ def is_open(prompt: str, begun: str = "") -> bool:
         prompt: all text before that token.
         begun: the text of the answer that the prompt ends with.
     """
-    splitter = ThoughtSplitter(is_open=False)
-    collections.deque(splitter.feed(begun), maxlen=0)
-    return splitter.is_thinking or prompt.rstrip().endswith(OPENING)
+    return ends_thinking(begun) or prompt.rstrip().endswith(OPENING)
+
+
+def ends_thinking(text: str, is_open: bool = False) -> bool:
+    """Return True if a text of the model ends within a thought; see `ThoughtSplitter`."""
+    splitter = ThoughtSplitter(is_open)
+    collections.deque(splitter.feed(text), maxlen=0)
+    return splitter.is_thinking
 
 
 def split_off_beginning(text: str, mark: str) -> tuple[str, str]:

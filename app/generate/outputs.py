@@ -20,7 +20,7 @@ from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.thoughts import OPENING, ThoughtSplitter, is_open
+from neo_desktop.models.thoughts import ThoughtSplitter, ends_thinking
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -264,7 +264,7 @@ async def begin(
     forms = conversation.structure[0] if conversation.structure else "tools"
     if prepared.grammar is not None:
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    is_thinking = is_open(OPENING * prepared.is_thinking, prepared.begun)
+    is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)
     params = dataclasses.replace(params, thoughts="open" if is_thinking else "possible")
     generation = await submit(
         service,

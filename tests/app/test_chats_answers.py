@@ -1,5 +1,6 @@
 """Answers that the server writes, saves and shows."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,6 +136,28 @@ def test_what_was_stopped_can_be_continued(chats: ChatClient, executor: FakeExec
     assert whole["text"] == letters("<user>one<assistant>", count)
     assert whole["figures"]["output_tokens"] == count
     assert whole["figures"]["prompt_tokens"] == len("<user>one<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("thought", "text", "thoughts"), [("hm", "", "open"), ("hm", "So", "possible"), ("", "So", "possible")]
+)
+def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
+    executor: FakeExecutor, tmp_path: Path, thought: str, text: str, thoughts: str
+) -> None:
+    """Stop strings count from the end of the thought on."""
+    engine = make_engine(executor, num_blocks=512, template="<assistant><think>")
+    question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
+    answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
+    chat = {"title": "", "created_s": 1, "updated_s": 1, "leaf": 1, "messages": [question, answer]}
+    file = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    with running(engine, data_folder=tmp_path) as server:
+        chats = ChatClient(server.url)
+        (chat_id,) = chats.call("add", file)
+        chats.call("set", chat_id, max_tokens=2)
+        node = chats.chat(chat_id)["nodes"][-1]
+        chats.call("resume", node["id"])
+        chats.ended(node)
+    assert executor.seen[-1].params.thoughts == thoughts
 
 
 def test_several_chats_are_answered_at_once(
