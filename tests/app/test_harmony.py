@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,6 +17,7 @@ from neo_desktop.models.harmony import MARKS
 from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
+from .chat_client import ChatClient
 from .conftest import running
 from .fake_engine import MODEL, ScriptedExecutor, make_engine
 
@@ -267,3 +269,33 @@ def test_stop_strings_count_in_answers_alone(chat: Chat) -> None:
             )
             assert message.stop_reason == reason
             assert message.stop_sequence == (stop if reason == "stop_sequence" else None)
+
+
+@pytest.mark.parametrize(
+    ("thought", "text", "written"),
+    [
+        ("Hm", "", f"{THOUGHT}Hm<|end|><|start|>assistant"),
+        ("Hm", "So", f"{THOUGHT}Hm<|end|>{ANSWER}So"),
+        ("", "a <|end|> b", "<|channel|>final<|message|>a <|end|> b"),
+    ],
+)
+def test_a_continued_answer_keeps_its_channels(tmp_path: Path, thought: str, text: str, written: str) -> None:
+    tokenizer, executor = tokenizer_with(MARKS), ScriptedExecutor()
+    executor.tokenizer = tokenizer
+    question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
+    answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
+    chat = {"title": "", "created_s": 1, "updated_s": 1, "leaf": 1, "messages": [question, answer]}
+    file = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    engine = make_engine(executor, template=TEMPLATE, tokenizer=tokenizer)
+    with running(engine, data_folder=tmp_path) as server:
+        chats = ChatClient(server.url)
+        (chat_id,) = chats.call("add", file)
+        node = chats.chat(chat_id)["nodes"][-1]
+        chats.call("resume", node["id"])
+        chats.ended(node)
+    prompt = next(iter(executor.prompts.values()))
+    asked = "<|start|>user<|message|>one<|end|><|start|>assistant"
+    assert tokenizer.decode(prompt, skip_special_tokens=False).startswith(asked + written)
+    # The text's own marks are no control tokens.
+    (end,) = tokenizer.encode("<|end|>")
+    assert prompt.count(end) == (asked + written).count("<|end|>") - text.count("<|end|>")
