@@ -183,9 +183,6 @@ class ChatView:
         chat = await self.present(look)
         if chat is None:
             chat = await self.chats.create(Settings())
-        last = self._last(chat)
-        if last is not None and last.is_live:
-            raise NotPossibleError("an answer is being written: wait for its end, or stop it")
         await self.chats.answers.ask(chat.entry.id, chat.leaf_id, text, attachment_ids)
         self.go(look, chat.entry.id)
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
@@ -27,6 +28,7 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+MAX_ATTACHMENTS = 20
 SAVE_S = 0.5  # less than a second is unsaved, also when saving takes its time
 
 P = ParamSpec("P")
@@ -66,7 +68,16 @@ class Answers:
     async def ask(
         self, chat_id: str, parent_id: str | None, text: str, attachment_ids: Sequence[str] = ()
     ) -> tuple[Message, Message]:
-        """Put a question and begin to answer it; see `ChatStore.ask`."""
+        """Put a question and begin to answer it; see `ChatStore.ask`.
+
+        Raises:
+            NotPossibleError: it is empty or too long.
+        """
+        if not text.strip() and not attachment_ids:
+            raise NotPossibleError("the question is empty")
+        check_length(text)
+        if len(attachment_ids) > MAX_ATTACHMENTS:
+            raise NotPossibleError(f"a question takes at most {MAX_ATTACHMENTS} files")
 
         async def begin() -> tuple[Message, Message]:
             question, answer = await self._worker(self._store.ask, chat_id, parent_id, text, attachment_ids)

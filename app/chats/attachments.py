@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Literal
 
+from neo_desktop.app.chats.errors import NotPossibleError
 from neo_desktop.app.web.errors import ApiError
 
 MAX_FILE_BYTES = 20 * 2**20
@@ -52,6 +53,12 @@ async def read_file(name: str, content: bytes, readers: asyncio.Semaphore) -> tu
             413, f"{name} holds {len(text):,} characters of text, but {MAX_TEXT_CHARS:,} is the limit"
         )
     return name, kind, text
+
+
+def check_length(text: str) -> None:
+    """Raise NotPossibleError for a text that is too long to be asked."""
+    if len(text) > MAX_TEXT_CHARS:
+        raise NotPossibleError(f"the text has {len(text):,} characters, but {MAX_TEXT_CHARS:,} is the limit")
 
 
 def _clean_name(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from neo_desktop.app.chats import transfer
 from neo_desktop.app.chats.answers import Answers
-from neo_desktop.app.chats.attachments import MAX_PDF_READERS, read_file
+from neo_desktop.app.chats.attachments import MAX_PDF_READERS, check_length, read_file
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
@@ -72,7 +72,8 @@ class Chats:
         return await self._worker(self._store.version)
 
     async def create(self, settings: Settings) -> Chat:
-        """A new chat without messages."""
+        """A new chat without messages; SettingError, NotPossibleError: see `set`."""
+        _check(settings)
         return await self._change(self._store.create, settings)
 
     async def rename(self, chat_id: str, title: str) -> None:
@@ -84,8 +85,9 @@ class Chats:
 
         Raises:
             SettingError: a value is out of range.
+            NotPossibleError: the system prompt is too long.
         """
-        SamplingParams(**settings.sampling())
+        _check(settings)
         await self._change(self._store.change, chat_id, settings=settings)
 
     async def show(self, chat_id: str, message_id: str) -> None:
@@ -112,7 +114,8 @@ class Chats:
         return dict(await self._worker(self._store.presets))
 
     async def set_preset(self, name: str, text: str) -> None:
-        """Keep a system prompt under a name; an empty text forgets it."""
+        """Keep a system prompt under a name; an empty text forgets it; NotPossibleError: it is too long."""
+        check_length(text)
         if text:
             await self._worker(self._store.set_preset, name, text)
         else:
@@ -141,3 +144,8 @@ class Chats:
     def _told(self, chat_id: str) -> None:
         self._news.tell(chat_topic(chat_id))
         self._news.tell(CHATS)
+
+
+def _check(settings: Settings) -> None:
+    check_length(settings.system_prompt or "")
+    SamplingParams(**settings.sampling())

@@ -46,10 +46,7 @@ def install(app: FastAPI) -> None:
     async def one(name: str, *args: Any, **named: Any) -> Any:  # noqa: PLR0911
         match name:
             case "new_chat":
-                settings = Settings()
-                chat = await chats.create(settings)
-                await chats.set(chat.entry.id, Settings(**named))
-                return chat.entry.id
+                return (await chats.create(Settings(**named))).entry.id
             case "set":
                 return await chats.set(args[0], Settings(**named))
             case "chat":

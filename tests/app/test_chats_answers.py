@@ -292,6 +292,12 @@ def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
     [
         (("new_chat",), {"temperature": 1000}, "SettingError"),
         (("new_chat",), {"max_tokens": -5}, "SettingError"),
+        (("set", "CHAT"), {"temperature": 1000}, "SettingError"),
+        (("ask", "CHAT", None, " "), {}, "NotPossibleError"),
+        (("ask", "CHAT", None, "x" * 2_000_001), {}, "NotPossibleError"),
+        (("ask", "CHAT", None, "x", ["file"] * 21), {}, "NotPossibleError"),
+        (("set_preset", "a name", "x" * 2_000_001), {}, "NotPossibleError"),
+        (("new_chat",), {"system_prompt": "x" * 2_000_001}, "NotPossibleError"),
         (("ask", "CHAT", "none", "x"), {}, "NotFoundError"),
         (("ask", "none", None, "x"), {}, "NotFoundError"),
         (("show", "CHAT", "none"), {}, "NotFoundError"),
