@@ -91,7 +91,9 @@ def test_the_readme_is_short_and_honest_on_its_first_screen() -> None:
     assert "has not run on a real GPU" in "\n".join(text.splitlines()[:20])
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+)
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), target

@@ -19,9 +19,9 @@ from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
+from neo_desktop.ui.following import QUIET, is_read
 from neo_desktop.ui.html import Markup, panel, tag
 from neo_desktop.ui.look import Look
-from neo_desktop.ui.pace import is_read
 from neo_desktop.ui.rows import WINDOW, rows_of
 
 FRAME_S = 1 / 15  # an answer is drawn at most this often
@@ -116,16 +116,15 @@ class ChatView:
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         inputs = [self.look]
-        self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **quiet)
-        self.box.submit(self.send, [self.box, self.look], [self.box], **quiet)
-        self.box.stop(self.stop, inputs, None, **quiet)
-        self.bot.example_select(self.choose_example, inputs, None, **quiet)
-        self.bot.retry(self.retry, inputs, None, **quiet)
-        self.bot.edit(self.edit, inputs, None, **quiet)
-        self.bot.option_select(self.choose, inputs, None, **quiet)
-        self.earlier.click(self.show_more, inputs, None, **quiet)
+        self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **QUIET)
+        self.box.submit(self.send, [self.box, self.look], [self.box], **QUIET)
+        self.box.stop(self.stop, inputs, None, **QUIET)
+        self.bot.example_select(self.choose_example, inputs, None, **QUIET)
+        self.bot.retry(self.retry, inputs, None, **QUIET)
+        self.bot.edit(self.edit, inputs, None, **QUIET)
+        self.bot.option_select(self.choose, inputs, None, **QUIET)
+        self.earlier.click(self.show_more, inputs, None, **QUIET)
 
     async def present(self, look: Look) -> Chat | None:
         """Return the shown chat; None: a new one, or it is gone."""

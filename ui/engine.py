@@ -2,17 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any
-
-import gradio as gr
+from collections.abc import AsyncIterator
 
 from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running, TimelineView
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
+from neo_desktop.ui.following import follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, panel, tag
-from neo_desktop.ui.pace import is_read
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
@@ -49,24 +46,7 @@ def engine_view(services: PageServices) -> None:
             yield engine_html(view, list(rates))
             await asyncio.sleep(PERIOD_S)
 
-    while_seen(shown, follow)
-
-
-def while_seen(shown: gr.HTML, follow: Callable[[], AsyncIterator[str]]) -> None:
-    """Let a generator write a panel as long as its page is seen."""
-    context = gr.context.Context.root_block
-    assert context is not None
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-
-    async def read(request: gr.Request) -> AsyncIterator[str]:
-        async for value in follow():
-            yield value
-            if not await is_read(request):
-                return
-
-    seen = shown.seen(read, None, [shown], **quiet)
-    first = context.load(read, None, [shown], **quiet)
-    shown.hide(None, None, None, cancels=[seen, first], **quiet)
+    follow_panel(shown, follow)
 
 
 def engine_html(view: EngineView, rates: list[tuple[float, float]]) -> Markup:

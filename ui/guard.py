@@ -131,4 +131,4 @@ class PageGuard:
                 return Path(path.removeprefix(FILES)).resolve().is_relative_to(self._uploads)
             except (ValueError, OSError):
                 return False
-        return path in GRADIO_PATHS or any(path.startswith(one) for one in GRADIO_FOLDERS)
+        return path in GRADIO_PATHS or path.startswith(GRADIO_FOLDERS)

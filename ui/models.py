@@ -9,8 +9,8 @@ from neo_desktop.app.news import MODELS
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.ui.chat import told
-from neo_desktop.ui.engine import while_seen
 from neo_desktop.ui.engine_charts import figure
+from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
 
 
@@ -59,10 +59,9 @@ def models_view(services: PageServices) -> None:
             raise told(error) from None
         return ""
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    while_seen(shown, follow)
-    shown.act(act, None, None, **quiet)
-    gr.on([name.submit, start.click], pull, [name], [name], **quiet)
+    follow_panel(shown, follow)
+    shown.act(act, None, None, **QUIET)
+    gr.on([name.submit, start.click], pull, [name], [name], **QUIET)
 
 
 def models_html(view: dict[str, Any]) -> Markup:

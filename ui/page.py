@@ -22,11 +22,11 @@ from neo_desktop.app.page_services import PageServices
 from neo_desktop.ui.api import add_api
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.engine import engine_view
+from neo_desktop.ui.following import is_read, while_seen
 from neo_desktop.ui.guard import PageGuard
 from neo_desktop.ui.html import add_navigation
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import models_view
-from neo_desktop.ui.pace import is_read
 from neo_desktop.ui.selftest import selftest_view
 from neo_desktop.ui.settings import SettingsView
 from neo_desktop.ui.sidebar import Sidebar
@@ -40,7 +40,6 @@ MAX_EVENTS = 400  # under way at a time: each open page has two
 OTHERS_S = 1.0  # how often changes of another process are looked for
 MAX_FILE = "20mb"
 READ_ADDRESS = "(look) => [look, location.search]"
-QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
 def mount(app: FastAPI) -> FastAPI:
@@ -102,8 +101,6 @@ def build(services: PageServices) -> gr.Blocks:
 
 def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
-    context = gr.context.Context.root_block
-    assert context is not None
     add_navigation()
     with gr.Sidebar(width=280, elem_id="sidebar"):
         left = gr.Column()
@@ -148,7 +145,6 @@ def chat_page(services: PageServices) -> None:
                             break
                 await asyncio.sleep(0.05)
 
-    inputs = [chat.look, chat.address]
     outputs = [
         sidebar.list,
         sidebar.title,
@@ -158,6 +154,4 @@ def chat_page(services: PageServices) -> None:
         chat.tick,
         *settings.components,
     ]
-    seen = chat.header.seen(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
-    first = context.load(follow, inputs, outputs, js=READ_ADDRESS, **QUIET)
-    chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)
+    while_seen(chat.header, follow, outputs, inputs=[chat.look, chat.address], js=READ_ADDRESS)

@@ -10,7 +10,7 @@ from neo_desktop.app.news import SELFTEST
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.selftest import SUITES, SelfTestError
 from neo_desktop.ui.chat import told
-from neo_desktop.ui.engine import while_seen
+from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
 
 
@@ -55,10 +55,9 @@ def selftest_view(services: PageServices) -> None:
             "iframe", sandbox="", title="Report", srcdoc=await asyncio.to_thread(page.read_text, "utf-8")
         )
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    while_seen(shown, follow)
-    start.click(begin, [suites], None, **quiet)
-    shown.act(act, None, [report], **quiet)
+    follow_panel(shown, follow)
+    start.click(begin, [suites], None, **QUIET)
+    shown.act(act, None, [report], **QUIET)
 
 
 def selftest_html(view: dict[str, Any]) -> Markup:

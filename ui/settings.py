@@ -1,12 +1,13 @@
 """The settings of a chat: system prompt with presets, and how tokens are drawn."""
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
 from neo_desktop.app.chats.messages import Chat, Settings
 from neo_desktop.ui.chat import REFUSALS, ChatView, told
+from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
 
 # field, label, hint, whole numbers only
@@ -45,15 +46,14 @@ class SettingsView:
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         look, shown = self._chat.look, self.components
         for component in shown:
-            component.blur(self.keep, [look, *shown], None, **quiet)
-        self.reset.click(self.clear, [look], shown, **quiet)
-        self.preset.focus(self.choices, None, [self.preset], **quiet)
-        self.preset.input(self.use, [look, self.preset], [self.prompt], **quiet)
-        self.save.click(self.save_preset, [self.preset, self.prompt], [self.preset], **quiet)
-        self.forget.click(self.save_preset, [self.preset], [self.preset], **quiet)
+            component.blur(self.keep, [look, *shown], None, **QUIET)
+        self.reset.click(self.clear, [look], shown, **QUIET)
+        self.preset.focus(self.choices, None, [self.preset], **QUIET)
+        self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)
+        self.save.click(self.save_preset, [self.preset, self.prompt], [self.preset], **QUIET)
+        self.forget.click(self.save_preset, [self.preset], [self.preset], **QUIET)
 
     @staticmethod
     def values(settings: Settings) -> list[Any]:
@@ -62,11 +62,9 @@ class SettingsView:
 
     async def keep(self, look: Look, *values: Any) -> None:
         """Write the settings down."""
-        names = [field.name for field in fields(Settings)]
-        order = ["system_prompt", *(name for name, *_ in NUMBERS)]
-        given = dict(zip(order, values, strict=True))
-        given["system_prompt"] = given["system_prompt"] or None
-        await self._set(look, Settings(**{name: given[name] for name in names}))
+        prompt, *numbers = values
+        named = dict(zip((name for name, *_ in NUMBERS), numbers, strict=True))
+        await self._set(look, Settings(system_prompt=prompt or None, **named))
 
     async def clear(self, look: Look) -> list[Any]:
         """Take the model's own settings."""
@@ -95,10 +93,7 @@ class SettingsView:
         text = (await self._chat.chats.presets()).get(name or "")
         if text is None:
             return gr.skip()
-        chat: Chat | None = await self._chat.present(look)
-        before = Settings() if chat is None else chat.settings
-        values = {field.name: getattr(before, field.name) for field in fields(Settings)}
-        await self._set(look, Settings(**values | {"system_prompt": text}))
+        await self._set(look, replace(_settings(await self._chat.present(look)), system_prompt=text))
         return text
 
     async def save_preset(self, name: str | None, text: str = "") -> Any:
@@ -113,5 +108,8 @@ class SettingsView:
 
     def shown(self, chat: Chat | None) -> dict[Any, Any]:
         """Return what each component shows for a chat; a new chat has the model's own settings."""
-        settings = Settings() if chat is None else chat.settings
-        return dict(zip(self.components, self.values(settings), strict=True))
+        return dict(zip(self.components, self.values(_settings(chat)), strict=True))
+
+
+def _settings(chat: Chat | None) -> Settings:
+    return Settings() if chat is None else chat.settings

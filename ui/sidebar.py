@@ -14,10 +14,9 @@ import gradio as gr
 from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import ChatEntry
 from neo_desktop.ui.chat import REFUSALS, ChatView, read_upload, told
+from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import Markup, button, panel, tag
 from neo_desktop.ui.look import Look
-
-DAY_S = 24 * 3600
 
 
 class Sidebar:
@@ -42,22 +41,21 @@ class Sidebar:
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         look = self._chat.look
-        self.new.click(self.start_chat, [look], None, **quiet)
-        self.list.act(self.act, [look], None, **quiet)
-        self.search.change(self.find, [self.search, look], None, trigger_mode="always_last", **quiet)
-        self.title.submit(self.rename, [self.title, look], None, **quiet)
-        self.title.blur(self.rename, [self.title, look], None, **quiet)
+        self.new.click(self.start_chat, [look], None, **QUIET)
+        self.list.act(self.act, [look], None, **QUIET)
+        self.search.change(self.find, [self.search, look], None, trigger_mode="always_last", **QUIET)
+        self.title.submit(self.rename, [self.title, look], None, **QUIET)
+        self.title.blur(self.rename, [self.title, look], None, **QUIET)
         for component, is_one, as_markdown in (
             (self.markdown, True, True),
             (self.json, True, False),
             (self.everything, False, False),
         ):
             component.click(
-                self._exporter(is_one=is_one, as_markdown=as_markdown), [look], [component], **quiet
+                self._exporter(is_one=is_one, as_markdown=as_markdown), [look], [component], **QUIET
             )
-        self.upload.upload(self.take_in, [self.upload, look], None, **quiet)
+        self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
         """Return the list as it is now."""

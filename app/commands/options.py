@@ -1,19 +1,9 @@
 """Command-line options that several commands share, beside those of the engine (`EngineOptions`)."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-
-
-class KVDtype(StrEnum):
-    """Number format of keys and values in a CPU-cache."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    INT8 = "int8"
-
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000

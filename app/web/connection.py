@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from types import MappingProxyType
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -27,12 +26,9 @@ class ClientConnection:
     that holds for streams and for answers in one piece alike.
     """
 
-    def __init__(
-        self, app: ASGIApp, max_body_bytes: int, exceptions: Mapping[str, int] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._exceptions = exceptions  # path → another limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -42,19 +38,19 @@ class ClientConnection:
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _HeadOnly(send)
         try:
-            max_bytes = self._exceptions.get(scope["path"], self._max_body_bytes)
-            body = await self._read_body(receive, max_bytes)
+            body = await self._read_body(receive)
             encoding = Headers(scope=scope).get("content-encoding", "")
             if body and encoding:
-                body = await asyncio.to_thread(inflate, body, encoding, max_bytes)
+                body = await asyncio.to_thread(inflate, body, encoding, self._max_body_bytes)
         except ApiError as refusal:
             await refusal.response(scope["path"])(scope, receive, send)
             return
         if body is not None:
             await self._run_while_connected(body, scope, receive, send)
 
-    async def _read_body(self, receive: Receive, max_bytes: int) -> bytes | None:
+    async def _read_body(self, receive: Receive) -> bytes | None:
         """Return the body; None: the client left."""
+        max_bytes = self._max_body_bytes
         body = bytearray()
         num_bytes = 0
         more = True

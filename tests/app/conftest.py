@@ -47,17 +47,23 @@ class RunningServer:
         assert not self.thread.is_alive()
 
 
-@contextlib.contextmanager
-def served(app: FastAPI) -> Iterator[str]:
-    """Serve an app from a thread; its address."""
+def start(app: FastAPI) -> tuple[Server, threading.Thread, int]:
+    """Serve an app from a thread; the port is the last."""
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
     server = Server(app, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     assert is_ready.wait(30)
+    return server, thread, sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Serve an app from a thread; its address."""
+    server, thread, port = start(app)
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(30)
@@ -73,18 +79,12 @@ def running(
 ) -> Iterator[RunningServer]:
     limits = ServerLimits(max_queued_requests=max_queued_requests)
     service = EngineService(engine, app_options.get("limits", limits))
-    sock = claim_port("127.0.0.1", 0)
-    is_ready = threading.Event()
     app = create_app(ModelHost(service), **app_options)
     if app.state.page is not None:
         chat_client.install(app)
     if mount is not None:
         mount(app)
-    server = Server(app, is_ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    assert is_ready.wait(30)
-    running_server = RunningServer(engine, service, app, server, thread, sock.getsockname()[1])
+    running_server = RunningServer(engine, service, app, *start(app))
     try:
         yield running_server
     finally:
