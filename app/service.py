@@ -47,7 +47,7 @@ from neo_desktop.app.service_errors import (
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import ServiceMetrics
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.intake import PreparedRequest, Prompt
+from neo_desktop.engine.input_processor import PreparedRequest, Prompt
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 SHORT_PROMPTS = 2000  # characters or token ids, of all prompts of a request
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 
-WATCH_TICKS = 10  # in a patience: a program that was halted for hours has missed one of them, not all
+WATCH_TICKS = 10  # in a timeout: a program that was halted for hours has missed one of them, not all
 
 Supervisor = Callable[[str], str]  # what happened → what those who wait are told
 
@@ -78,9 +78,9 @@ class EngineService:
         facts = self._link.facts
         self.model_name = facts.model_name
         self.note = facts.note
-        self.max_context_tokens = facts.intake.max_context_tokens
-        self.tokenizer = facts.intake.tokenizer
-        self._intake = facts.intake
+        self.max_context_tokens = facts.input_processor.max_context_tokens
+        self.tokenizer = facts.input_processor.tokenizer
+        self._input_processor = facts.input_processor
         self.sampling_defaults = facts.sampling_defaults
         self._templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
@@ -105,8 +105,8 @@ class EngineService:
         await self._templates.start()
         self._refusal = None
         self._link.start(self._receive)
-        if self._link.patience_s is not None:
-            self._watch = asyncio.create_task(self._watch_progress(self._link.patience_s))
+        if self._link.timeout_s is not None:
+            self._watch = asyncio.create_task(self._watch_progress(self._link.timeout_s))
 
     async def stop(
         self,
@@ -214,7 +214,7 @@ class EngineService:
         Args:
             prompts: texts or token ids.
             add_special_tokens: let the tokenizer put its special tokens around texts.
-            cuts_max_tokens: see `Intake.prepare`.
+            cuts_max_tokens: see `InputProcessor.prepare`.
 
         Raises:
             ServiceBusyError: too many requests are waiting.
@@ -290,7 +290,7 @@ class EngineService:
     ) -> list[PreparedRequest]:
         def prepare() -> list[PreparedRequest]:
             return [
-                self._intake.prepare(
+                self._input_processor.prepare(
                     prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
                 )
                 for prompt in prompts
@@ -374,15 +374,15 @@ class EngineService:
         else:
             self._refuse_all(EngineRestartingError(self.supervisor(reason)))
 
-    async def _watch_progress(self, patience_s: float) -> None:
+    async def _watch_progress(self, timeout_s: float) -> None:
         """End an engine that has work, and says nothing for too long."""
         num_heard, num_silent = -1, 0
         while num_silent < WATCH_TICKS:
-            await asyncio.sleep(patience_s / WATCH_TICKS)
+            await asyncio.sleep(timeout_s / WATCH_TICKS)
             has_work = bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
             num_silent = num_silent + 1 if has_work and self._num_heard == num_heard else 0
             num_heard = self._num_heard
-        self._link.kill(f"the engine had work and made no progress for {patience_s:g} s, so it was ended")
+        self._link.kill(f"the engine had work and made no progress for {timeout_s:g} s, so it was ended")
 
     # From here on: a thread of the engine's.
 

@@ -188,8 +188,8 @@ def _held_out(
     """Draw sizes with evenly spread logarithms; only such as can occur, and none of the grid."""
     stage = grid.stage
     most_x, most_y = (max(sizes) for sizes in zip(*((p.x, p.y) for p in grid.points), strict=True))
-    place = stage.place or NEAR
-    most_context = min(max_context_tokens, timer.capacity_tokens(place))
+    tier = stage.tier or NEAR
+    most_context = min(max_context_tokens, timer.capacity_tokens(tier))
 
     def draw(most: int) -> int:
         return round(math.exp(generator.uniform(0, math.log(most * BEYOND))))
@@ -203,7 +203,7 @@ def _held_out(
             is_possible = x > 1 and y <= most_context  # a single token would be a decode
         elif stage.is_attention:
             y = draw(most_y)
-            is_possible = y <= max_context_tokens and x * y <= timer.capacity_tokens(place)
+            is_possible = y <= max_context_tokens and x * y <= timer.capacity_tokens(tier)
         else:
             is_possible = True
         point = Point(stage, x, y)
@@ -234,8 +234,8 @@ def _measure(
 def _predicted_ms(tables: TableCostModel, point: Point) -> float:
     if point.stage.is_prefill:
         return tables.prefill_attention_ms(point.x, point.y - point.x)
-    if point.stage.place is not None:
-        return tables.attention_ms(point.stage.place, point.x, point.x * point.y)
+    if point.stage.tier is not None:
+        return tables.attention_ms(point.stage.tier, point.x, point.x * point.y)
     table = getattr(tables, point.stage.value)
     return float(table(point.x))
 

@@ -73,7 +73,7 @@ class DeviceOptions(EngineOptions):
 
 
 def load_model(options: DeviceOptions) -> LoadedModel:
-    """Load it; ValueError where prompts and outputs do not fit into its context."""
+    """BatchShape it; ValueError where prompts and outputs do not fit into its context."""
     model = load(options)
     longest, most = options.longest_tokens, model.config.max_context_tokens
     if longest > most:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.execute.layout import Bucket, Members
+from neo_desktop.engine.execute.layout import BatchMembers, GraphKey
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import BUILTIN
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -51,10 +51,10 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
     lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
     blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in lengths)
     blocks += num_requests**2  # what admission leaves free
-    sizes = {Place.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, Place.HOST: blocks}
+    sizes = {KVTier.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, KVTier.HOST: blocks}
     chosen = get_policy(policy)
     scheduler = Scheduler(
-        KVCache({place: sizes.get(place, 0) for place in chosen.places}, BLOCK_SIZE),
+        KVCache({tier: sizes.get(tier, 0) for tier in chosen.tiers}, BLOCK_SIZE),
         chosen,
         SchedulerLimits(8192, num_requests),
         analytic_cost_model(GPUS["rtx-4090"], HOSTS["ddr5-desktop"], shape("llama-3.2-3b"), torch.float16),
@@ -95,8 +95,8 @@ def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[Iterati
     clock = Clock()
     plan = scheduler.schedule()
     clock.end("plan")
-    members = [Members.of(sub_batch, PLACES) for sub_batch in plan.sub_batches]
-    Bucket.of(plan, members, PLACES, BLOCK_SIZE).rounded()
+    members = [BatchMembers.of(sub_batch, MEASURED_TIERS) for sub_batch in plan.sub_batches]
+    GraphKey.of(plan, members, MEASURED_TIERS, BLOCK_SIZE).rounded()
     clock.end("its rows")
     scheduler.look_ahead()
     clock.end("decide ahead")

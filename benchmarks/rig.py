@@ -83,7 +83,7 @@ class Iteration:
         return self.new_tokens == self.batch
 
 
-class Recorder(Executor):
+class Launcher(Executor):
     """An executor that keeps the last plan and its time, and can record a timeline for a while."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -154,10 +154,10 @@ class Rig:
         self._prompts: list[list[int]] = []
         self._num_requests = 0  # running
         self._last_step_s: float | None = None  # when the last step returned, if an iteration is under way
-        self._recorder = Recorder(parts)
+        self._launcher = Launcher(parts)
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(kv_cache, get_policy(POLICY), parts.limits)
-        self._engine = Engine(parts.model, scheduler, kv_cache, self._recorder, POLICY)
+        self._engine = Engine(parts.model, scheduler, kv_cache, self._launcher, POLICY)
 
     def prefill(self) -> list[Iteration]:
         """Compute a prompt that was never seen, alone; return its iterations."""
@@ -190,7 +190,7 @@ class Rig:
 
     def idle_share(self, count: int) -> float:
         """Decode for so many iterations; return the share of their time in which the device had no work."""
-        with self._recorder.traced() as timeline:
+        with self._launcher.traced() as timeline:
             iterations = self.decode(count)
             busy_s = busy_ns(timeline.spans, "device") / 1e9
         return max(1 - busy_s / sum(each.model_s for each in iterations), 0.0)
@@ -230,9 +230,9 @@ class Rig:
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-        if self._recorder.last is None:
+        if self._launcher.last is None:
             return []
-        plan, model_s = self._recorder.last
+        plan, model_s = self._launcher.last
         sequences = list(plan.sequences)
         context_lens = [sequence.context_len for sequence in sequences]
         new_tokens = sum(len(sequence.token_ids) for sequence in sequences)

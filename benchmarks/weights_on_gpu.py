@@ -29,7 +29,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
@@ -44,7 +44,7 @@ from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
 _SHARES_SECONDS = 4.0  # for finding how products are best divided
@@ -224,7 +224,7 @@ class _Placement:
         self._by_layers = by_layers
 
     def plan(
-        self, config: ModelConfig, form: LinearForm, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan:
         """Decide. Raises MemoryError where host memory does not hold the others."""
         always = least_gpu_bytes(config, form, dtype)

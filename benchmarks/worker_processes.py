@@ -35,14 +35,14 @@ from neo_desktop.engine.execute import lanes
 from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import HostStep, Signal
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
@@ -130,12 +130,12 @@ class Case:
         blocks = self.context // BLOCK_SIZE
         sequences = []
         for number in range(self.requests):
-            place, at = Place.worker(number % num_workers + 1), number // num_workers
+            tier, at = KVTier.worker(number % num_workers + 1), number // num_workers
             table = IntArray(range(at * blocks, (at + 1) * blocks)).view()
             no_tokens = IntArray().view()
             sampling = SamplingInput(PARAMS, 0, 0, self.context, no_tokens, no_tokens)
             sequences.append(
-                ScheduledSequence(str(number), (number % 250,), self.context - 1, place, table, sampling)
+                ScheduledSequence(str(number), (number % 250,), self.context - 1, tier, table, sampling)
             )
         half = len(sequences) // 2
         return IterationPlan((SubBatch(tuple(sequences[:half])), SubBatch(tuple(sequences[half:]))))
@@ -145,10 +145,10 @@ class Case:
         config, pools = model.config, {}
         num_blocks = -(-self.requests // len(addresses)) * self.context // BLOCK_SIZE
         for number, address in enumerate(addresses, 1):
-            place = Place.worker(number)
-            link = WorkerLink(place.name, partial(_same, address), trust)
+            tier = KVTier.worker(number)
+            link = WorkerLink(tier.name, partial(_same, address), trust)
             link.open(AttentionShape.of(config, BLOCK_SIZE, DTYPE), None, num_blocks)
-            pools[place] = RemotePool(place, config, BLOCK_SIZE, DTYPE, link)
+            pools[tier] = RemotePool(tier, config, BLOCK_SIZE, DTYPE, link)
             rows = torch.randn(2, 4096, config.num_kv_heads, config.head_dim, dtype=DTYPE)
             for layer in range(config.num_layers):
                 for begin in range(0, link.num_blocks * BLOCK_SIZE, 4096):
@@ -157,7 +157,7 @@ class Case:
         stages = ThrottledStages(model)
         stages.layer_s = self.layer_ms / 1e3
         capacity = Capacity.of(256, self.requests, config.max_context_tokens, BLOCK_SIZE)
-        executor = PlanExecutor(stages, KVStorage(pools), capacity, ThreadBackend(None))
+        executor = ModelRunner(stages, KVStorage(pools), capacity, ThreadBackend(None))
         plan, found = self.plan(len(addresses)), []
         try:
             for _ in range(self.iterations + 2):

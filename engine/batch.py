@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntView
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 
 FloatArray = NDArray[np.float32]
@@ -40,8 +40,8 @@ class ScheduledSequence(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...]  # the tokens whose KV this iteration computes
     start: int  # position of the first of them = tokens already in the KV cache
-    place: Place  # where the KV lives
-    block_table: IntView  # blocks of that place, covering all `context_len` tokens; fixed, as all of a plan
+    tier: KVTier  # where the KV lives
+    block_table: IntView  # blocks of that tier, covering all `context_len` tokens; fixed, as all of a plan
     sampling: SamplingInput | None  # None: no token is to be chosen after the last one of `token_ids`
     num_pooled: int = 0  # how many of the last ones' hidden states are asked for, as their sum
 
@@ -76,11 +76,11 @@ class SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One KV block, all layers, to be copied from one place to another."""
+    """One KV block, all layers, to be copied from one tier to another."""
 
-    source: Place
+    source: KVTier
     source_block: int
-    target: Place
+    target: KVTier
     target_block: int
 
 
@@ -99,8 +99,8 @@ class IterationTiming:
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything
 
 # Decodes that stand at one stage of an iteration, by slot; None: an empty one.
-Cohort = tuple[ScheduledSequence | None, ...]
-MAX_STAGGERED = 16  # slots of a cohort
+AsyncGroup = tuple[ScheduledSequence | None, ...]
+MAX_ASYNC_DECODES = 16  # slots of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class IterationPlan:
     be on their way. Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while
     the CPU computes the attention of the other). With one, its own attention overlaps at most.
 
-    Staggered decodes, whose KV the CPU or workers attend to, take one layer in each iteration that has any, a
+    async decodes, whose KV the CPU or workers attend to, take one layer in each iteration that has any, a
     turn: their attention of a layer may take until the next turn. Each stands at a linear stage of sub-batch
     0, whose rows it joins:
 
@@ -123,24 +123,24 @@ class IterationPlan:
     in the turn before. Iterations that are no turns may lie between.
     """
 
-    sub_batches: tuple[SubBatch, ...]  # one or two; with `staggered` the first may be empty
+    sub_batches: tuple[SubBatch, ...]  # one or two; with `async_decodes` the first may be empty
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
     is_ahead: bool = False  # whether it starts before the iteration before has ended
-    # By stage, all of the same number of slots, at most MAX_STAGGERED; only those of the last stage may have
+    # By stage, all of the same number of slots, at most MAX_ASYNC_DECODES; only those of the last stage may have
     # `sampling`. Empty: this is no turn.
-    staggered: tuple[Cohort, ...] = ()
+    async_decodes: tuple[AsyncGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
             raise ValueError(f"a plan has one or two sub-batches, got {len(self.sub_batches)}")
-        if len(set(map(len, self.staggered))) > 1:
-            raise ValueError("the cohorts of a plan have the same number of slots")
+        if len(set(map(len, self.async_decodes))) > 1:
+            raise ValueError("the async_groups of a plan have the same number of slots")
 
     @property
     def stays_on_device(self) -> bool:
         """Whether the host neither attends nor brings KV anywhere in it."""
-        return not self.copies and all(sequence.place.stays_on_device for sequence in self.all_sequences)
+        return not self.copies and all(sequence.tier.stays_on_device for sequence in self.all_sequences)
 
     @property
     def sequences(self) -> Iterator[ScheduledSequence]:
@@ -148,14 +148,14 @@ class IterationPlan:
         return (sequence for sub_batch in self.sub_batches for sequence in sub_batch.sequences)
 
     @property
-    def staggered_sequences(self) -> Iterator[ScheduledSequence]:
-        """The staggered decodes, by stage."""
-        return (sequence for cohort in self.staggered for sequence in cohort if sequence is not None)
+    def async_sequences(self) -> Iterator[ScheduledSequence]:
+        """The async decodes, by stage."""
+        return (sequence for group in self.async_decodes for sequence in group if sequence is not None)
 
     @property
     def all_sequences(self) -> Iterator[ScheduledSequence]:
-        """All sequences, the staggered ones last."""
-        return chain(self.sequences, self.staggered_sequences)
+        """All sequences, the async ones last."""
+        return chain(self.sequences, self.async_sequences)
 
 
 class TokenLogprob(NamedTuple):

@@ -18,12 +18,12 @@ from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.execute.ranks.leader import LeadingExecutor
+from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.generate import Completion, embed, generate
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
-from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
+from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -73,7 +73,7 @@ class Engine:
         self.config = model.config
         self.tokenizer = model.tokenizer
         self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
-        self.intake = Intake(
+        self.input_processor = InputProcessor(
             model.tokenizer, model.config.vocab_size, self.max_context_tokens, kv_cache.block_size
         )
         self.eos_token_ids = model.config.eos_token_ids or model.tokenizer.eos_token_ids
@@ -166,7 +166,7 @@ class Engine:
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
     ) -> Self:
-        """Make an engine of a loaded model and the memory of all places that the policy uses.
+        """Make an engine of a loaded model and the memory of all tiers that the policy uses.
 
         `close` drops them from the engine; the memory is free when nobody else refers to the parts.
         See `from_options` for the arguments; ValueError: the policy is unknown.
@@ -175,11 +175,11 @@ class Engine:
             host_reserve_bytes: what caches leave to other programs, see `HostReserve`; None: nothing is
                 given back.
         """
-        chosen_policy = get_policy(policy).with_places(place for place in parts.num_blocks if place.is_remote)
+        chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
         streams = parts.model.streams
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
-        # With a single place to live nothing has to be predicted; but weights in host memory are divided.
+        # With a single tier to live nothing has to be predicted; but weights in host memory are divided.
         predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
         predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
         if cost_model is None and (predicts or decoder.has_splits):
@@ -195,7 +195,7 @@ class Engine:
         )
         if leader is not None:
             leader.check_ready()
-        executor = own if leader is None else LeadingExecutor(own, leader)
+        executor = own if leader is None else DriverExecutor(own, leader)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
         reserve = None
@@ -236,9 +236,9 @@ class Engine:
         """Check a prompt and make everything ready that `add` needs; any thread may.
 
         Raises:
-            see `Intake.prepare`; SettingError: the grammar cannot be used.
+            see `InputProcessor.prepare`; SettingError: the grammar cannot be used.
         """
-        prepared = self.intake.prepare(prompt, params, add_special_tokens=add_special_tokens)
+        prepared = self.input_processor.prepare(prompt, params, add_special_tokens=add_special_tokens)
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
         return prepared
@@ -248,7 +248,7 @@ class Engine:
         if self._first_asked_s is None:
             self._first_asked_s = time.perf_counter()
         for request in new_requests(
-            request_id, prepared, self.intake, self.eos_token_ids, self.grammars, self._arrivals
+            request_id, prepared, self.input_processor, self.eos_token_ids, self.grammars, self._arrivals
         ):
             self._scheduler.add(request)
 
@@ -352,7 +352,7 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_moves=counters.num_moves,
             num_cpu_decodes=counters.num_cpu_decodes,
-            num_staggered_decodes=counters.num_staggered_decodes,
+            num_async_decodes=counters.num_async_decodes,
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
@@ -367,10 +367,10 @@ class Engine:
         weights_bytes = self._decoder.nbytes
         cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
-        own_pace = self._scheduler.own_pace
+        async_case_engine = self._scheduler.async_case_engine
         workers = None if self._workers is None else self._workers.states
         return LiveView.of(
-            self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace, workers
+            self.stats(), running, self._notes, device, weights_bytes, cost_model, async_case_engine, workers
         )
 
     def close(self) -> None:
@@ -394,7 +394,7 @@ class Engine:
 def new_requests(
     request_id: str,
     prepared: PreparedRequest,
-    intake: Intake,
+    input_processor: InputProcessor,
     eos_token_ids: tuple[int, ...],
     grammars: GrammarCompiler,
     arrivals: Iterator[int],
@@ -410,10 +410,10 @@ def new_requests(
             choice=choice,
             seed=seed,
             arrival=next(arrivals),
-            max_context_tokens=intake.max_context_tokens,
+            max_context_tokens=input_processor.max_context_tokens,
             eos_token_ids=eos_token_ids,
             text=IncrementalText(
-                intake.tokenizer.decode_stream(is_chat=params.thoughts is not None),
+                input_processor.tokenizer.decode_stream(is_chat=params.thoughts is not None),
                 params.stop,
                 params.thoughts,
             ),

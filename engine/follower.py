@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.ranks.driver import share_cpus
 from neo_desktop.engine.execute.ranks.group import BrokenGroupError
-from neo_desktop.engine.execute.ranks.leader import share_cpus
 from neo_desktop.engine.execute.ranks.members import Follower
 from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Ready
 from neo_desktop.engine.execute.ranks.plans import PlanReader
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.parts import take_memory
 
@@ -37,8 +37,8 @@ def main() -> None:
     beginning: Beginning = next(frames)
     sys.path[:] = beginning.sys_path
     logging.basicConfig(level=beginning.log_level, format="%(message)s", force=True)
-    for mechanism, rung, reason in beginning.limits:
-        ladder.limit(mechanism, rung, reason)
+    for mechanism, level, reason in beginning.limits:
+        fallbacks.limit(mechanism, level, reason)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(frames, messages), name="messages", daemon=True).start()
     try:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from neo_desktop.engine.batch import FloatArray, SampledToken
 from neo_desktop.engine.errors import EngineError
-from neo_desktop.engine.intake import PreparedRequest, Prompt
+from neo_desktop.engine.input_processor import PreparedRequest, Prompt
 from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from neo_desktop.engine.kv.cache import KVCache, PoolSize
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.schedule.scheduler import Scheduler
 
@@ -66,14 +66,14 @@ class HostReserve:
     ) -> None:
         self._scheduler = scheduler
         self._kv = kv_cache
-        pools = {place: storage[place] for place in storage.places if not place.is_remote}
-        self._pools: Mapping[Place, KVPool] = {
-            place: pool for place, pool in pools.items() if pool.num_blocks and pool.block_bytes
+        pools = {tier: storage[tier] for tier in storage.tiers if not tier.is_remote}
+        self._pools: Mapping[KVTier, KVPool] = {
+            tier: pool for tier, pool in pools.items() if pool.num_blocks and pool.block_bytes
         }
         self._num_bytes = num_bytes
         self._clock = clock
         self._available = available or _available_bytes
-        self._draining: set[Place] = set()  # smaller already, but their pages are not given back yet
+        self._draining: set[KVTier] = set()  # smaller already, but their pages are not given back yet
         self._next_look_s = clock()
         self._plenty_since_s: float | None = None
 
@@ -113,36 +113,36 @@ class HostReserve:
     def make_room(self) -> bool:
         """Make the caches larger for the oldest request, which fits nowhere; False if they cannot be."""
         sizes = self._sizes()
-        needed = {place: self._least_blocks(place, size) for place, size in sizes.items()}
-        if all(needed[place] <= size.limit for place, size in sizes.items()):
-            needed = {place: size.most for place, size in sizes.items()}
-        return self._set_limits({place: max(needed[place], size.limit) for place, size in sizes.items()})
+        needed = {tier: self._least_blocks(tier, size) for tier, size in sizes.items()}
+        if all(needed[tier] <= size.limit for tier, size in sizes.items()):
+            needed = {tier: size.most for tier, size in sizes.items()}
+        return self._set_limits({tier: max(needed[tier], size.limit) for tier, size in sizes.items()})
 
-    def _sizes(self) -> dict[Place, PoolSize]:
-        return {place: self._kv.size(place) for place in self._pools}
+    def _sizes(self) -> dict[KVTier, PoolSize]:
+        return {tier: self._kv.size(tier) for tier in self._pools}
 
-    def _least_blocks(self, place: Place, size: PoolSize) -> int:
-        least = max(self._scheduler.least_blocks(place), int(size.most * LEAST_SHARE))
+    def _least_blocks(self, tier: KVTier, size: PoolSize) -> int:
+        least = max(self._scheduler.least_blocks(tier), int(size.most * LEAST_SHARE))
         return min(-(-least // BLOCKS_PER_RUN) * BLOCKS_PER_RUN, size.most)
 
-    def _set_limits(self, limits: Mapping[Place, int]) -> bool:
+    def _set_limits(self, limits: Mapping[KVTier, int]) -> bool:
         """Set those that change; return whether any did."""
-        changed = {place: limit for place, limit in limits.items() if limit != self._kv.size(place).limit}
-        for place, limit in changed.items():
-            self._scheduler.set_limit(place, limit)
+        changed = {tier: limit for tier, limit in limits.items() if limit != self._kv.size(tier).limit}
+        for tier, limit in changed.items():
+            self._scheduler.set_limit(tier, limit)
         return bool(changed)
 
     def _shrink(self, missing: int) -> bool:
         """Begin to give back: of the memory that each cache takes, the same share."""
         sizes = self._sizes()
-        held_bytes = sum(size.touched * self._pools[place].block_bytes for place, size in sizes.items())
+        held_bytes = sum(size.touched * self._pools[tier].block_bytes for tier, size in sizes.items())
         kept_share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
         limits = {}
-        for place, size in sizes.items():
+        for tier, size in sizes.items():
             kept = int(size.touched * kept_share) // BLOCKS_PER_RUN * BLOCKS_PER_RUN
-            kept = max(kept, self._least_blocks(place, size))
+            kept = max(kept, self._least_blocks(tier, size))
             if kept < size.touched:
-                limits[place] = min(kept, size.limit)
+                limits[tier] = min(kept, size.limit)
         has_changed = self._set_limits(limits)
         self._draining |= limits.keys()
         self._give_back()
@@ -150,20 +150,20 @@ class HostReserve:
 
     def _give_back(self) -> None:
         """Give the pages back that nobody needs any more."""
-        for place in tuple(self._draining):
-            if not self._scheduler.is_drained(place):
+        for tier in tuple(self._draining):
+            if not self._scheduler.is_drained(tier):
                 continue
-            self._draining.discard(place)
-            size = self._kv.size(place)
+            self._draining.discard(tier)
+            size = self._kv.size(tier)
             try:
-                num_bytes = self._pools[place].give_back(size.limit)
+                num_bytes = self._pools[tier].give_back(size.limit)
             except OSError as error:
                 self._stop(error)
                 return
-            self._kv.forget_touched(place)
+            self._kv.forget_touched(tier)
             logger.info(
                 "other programs need memory: the %s gave back up to %.2f GB and has %d of %d tokens now",
-                place.title,
+                tier.title,
                 num_bytes / 1e9,
                 size.limit * self._kv.block_size,
                 size.most * self._kv.block_size,
@@ -173,30 +173,28 @@ class HostReserve:
         """Use more blocks again, of each cache the same share of what is missing."""
         sizes = self._sizes()
         missing = sum(
-            (size.most - size.limit) * self._pools[place].block_bytes for place, size in sizes.items()
+            (size.most - size.limit) * self._pools[tier].block_bytes for tier, size in sizes.items()
         )
         if not missing:
             return False
         share = min(spare / missing, 1.0)
         limits = {}
-        for place, size in sizes.items():
+        for tier, size in sizes.items():
             grown = size.limit + int((size.most - size.limit) * share)
             grown = grown // BLOCKS_PER_RUN * BLOCKS_PER_RUN
-            limits[place] = size.most if share == 1.0 else max(grown, size.limit)
+            limits[tier] = size.most if share == 1.0 else max(grown, size.limit)
         has_changed = self._set_limits(limits)
-        for place, size in self._sizes().items():
+        for tier, size in self._sizes().items():
             limit = size.limit
-            if limit > sizes[place].limit:
-                tokens, most = (n * self._kv.block_size for n in (limit, sizes[place].most))
-                logger.info(
-                    "memory is plentiful: the %s has %d of %d tokens again", place.title, tokens, most
-                )
+            if limit > sizes[tier].limit:
+                tokens, most = (n * self._kv.block_size for n in (limit, sizes[tier].most))
+                logger.info("memory is plentiful: the %s has %d of %d tokens again", tier.title, tokens, most)
         return has_changed
 
     def _stop(self, error: OSError) -> None:
         """Keep all memory from now on, since the system does not take it."""
         logger.warning("memory cannot be given back to other programs, so the caches keep it: %s", error)
-        self._set_limits({place: size.most for place, size in self._sizes().items()})
+        self._set_limits({tier: size.most for tier, size in self._sizes().items()})
         self._pools = {}
         self._draining.clear()
 

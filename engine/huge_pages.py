@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 
 HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SMAPS = Path("/proc/self/smaps")
@@ -16,27 +16,29 @@ ENOUGH = 0.5  # of memory in huge pages; less is worth a word
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Ask for them behind memory that was not written to yet, as far as the ladder allows it.
+    """Ask for them behind memory that was not written to yet, as far as the fallback level allows it.
 
     Args:
         tensor: begins at a page, in memory that no other process shares: shared memory gets none.
     """
-    if ladder.rung("huge_pages") == "small" or tensor.nbytes < mmap.PAGESIZE:
+    if fallbacks.level("huge_pages") == "small" or tensor.nbytes < mmap.PAGESIZE:
         return
     if not native.advise_huge_pages(tensor):
-        ladder.limit("huge_pages", "small", "the system has no huge pages to give")
+        fallbacks.limit("huge_pages", "small", "the system has no huge pages to give")
     elif "[never]" in _read(HUGE_PAGE_POLICY):
-        ladder.limit("huge_pages", "small", f"the system is set to give none: {HUGE_PAGE_POLICY} says never")
+        fallbacks.limit(
+            "huge_pages", "small", f"the system is set to give none: {HUGE_PAGE_POLICY} says never"
+        )
 
 
 def check_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Limit the ladder if memory that was written since has too few of the huge pages that it asked for."""
+    """Limit the fallbacks if memory that was written since has too few of the huge pages that it asked for."""
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     # Less than two huge pages may have room for none between its ends.
     ranges = [(begin, end) for begin, end in ranges if end - begin >= 2 * HUGE_BYTES]
     total, huge = sum(end - begin for begin, end in ranges), huge_page_bytes(ranges)
-    if huge is not None and huge < ENOUGH * total and ladder.rung("huge_pages") == "huge":
-        ladder.limit(
+    if huge is not None and huge < ENOUGH * total and fallbacks.level("huge_pages") == "huge":
+        fallbacks.limit(
             "huge_pages",
             "small",
             f"only {huge / 1e9:.1f} of {total / 1e9:.1f} GB of weights in host memory are in huge pages, so "

@@ -92,8 +92,8 @@ class Iterations:
             return
         self.rest()
         if self._workers is not None:
-            for place, num_blocks in self._workers.take_returned().items():
-                self._scheduler.open(place, num_blocks)
+            for tier, num_blocks in self._workers.take_returned().items():
+                self._scheduler.open(tier, num_blocks)
         plan = self._scheduler.schedule()
         while plan is None and self._scheduler.num_waiting and self._reserve and self._reserve.make_room():
             plan = self._scheduler.schedule()
@@ -120,8 +120,8 @@ class Iterations:
             return
         why = "no memory that is left holds so long a context"
         lost = [
-            f"{place} is lost: {state.lost}"
-            for place, state in workers.states.items()
+            f"{tier} is lost: {state.lost}"
+            for tier, state in workers.states.items()
             if state.lost is not None
         ]
         self._failed += self._scheduler.refuse_first(": ".join((why, *lost[:1])))

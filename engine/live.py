@@ -19,7 +19,7 @@ import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.request import RequestState
@@ -43,7 +43,7 @@ class LiveRequest:
     """A request that owns KV."""
 
     arrival: int  # ordinal; stays the same for as long as the request lives
-    place: Place
+    tier: KVTier
     phase: Phase
     num_tokens: int  # prompt and output so far
     num_computed_tokens: int  # of them, those whose KV is in the cache
@@ -63,7 +63,7 @@ class LiveIteration:
     num_prompts: int  # of which a chunk was computed
     num_prompt_tokens: int  # of these chunks
     num_outputs: int  # tokens sampled
-    num_copied_blocks: int  # KV blocks that moved to another place
+    num_copied_blocks: int  # KV blocks that moved to another tier
     prompt_context: float  # what the chunks' tokens attend to, summed over them
     longest_prompt: int  # tokens up to the end of a chunk
     decode_context: int  # what the decodes attend to, summed over them
@@ -80,15 +80,15 @@ class LiveIteration:
             num_outputs += sequence.sampling is not None
             if num_tokens == 1:
                 decoded.append(sequence.request_id)
-                num_cpu += sequence.place.host_attends
-                num_gpu += not sequence.place.host_attends
+                num_cpu += sequence.tier.host_attends
+                num_gpu += not sequence.tier.host_attends
                 decode_context += sequence.start + 1
             else:
                 num_prompts += 1
                 num_prompt_tokens += num_tokens
                 prompt_context += num_tokens * (sequence.start + num_tokens / 2)
                 longest_prompt = max(longest_prompt, sequence.start + num_tokens)
-        for sequence in plan.staggered_sequences:  # each by a layer; the last one brings the token
+        for sequence in plan.async_sequences:  # each by a layer; the last one brings the token
             num_cpu += 1
             if sequence.sampling is not None:
                 decoded.append(sequence.request_id)
@@ -150,19 +150,19 @@ class LiveView:
     spans: tuple[Span, ...]  # of the last iteration that was recorded, in the order of their start
     spans_age_s: float  # since that iteration's end
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
-    workers: Mapping[Place, WorkerState] = field(default_factory=dict)
+    workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         stats: EngineStats,
-        running: Sequence[tuple[Place, RequestState]],
+        running: Sequence[tuple[KVTier, RequestState]],
         notes: "Notes",
         device: torch.device,
         weights_bytes: int,
         cost_model: CostModel | None,
-        own_pace: Collection[str] = (),
-        workers: Mapping[Place, WorkerState] | None = None,
+        async_case_engine: Collection[str] = (),
+        workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
         """Copy what is there.
 
@@ -174,11 +174,11 @@ class LiveView:
             workers: attention workers; None: there are none.
         """
         is_cuda = device.type == "cuda"
-        gpu_cache = next((pool for place, pool in stats.pools.items() if not place.in_host_memory), None)
+        gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
         requests = [request for _, request in running]
         return cls(
             stats=stats,
-            requests=live_requests(running, own_pace),
+            requests=live_requests(running, async_case_engine),
             num_gpu_alone=(
                 num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
             ),
@@ -235,9 +235,9 @@ class LiveView:
         )
 
     def capacity_tokens(self, in_host_memory: bool) -> int:
-        """Tokens that all places in this computer's host memory, or in the device's, can hold."""
-        pools = ((place, pool) for place, pool in self.stats.pools.items() if not place.is_remote)
-        blocks = sum(pool.num_blocks for place, pool in pools if place.in_host_memory is in_host_memory)
+        """Tokens that all tiers in this computer's host memory, or in the device's, can hold."""
+        pools = ((tier, pool) for tier, pool in self.stats.pools.items() if not tier.is_remote)
+        blocks = sum(pool.num_blocks for tier, pool in pools if tier.in_host_memory is in_host_memory)
         return blocks * self.stats.block_size
 
 
@@ -317,7 +317,7 @@ class Notes:
 
 
 def live_requests(
-    running: Iterable[tuple[Place, RequestState]], own_pace: Collection[str] = ()
+    running: Iterable[tuple[KVTier, RequestState]], async_case_engine: Collection[str] = ()
 ) -> tuple[LiveRequest, ...]:
     """Return what is to be told of requests that own KV, by arrival.
 
@@ -328,13 +328,13 @@ def live_requests(
     requests = [
         LiveRequest(
             arrival=request.arrival,
-            place=place,
+            tier=tier,
             phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            is_held=request.num_skipped > 0 and request.request_id not in own_pace,
+            is_held=request.iterations_waited > 0 and request.request_id not in async_case_engine,
         )
-        for place, request in running
+        for tier, request in running
     ]
     return tuple(sorted(requests, key=lambda request: request.arrival))
 

@@ -13,9 +13,9 @@ import neo_desktop.models
 from neo_desktop.engine.cuda.pinned import check_weight_pages, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
 from neo_desktop.engine.profiling.budget import (
@@ -35,8 +35,8 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.families import exceeds_float16
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.linear.offloaded import OffloadedFormat
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.missing import why_missing
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
@@ -65,7 +65,7 @@ class LoadedModel:
 
 
 # Decides where the weights go of a model of this form, dtype and device; None: all where the device computes.
-Planner = Callable[[ModelConfig, LinearForm, torch.dtype, torch.device], WeightPlan | None]
+Planner = Callable[[ModelConfig, WeightFormat, torch.dtype, torch.device], WeightPlan | None]
 
 
 def load(
@@ -115,7 +115,7 @@ def load(
     stored = stored_form(weights, config)
     form = kept_form(stored, options, device, config)
     dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
-    if device.type == "cuda" and isinstance(stored, StoredForm) and ladder.rung("quantised") != "triton":
+    if device.type == "cuda" and isinstance(stored, StoredForm) and fallbacks.level("quantised") != "triton":
         _tell_of_no_kernels(stored, form, config, dtype)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
@@ -142,7 +142,7 @@ def _plan(
     options: EngineOptions,
     rank: Rank,
     config: ModelConfig,
-    form: LinearForm,
+    form: WeightFormat,
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightPlan | None:
@@ -157,8 +157,8 @@ def _plan(
 
 
 def placed_form(
-    form: LinearForm, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
-) -> LinearForm:
+    form: WeightFormat, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
+) -> WeightFormat:
     """Return a form of matrices of which those that find no room on the device lie in host memory.
 
     Raises:
@@ -175,7 +175,7 @@ def placed_form(
     of_host = host_form(form)
     if device.type == "cuda":
         of_host = replace(of_host, room=weight_bytes)
-    return SplitForm(form, of_host, placed.resident_rows, dispatch)
+    return OffloadedFormat(form, of_host, placed.resident_rows, dispatch)
 
 
 def model_path(model: str | Path) -> Path:
@@ -214,12 +214,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def kept_form(
-    stored: LinearForm,
+    stored: WeightFormat,
     options: EngineOptions,
     device: torch.device,
     config: ModelConfig,
     gpu_bytes: int | None = None,
-) -> LinearForm:
+) -> WeightFormat:
     """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels.
 
     Without kernels a GPU keeps floats, which are multiplied faster than torch's operators unpack weights; but
@@ -233,7 +233,7 @@ def kept_form(
     if device.type == "cpu":
         return stored
     packed = stored.on_gpu(dispatch)
-    if ladder.rung("quantised") == "triton":
+    if fallbacks.level("quantised") == "triton":
         return packed
     dtype = choose_dtype(asked_dtype(options), config, device)
     free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
@@ -244,7 +244,7 @@ def kept_form(
 
 
 def _tell_of_no_kernels(
-    stored: LinearForm, form: LinearForm, config: ModelConfig, dtype: torch.dtype
+    stored: WeightFormat, form: WeightFormat, config: ModelConfig, dtype: torch.dtype
 ) -> None:
     """Log what weights take on a GPU whose kernels cannot multiply them as they are stored."""
     floats, bits = (config.weight_bytes(dtype, each) / 1e9 for each in (DENSE, stored))
@@ -265,7 +265,7 @@ def choose_dtype(
     config: ModelConfig,
     device: torch.device,
     available_bytes: int | None = None,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
 ) -> torch.dtype:
     """Return the dtype of weights and KV; "auto" loses no accuracy that the checkpoint has.
 

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.execute.ranks.leader import Leader
+from neo_desktop.engine.execute.ranks.driver import Driver
 from neo_desktop.engine.execute.ranks.members import Member
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv.swapped import make_pool
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.kv.streamed import make_pool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
 from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
@@ -40,14 +40,14 @@ class EngineParts:
 
     model: LoadedModel
     limits: SchedulerLimits
-    num_blocks: dict[Place, int]  # of the places asked for, and of workers
+    num_blocks: dict[KVTier, int]  # of the tiers asked for, and of workers
     storage: KVStorage
-    leader: Leader | None = None  # of the other ranks; None: the model is whole
+    leader: Driver | None = None  # of the other ranks; None: the model is whole
     workers: Workers | None = None  # other computers that attend; None: there are none
 
     def tokens_in(self, host_memory: bool) -> int:
-        """Return how many tokens' KV fits the places in host memory, or all others."""
-        blocks = (count for place, count in self.num_blocks.items() if place.in_host_memory is host_memory)
+        """Return how many tokens' KV fits the tiers in host memory, or all others."""
+        blocks = (count for tier, count in self.num_blocks.items() if tier.in_host_memory is host_memory)
         return BLOCK_SIZE * sum(blocks)
 
 
@@ -57,19 +57,19 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     Raises:
         ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
     """
-    places = get_policy(options.policy).places
+    tiers = get_policy(options.policy).tiers
     asked_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
-    if asked_dtype is not None and not any(place.host_attends for place in places):
+    if asked_dtype is not None and not any(tier.host_attends for tier in tiers):
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
-    for place, tokens in cache_tokens_of(options).items():
-        if tokens and place not in places:
-            logger.warning("policy %s has no %s: its size has no effect", options.policy, place.title)
+    for tier, tokens in cache_tokens_of(options).items():
+        if tokens and tier not in tiers:
+            logger.warning("policy %s has no %s: its size has no effect", options.policy, tier.title)
     trust_of(options)  # what is wrong there is told before anything is loaded
     if options.tensor_parallel == 1:
         return with_workers(take_memory(load(options, progress), options), options)
-    leader = Leader(options, choose_device(options.device))
+    leader = Driver(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
     except BaseException:
@@ -132,7 +132,7 @@ def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
             cluster.close()
         raise
     workers.connect()
-    pools = {place: parts.storage[place] for place in parts.storage.places}
+    pools = {tier: parts.storage[tier] for tier in parts.storage.tiers}
     return replace(
         parts,
         num_blocks=parts.num_blocks | workers.num_blocks,
@@ -145,19 +145,19 @@ def _same(address: Address) -> Address:
     return address
 
 
-def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
-    """Return `place -> tokens asked for`; None: what fits."""
+def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
+    """Return `tier -> tokens asked for`; None: what fits."""
     return {
-        Place.DEVICE: options.gpu_cache_tokens,
-        Place.HOST: options.cpu_cache_tokens,
-        Place.SWAPPED: options.swap_cache_tokens,
+        KVTier.DEVICE: options.gpu_cache_tokens,
+        KVTier.HOST: options.cpu_cache_tokens,
+        KVTier.STREAMED: options.swap_cache_tokens,
     }
 
 
 def take_memory(
     loaded: LoadedModel,
     options: EngineOptions,
-    places: Sequence[Place] | None = None,
+    tiers: Sequence[KVTier] | None = None,
     member: Member | None = None,
 ) -> EngineParts:
     """Take the memory for the KV of a loaded model; several may be taken, one after the other.
@@ -165,27 +165,27 @@ def take_memory(
     On a GPU the largest iterations run first: what is free then is divided.
 
     Args:
-        places: where KV may live; None: where the policy has it.
+        tiers: where KV may live; None: where the policy has it.
         member: of the ranks among which the model is divided; None: it is whole.
 
     Raises:
         MemoryError: there is no room.
     """
-    places = get_policy(options.policy).places if places is None else places
+    tiers = get_policy(options.policy).tiers if tiers is None else tiers
     cpu_cache_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     decoder = loaded.decoder
     num_ranks = 1 if member is None else member.rank.count
-    if member is None and any(place.host_attends for place in places):
+    if member is None and any(tier.host_attends for tier in tiers):
         bind_threads()
     if decoder.device.type == "cuda":
         native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
     limits = limits_of(options, decoder.device)
     iteration_bytes, bus_share = None, None
-    if decoder.device.type == "cuda" and any(place.is_swapped for place in places):
+    if decoder.device.type == "cuda" and any(tier.is_streamed for tier in tiers):
         bus_share = measured_bus_share(decoder.device)
     if decoder.device.type == "cuda":
         gauge = TorchGauge(decoder.device)
-        iteration_bytes = warm_up(decoder, places, limits, loaded.streams, gauge)
+        iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, gauge)
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
     if member is not None:
         member.join(decoder.dtype, decoder.device)
@@ -200,35 +200,35 @@ def take_memory(
         cpu_cache_dtype,
         free,
         decoder.memory()[decoder.device],
-        places,
+        tiers,
         bus_share,
     )
-    num_blocks = {place: fitting[place] for place in places}
+    num_blocks = {tier: fitting[tier] for tier in tiers}
     if member is not None:
         num_blocks = member.agreed(num_blocks)
     if not any(num_blocks.values()) and options.workers is None:
         raise MemoryError(
             f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "
-            f"{' or '.join(place.title for place in places)}"
+            f"{' or '.join(tier.title for tier in tiers)}"
         )
     with loaded.streams.on_device():  # memory stays with the stream that it was taken on
         pools = {
-            place: make_pool(
-                place,
+            tier: make_pool(
+                tier,
                 loaded.config,
                 count,
-                (cpu_cache_dtype if place.host_attends else None) or decoder.dtype,
+                (cpu_cache_dtype if tier.host_attends else None) or decoder.dtype,
                 decoder.device,
                 decoder.sinks,
             )
-            for place, count in num_blocks.items()
-            if count or not place.is_swapped
+            for tier, count in num_blocks.items()
+            if count or not tier.is_streamed
         }
     return EngineParts(loaded, limits, num_blocks, KVStorage(pools))
 
 
 def bind_threads() -> None:
-    """Let threads of CPU attention stay on a core each, as far as the ladder and the system allow it."""
-    wanted = ladder.rung("affinity") == "bound"
+    """Let threads of CPU attention stay on a core each, as far as the fallbacks and the system allow it."""
+    wanted = fallbacks.level("affinity") == "bound"
     if not native.bind_threads(wanted) and wanted:
-        ladder.limit("affinity", "free", "the system refuses to bind threads to cores")
+        fallbacks.limit("affinity", "free", "the system refuses to bind threads to cores")

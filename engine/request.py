@@ -46,7 +46,7 @@ class RequestState:
     Args:
         request_id: unique.
         owner_id: the request as its owner named it; its n outputs are n of these objects.
-        arrival: its place in the order of arrival; it never changes, also when the request is preempted.
+        arrival: its tier in the order of arrival; it never changes, also when the request is preempted.
         num_prompt_tokens: at least 1.
         max_num_tokens: of prompt and output, at which it ends at the latest.
     """
@@ -63,7 +63,7 @@ class RequestState:
         self.num_computed_tokens = 0  # how many of them have their KV in the cache
         self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
         self.num_preemptions = 0
-        self.num_skipped = 0  # iterations in a row that a CPU decode had to wait
+        self.iterations_waited = 0  # iterations in a row that a CPU decode had to wait
         self.finish_reason: FinishReason | None = None
 
     @property

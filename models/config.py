@@ -23,7 +23,7 @@ from neo_desktop.models.limits import (
     SAMPLING_BOUNDS,
 )
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rope import RopeConfig, YarnScaling
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
@@ -266,7 +266,7 @@ class ModelConfig:
         of_experts = sum(m.copies * m.weights for m in self.matrices.values() if m.experts)
         return self.num_parameters - of_experts + of_experts * self.experts.per_token // self.experts.count
 
-    def weight_bytes(self, dtype: torch.dtype, form: LinearForm = DENSE) -> int:
+    def weight_bytes(self, dtype: torch.dtype, form: WeightFormat = DENSE) -> int:
         """Bytes that the weights take in `dtype`, with matrices of this form."""
         vocab, hidden = self.vocab_size, self.hidden_size
         others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
@@ -274,7 +274,7 @@ class ModelConfig:
         embedding = form.embedding_bytes(vocab, hidden, dtype)
         return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
 
-    def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE) -> int:
+    def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:
         """Most bytes that loading takes: the weights, and what a matrix takes more until it is complete."""
         more = (
             form.named(name).loading_bytes(m.rows, m.columns, dtype, device) for name, m in self.each_matrix()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import Linear, LinearForm
+from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
-from neo_desktop.models.linear.split import Split
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Decoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        form: LinearForm = DENSE,
+        form: WeightFormat = DENSE,
     ) -> None:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -119,7 +119,7 @@ class Decoder:
             self.lm_head = form.tied(self.embedding)
         else:
             self.lm_head = self.embedding
-        self.streamed_shares = UNMEASURED  # of split matrices; replaced once it is measured
+        self.streamed_shares = UNMEASURED  # of offloaded matrices; replaced once it is measured
         self.streamed_experts = UNMEASURED  # likewise, of experts in host memory
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
@@ -161,13 +161,13 @@ class Decoder:
     @property
     def has_splits(self) -> bool:
         """Whether a part of some matrices lies in host memory, beside the device's."""
-        return any(isinstance(linear, Split) for linear in self.linears())
+        return any(isinstance(linear, OffloadedLinear) for linear in self.linears())
 
     @property
-    def has_split_experts(self) -> bool:
+    def has_offloaded_experts(self) -> bool:
         """Whether some experts lie in host memory, beside the device's."""
-        mixtures = (weights.mlp for weights in self.layers if isinstance(weights.mlp, Experts))
-        return any(isinstance(mixture.gate, Split) for mixture in mixtures)
+        moe_layers = (weights.mlp for weights in self.layers if isinstance(weights.mlp, Experts))
+        return any(isinstance(moe.gate, OffloadedLinear) for moe in moe_layers)
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     ids: Tensor
     weights: Tensor
-    host_ids: Tensor  # see `Mixture.find_host_ids`
+    host_ids: Tensor  # see `MoE.find_host_ids`
 
     @classmethod
     def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":

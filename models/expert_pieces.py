@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.experts_config import ClampedGate
-from neo_desktop.models.linear.split import PIECE_BYTES, Piece, Split
+from neo_desktop.models.linear.offloaded import PIECE_BYTES, OffloadedLinear, Piece
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
 
@@ -21,7 +21,7 @@ class ExpertPiece:
 
     first: int  # of all of the layer's
     count: int
-    matrices: tuple[tuple[Split, tuple[Piece, ...]], ...]  # gates, ups, downs
+    matrices: tuple[tuple[OffloadedLinear, tuple[Piece, ...]], ...]  # gates, ups, downs
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -61,7 +61,7 @@ class ExpertPiece:
 
 
 def expert_pieces(
-    matrices: Sequence[Split], count: int, streamed: int, dtype: torch.dtype
+    matrices: Sequence[OffloadedLinear], count: int, streamed: int, dtype: torch.dtype
 ) -> list[ExpertPiece]:
     """Return what brings the first experts in host memory to the device.
 

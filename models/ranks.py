@@ -24,7 +24,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import EXPERT_UNIT, expert_names
 from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.stored_form import StoredForm
@@ -80,7 +80,7 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     )
 
 
-def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearForm:
+def form_of_rank(form: WeightFormat, config: ModelConfig, rank: Rank) -> WeightFormat:
     """Return the form of a rank's part of a model whose matrices are kept in this one."""
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form

@@ -8,7 +8,7 @@ from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
@@ -29,7 +29,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: BytesRead | None = None,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
     rank: Rank = ALONE,
 ) -> Decoder:
     """Load a checkpoint, or a rank's part; `progress(done_bytes, total_bytes)` is called after each tensor.
@@ -60,15 +60,15 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
     weights = checkpoint.weights()
-    outline = _decoder(config, config.dtype, torch.device("meta"))
-    expected = {weight.name: weight for weight in named_weights(outline)}
+    spec = _decoder(config, config.dtype, torch.device("meta"))
+    expected = {weight.name: weight for weight in named_weights(spec)}
     weights.rename(config, {*expected, *ties_of(config)})
     weights.check(config, expected)
     return weights
 
 
 def _decoder(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE
 ) -> Decoder:
     if isinstance(config, TracedConfig):
         if device.type != "meta":
@@ -104,7 +104,7 @@ def random_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
 ) -> Decoder:
     """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
     decoder = Decoder(config, dtype=dtype, device=device, form=form)

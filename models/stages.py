@@ -26,8 +26,8 @@ from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import TURN, Decoder, Experts
 from neo_desktop.models.expert_operators import ExpertScratch
-from neo_desktop.models.experts import Mixture, mixtures
-from neo_desktop.models.linear.split import Split
+from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.moe import MoE, moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, PackedLayers
 
@@ -145,7 +145,7 @@ class Product:
 
     name: str  # one of `TURN`
     layer: int
-    linear: Split
+    linear: OffloadedLinear
     x: Tensor  # [n, columns], contiguous
     out: Tensor  # [n, rows]
 
@@ -174,7 +174,7 @@ class Step:
 class DividedExperts:
     """A layer's experts, of which some lie in host memory, and rows that have been given to them."""
 
-    mixture: Mixture
+    moe: MoE
     x: Tensor  # [rows, hidden]: free once the device's experts have read it
     room: ExpertScratch  # with the choice
     out: Tensor  # [rows, hidden]
@@ -208,7 +208,7 @@ class Stages:
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
         self._layers = PackedLayers.of(decoder) if is_native else None
-        self.mixtures = mixtures(decoder, self._operators)  # by layer
+        self.moe_layers = moe_layers(decoder, self._operators)  # by layer
 
     @property
     def is_part(self) -> bool:
@@ -221,7 +221,7 @@ class Stages:
         return all(linear.writes_in_place for linear in self.decoder.linears())
 
     @property
-    def split_matrices(self) -> dict[tuple[int, str], Split]:
+    def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         """The matrices that are split, by their turn and by their names there, which are some of `TURN`.
 
         A turn is what lies between the attention of two layers: it ends a layer and begins the next one. Its
@@ -232,7 +232,7 @@ class Stages:
             for layer, weights in enumerate(self.decoder.layers)
             for name in TURN
         }
-        return {place: linear for place, linear in linears.items() if isinstance(linear, Split)}
+        return {place: linear for place, linear in linears.items() if isinstance(linear, OffloadedLinear)}
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
@@ -267,7 +267,7 @@ class Stages:
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> Iterator[Step]:
-        """Yield the arithmetic of `advance`, cut at products with split matrices and at sums over ranks.
+        """Yield the arithmetic of `advance`, cut at products with offloaded matrices and at sums over ranks.
 
         The caller runs the work of a step, then its product or sum, one step after the other. All products
         have to be written in place.
@@ -277,15 +277,15 @@ class Stages:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
             yield from self._cut_at_sum(work, state)
-            mixture = self.mixtures.get(finished)
-            if mixture is not None and mixture.on_host is not None:
+            moe = self.moe_layers.get(finished)
+            if moe is not None and moe.on_host is not None:
                 assert scratch.experts is not None
                 work.append(partial(self._norm_for_mlp, finished, state))
-                work.append(partial(mixture.route, scratch.normed, scratch.experts))
-                experts = DividedExperts(mixture, scratch.normed, scratch.experts, state.x)
+                work.append(partial(moe.route, scratch.normed, scratch.experts))
+                experts = DividedExperts(moe, scratch.normed, scratch.experts, state.x)
                 yield Step(partial(_run, tuple(work)), experts)
                 work.clear()
-            elif mixture is not None:
+            elif moe is not None:
                 work.append(partial(self._mlp, finished, state))
             else:
                 work.append(partial(self._norm_for_mlp, finished, state))
@@ -305,7 +305,7 @@ class Stages:
     ) -> Iterator[Step]:
         """Yield what was to be done before a product that is split; another becomes work."""
         linear = self.decoder.layers[layer].linear(name)
-        if isinstance(linear, Split):
+        if isinstance(linear, OffloadedLinear):
             yield Step(partial(_run, tuple(work)) if work else None, Product(name, layer, linear, x, out))
             work.clear()
         elif linear is not None:
@@ -371,7 +371,7 @@ class Stages:
         self._norm_for_mlp(layer, state)
         if isinstance(weights.mlp, Experts):
             assert scratch.experts is not None
-            self.mixtures[layer].apply(scratch.normed, scratch.experts, state.x)
+            self.moe_layers[layer].apply(scratch.normed, scratch.experts, state.x)
         else:
             gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
             self._operators.silu_mul(gate_up, scratch.gated)

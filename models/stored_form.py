@@ -11,20 +11,20 @@ from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.types import TYPES
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
+from neo_desktop.models.linear.offloaded import OffloadedFormat
+from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
-from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import FLOATS, Weights
 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm(Dense):
-    """See `protocol.LinearForm`: matrices with kernels for their types stay packed, others are dequantised.
+    """See `protocol.WeightFormat`: matrices with kernels for their types stay packed, others are dequantised.
 
     Args:
-        stored: by the names of `LinearForm.named`: the parts of those that are quantised, if only in part.
+        stored: by the names of `WeightFormat.named`: the parts of those that are quantised, if only in part.
         kernels: of a GPU; None: for a CPU.
         name: of the one that is meant.
     """
@@ -38,7 +38,7 @@ class StoredForm(Dense):
         return replace(self, kernels=kernels)
 
     def named(self, name: str) -> "StoredForm":
-        """See `LinearForm`, likewise the others."""
+        """See `WeightFormat`, likewise the others."""
         return replace(self, name=name)
 
     def of_rows(self, rows: slice) -> "StoredForm":  # noqa: D102
@@ -121,14 +121,14 @@ class StoredForm(Dense):
         return 0 if self.kernels is None else grouped.LOADING_BYTES
 
 
-def what_becomes(form: LinearForm, dtype: torch.dtype) -> str:
+def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
     """Tell what a form makes of quantised matrices: "Q3_K in 6 bits, others kept as they are".
 
     Args:
         form: of a model some of whose matrices are quantised.
         dtype: of the model.
     """
-    if isinstance(form, SplitForm):
+    if isinstance(form, OffloadedFormat):
         form = form.host_form
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
     if not isinstance(form, StoredForm) or not form.kept_types:
@@ -140,7 +140,7 @@ def what_becomes(form: LinearForm, dtype: torch.dtype) -> str:
 
 
 def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
+    """Return, for each name of `WeightFormat.named` and for "embedding", the tensors of its parts."""
     if isinstance(config, TracedConfig):
         of_model = config.of_model
         names = {fused.name: list(fused.weights) for fused in of_model.all_matrices}
@@ -196,9 +196,9 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
     )
 
 
-def forms_of(form: LinearForm, config: ModelConfig) -> set[str]:
+def forms_of(form: WeightFormat, config: ModelConfig) -> set[str]:
     """Return what the quantised linear layers of a model would call their forms (`Linear.form`)."""
-    if isinstance(form, SplitForm):
+    if isinstance(form, OffloadedFormat):
         return forms_of(form.device_form, config) | forms_of(form.host_form, config)
     if not isinstance(form, StoredForm):
         return set()

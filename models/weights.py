@@ -17,11 +17,11 @@ from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import is_buffer, predicting_layers
+from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
-from neo_desktop.models.linear.split import Split
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
@@ -30,7 +30,7 @@ from neo_desktop.models.traced.experts import parts_of_stacks
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
-Packed = Quantised | QuantisedOnGPU | Split
+Packed = Quantised | QuantisedOnGPU | OffloadedLinear
 SMALL_SHARE = 0.02  # of the bytes; norms have less
 FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
 PREFIX = "model."  # of names in a base model's checkpoint that others have
@@ -89,12 +89,12 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
 
 
 def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
-    outline = decoder.outline
-    name = outline.embedding
+    spec = decoder.spec
+    name = spec.embedding
     if isinstance(decoder.embedding, Tensor):
         yield _tensor(name, decoder.embedding)
     else:
-        vocab, width = outline.parameters[name]
+        vocab, width = spec.parameters[name]
         (weight,) = _parts("", decoder.embedding, width, {name: vocab})
         yield replace(weight, name=name)
     for name, tensor in decoder.tensors.items():
@@ -138,7 +138,7 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
         first = end - count
         dense = partial(_dense_rows, linear, slice(first, end))
         stored = None
-        if isinstance(linear, Packed) and (not isinstance(linear, Split) or linear.takes_stored):
+        if isinstance(linear, Packed) and (not isinstance(linear, OffloadedLinear) or linear.takes_stored):
             stored = partial(_load_stored, linear, first)
         load = partial(_load_rows, linear, first)
         yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
@@ -150,11 +150,13 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
 def _bias(name: str, linear: Linear, bias: Tensor, rows: slice) -> NamedWeight:
     weight = _tensor(name, bias[rows])
     return (
-        replace(weight, load=partial(_load_bias, linear, rows.start)) if isinstance(linear, Split) else weight
+        replace(weight, load=partial(_load_bias, linear, rows.start))
+        if isinstance(linear, OffloadedLinear)
+        else weight
     )
 
 
-def _load_bias(linear: Split, first: int, row: int, values: Tensor) -> None:
+def _load_bias(linear: OffloadedLinear, first: int, row: int, values: Tensor) -> None:
     linear.load_bias(first + row, values)
 
 
@@ -220,11 +222,11 @@ class Weights:
             ModelError: two tensors are the same weight, or one cannot be converted.
         """
         if isinstance(config, TracedConfig):
-            from neo_desktop.models.traced.outline import conversions_of  # noqa: PLC0415 - large
+            from neo_desktop.models.traced.spec import conversions_of  # noqa: PLC0415 - large
 
             conversions = conversions_of(config.source)
             self._ignored = conversions.ignored
-            self.tensors = conversions.apply(self.tensors, config.of_model.mixtures)
+            self.tensors = conversions.apply(self.tensors, config.of_model.moe_layers)
             return
         for name in list(self.tensors):
             other = _other_prefix(name)
@@ -252,8 +254,8 @@ class Weights:
         multi-token prediction. It also drops copies of tied weights, and the biases of zeros that GPTQ adds.
         """
         if isinstance(config, TracedConfig):
-            for mixture in config.of_model.mixtures:
-                parts_of_stacks(mixture, self.tensors)
+            for moe in config.of_model.moe_layers:
+                parts_of_stacks(moe, self.tensors)
         for alias, name in ties_of(config).items():
             if {alias, name} <= self.tensors.keys() and not self._are_equal(alias, name):
                 raise ModelError(

@@ -16,9 +16,9 @@ import torch
 
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.decider import Decider
-from neo_desktop.engine.schedule.draft import SchedulerLimits
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
@@ -72,7 +72,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     gpu, config = get_gpu("t4"), shape("llama-2-7b")
     cost = analytic_cost_model(gpu, get_host(gpu.host), config, torch.float16)
     policy = POLICIES[policy_name]
-    tokens = {Place.DEVICE: GPU_CACHE_TOKENS, Place.HOST: CPU_CACHE_TOKENS}
+    tokens = {KVTier.DEVICE: GPU_CACHE_TOKENS, KVTier.HOST: CPU_CACHE_TOKENS}
     kv_cache = KVCache({place: tokens.get(place, 0) // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
     decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
     residency = decider.residency

@@ -15,24 +15,24 @@ from unittest.mock import patch
 
 from sweep_simulation import Case, cases
 
-from neo_desktop.engine.schedule import decider, policies, regime, split
-from neo_desktop.engine.schedule.regime import Kind, RegimeFinder
-from neo_desktop.engine.schedule.split import Outlook
+from neo_desktop.engine.schedule import decider, partition, policies, steady_state
+from neo_desktop.engine.schedule.partition import CandidateGenerator
+from neo_desktop.engine.schedule.steady_state import Kind, SteadyStateFinder
 
 NOTICED = 0.02
 NEVER = 1 << 30
-_others = RegimeFinder._others
+_others = SteadyStateFinder._others
 
 
-def _not_of(*kinds: Kind) -> Callable[..., Iterator[regime.Regime]]:
-    def others(*arguments: Any) -> Iterator[regime.Regime]:
+def _not_of(*kinds: Kind) -> Callable[..., Iterator[steady_state.SteadyState]]:
+    def others(*arguments: Any) -> Iterator[steady_state.SteadyState]:
         return (each for each in _others(*arguments) if each.kind not in kinds)
 
     return others
 
 
-def _without_own_pace(*arguments: Any) -> Iterator[regime.Regime]:
-    return (each for each in _others(*arguments) if not each.num_staggered)
+def _without_async(*arguments: Any) -> Iterator[steady_state.SteadyState]:
+    return (each for each in _others(*arguments) if not each.num_async)
 
 
 def _none(*_: object, **__: object) -> Iterator[Any]:
@@ -42,21 +42,21 @@ def _none(*_: object, **__: object) -> Iterator[Any]:
 # What is put in the place of what, by part.
 PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     "prompts in both sub-batches (`Kind.PROMPTS_IN_BOTH`)": [
-        (Outlook, "with_prompts_in_both", _none),
-        (RegimeFinder, "_others", _not_of(Kind.PROMPTS_IN_BOTH)),
+        (CandidateGenerator, "with_prompts_in_both", _none),
+        (SteadyStateFinder, "_others", _not_of(Kind.PROMPTS_IN_BOTH)),
     ],
-    "own pace (`with_staggered`)": [
-        (Outlook, "with_staggered", _none),
-        (RegimeFinder, "_others", _without_own_pace),
+    "own pace (`with_async`)": [
+        (CandidateGenerator, "with_async", _none),
+        (SteadyStateFinder, "_others", _without_async),
     ],
-    "`WORTH_FILLING` 1.03, now 1": [(regime, "WORTH_FILLING", 1.0)],
-    "`TOLERANCE` 0.01, now 0": [(split, "TOLERANCE", 0.0)],
+    "`WORTH_FILLING` 1.03, now 1": [(steady_state, "WORTH_FILLING", 1.0)],
+    "`TOLERANCE` 0.01, now 0": [(partition, "TOLERANCE", 0.0)],
     "`SURPLUS` 1.25, now 1": [(policies, "SURPLUS", 1.0)],
     "`FILLING_ITERATIONS` 32, now none": [(policies, "FILLING_ITERATIONS", NEVER)],
     "`MAX_READING_SHARE` 0.15, now no bound": [(policies, "MAX_READING_SHARE", float(NEVER))],
     "`SMALLEST_CHUNK_TOKENS` 64, now 1": [(policies, "SMALLEST_CHUNK_TOKENS", 1)],
     "`USED_SHARE` 0.95, now 1": [(decider, "USED_SHARE", 1.0)],
-    "`PATIENCE` 128, now none": [(decider, "PATIENCE", NEVER)],
+    "`PATIENCE` 128, now none": [(decider, "TIMEOUT", NEVER)],
     "`MOST_WAITS` 16, now none": [(decider, "MOST_WAITS", NEVER)],
 }
 

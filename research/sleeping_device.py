@@ -27,7 +27,7 @@ from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.lane import HostStep, Lane, Signal, Work
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
 # What a piece of work takes on the device, in seconds; None: it is carried out, and takes what that takes.
@@ -54,8 +54,8 @@ class _Operation:
         raise AssertionError("there are no streams")
 
 
-class _Recorder:
-    """See `Recorder`."""
+class _Launcher:
+    """See `Launcher`."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
@@ -110,17 +110,17 @@ class SleepingDevice:
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         pass
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         assert with_flags, "nobody would do the CPU's part"
         is_new = program.key not in self._graphs
         if is_new:
-            recorder = _Recorder(self._lengths)
+            launcher = _Launcher(self._lengths)
             for part in program.parts():
-                part(recorder)
-            self._graphs[program.key] = recorder.operations
+                part(launcher)
+            self._graphs[program.key] = launcher.operations
         self._started = self._graphs[program.key]
         return is_new
 

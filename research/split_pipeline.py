@@ -2,12 +2,12 @@
 
     python -m research.split_pipeline
 
-The pipeline of `engine/execute/split_products.py` is carried out as on a GPU: recorded like a graph, with a
+The pipeline of `engine/execute/offloaded_matmuls.py` is carried out as on a GPU: recorded like a graph, with a
 native relay that multiplies when flags tell it to. The CPU's products are real. The device (see
 `sleeping_device`) takes as long as a GPU would read weights, and the bus as long as it would bring them, at
 rates that are given; what is small on a GPU (norms, attention) takes no time. So the bus reads no memory.
 
-What a layer's products take is compared with the prediction (`engine/predict/split_product.py`), which is
+What a layer's products take is compared with the prediction (`engine/predict/offloaded_matmul.py`), which is
 told what a hand-off takes here, and with the bound: bytes in host memory over what CPU and bus read together.
 """
 
@@ -23,19 +23,19 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.execute.lane import Lane, Work
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import bound_ms, layer_matrices, plan_weights, weight_times
-from neo_desktop.engine.profiling.hand_off import HandOff
+from neo_desktop.engine.profiling.offload import OffloadedDecodes
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.shares import StreamedShares
-from neo_desktop.models.linear.split import Split, SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.native.relay import READY, Relay, RelayProduct, empty_flags
@@ -64,7 +64,7 @@ class Rated:
             return float(nbytes / self.bus_bytes_per_s)
         name = getattr(work.func, "__name__", "")
         if name == "multiply_resident":
-            split: Split = work.func.__self__  # type: ignore[attr-defined]
+            split: OffloadedLinear = work.func.__self__  # type: ignore[attr-defined]
             return split.resident_rows * split.columns * DTYPE.itemsize / self.gpu_bytes_per_s
         if name == "multiply_piece":  # read, written in another order, read again
             return float(3 * work.args[0].packed.nbytes / self.gpu_bytes_per_s)
@@ -78,15 +78,15 @@ def wait_until_idle(seconds: float) -> None:
         pass
 
 
-def hand_off_ms() -> float:
+def offload_ms() -> float:
     """Measure how long the CPU's relay and the device take to tell each other."""
-    with closing(HandOff(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as hand_off:
-        return min(hand_off.seconds(4096) for _ in range(9)) * 1e3
+    with closing(OffloadedDecodes(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as offload:
+        return min(offload.seconds(4096) for _ in range(9)) * 1e3
 
 
 def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int, idle_s: float) -> float:
     """Return how fast a relay alone reads the weights of all layers in products of so many rows."""
-    splits = [linear for linear in model.linears() if isinstance(linear, Split)]
+    splits = [linear for linear in model.linears() if isinstance(linear, OffloadedLinear)]
     relay = Relay([], num_layers=len(splits))
     best = 0.0
     x = torch.randn(rows * max(split.columns for split in splits)).to(DTYPE)
@@ -117,7 +117,7 @@ def best_share(timer: StageTimer, rows: int, near: float, repeats: int, idle_s: 
     found = []
     for _, share in product(range(repeats), shares):
         wait_until_idle(idle_s)
-        ms = timer.split_linear_ms(rows, StreamedShares((1,), (share,)))
+        ms = timer.offloaded_linear_ms(rows, StreamedShares((1,), (share,)))
         found.append((ms, share))
     ms, share = min(found)
     return share, ms
@@ -140,7 +140,7 @@ def main() -> None:
     bus, gpu = arguments.bus * 1e9, arguments.gpu * 1e9
     native.set_default_num_threads(arguments.threads)
     for name in KERNELS:
-        ladder.limit(name, "torch", "there is no GPU")
+        fallbacks.limit(name, "torch", "there is no GPU")
     config = replace(
         shape(arguments.shape),
         num_layers=arguments.layers,
@@ -150,7 +150,7 @@ def main() -> None:
     read = native.read_bandwidth(512 << 20) * 1e9
     print(
         f"{arguments.threads} threads read {read / 1e9:.1f} GB/s; bus {bus / 1e9:g} GB/s, GPU "
-        f"{gpu / 1e9:g} GB/s, which only take time; a hand-off {hand_off_ms() * 1e3:.0f} us"
+        f"{gpu / 1e9:g} GB/s, which only take time; a hand-off {offload_ms() * 1e3:.0f} us"
     )
     print(
         "| weights on the GPU | rows | measured, ms a layer | predicted | bound | bound / measured "
@@ -163,10 +163,12 @@ def main() -> None:
     total = sum(sizes.device_bytes for sizes in matrices.values())
     always = config.weight_bytes(DTYPE, form) - total
     for share in arguments.weights:
-        rates = Rates(0.9 * read, 1e12, bus, gpu, 1e13, hand_off_ms())
+        rates = Rates(0.9 * read, 1e12, bus, gpu, 1e13, offload_ms())
         plan = plan_weights(config, form, DTYPE, always + int(share * total), rates)
-        model = random_model(config, dtype=DTYPE, device=CPU, form=SplitForm(form, DENSE, plan.resident_rows))
-        storage = KVStorage({Place.DEVICE: KVPool(config, 8, BLOCK_SIZE, DTYPE, CPU)})
+        model = random_model(
+            config, dtype=DTYPE, device=CPU, form=OffloadedFormat(form, DENSE, plan.resident_rows)
+        )
+        storage = KVStorage({KVTier.DEVICE: KVPool(config, 8, BLOCK_SIZE, DTYPE, CPU)})
         device = SleepingDevice(Rated(bus, gpu))
         with closing(StageTimer(model, storage, limits, gpu=device)) as timer:
             for rows in arguments.rows:
@@ -174,7 +176,7 @@ def main() -> None:
                     rates,
                     cpu_bytes_per_s=cpu_bytes_per_s(model, rows, arguments.repeats, arguments.idle),
                     cpu_flops=1e15,
-                    hand_off_ms=hand_off_ms(),
+                    offload_ms=offload_ms(),
                 )
                 expected = weight_times(matrices, plan, mine, rows)
                 streamed, ms = best_share(

@@ -25,14 +25,14 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
+from neo_desktop.engine.kv.streamed import BlockRun, StreamedPool
+from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import ALL_PLACES
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -89,12 +89,12 @@ class Rates:
             iteration_ms=0.0,
             linear=Curve((1, MOST), [self.layer_ms] * 2),
             head=Curve((1, MOST), [0.0] * 2),
-            hand_off=Curve((1, MOST), [0.0] * 2),
+            offload=Curve((1, MOST), [0.0] * 2),
             transfer=copies,
             swap=copies,
             first_chunk_attention=Curve((1, MOST), [0.0] * 2),
             later_chunk_attention=nothing,
-            attention={place.as_attended: nothing for place in ALL_PLACES},
+            attention={tier.as_attended: nothing for tier in ALL_TIERS},
         )
 
 
@@ -109,7 +109,7 @@ class Iteration:
 class Watched(Executor):
     """Writes down what iterations take."""
 
-    def __init__(self, executor: PlanExecutor) -> None:
+    def __init__(self, executor: ModelRunner) -> None:
         self._executor = executor
         self.iterations: list[Iteration] = []
 
@@ -136,23 +136,23 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
     """Return an engine whose device and bus take what is stated."""
     decoder, storage, limits = parts.model.decoder, parts.storage, parts.limits
     config = decoder.config
-    (swapped,) = (pool for place in storage.places if isinstance(pool := storage[place], SwappedPool))
+    (streamed,) = (pool for tier in storage.tiers if isinstance(pool := storage[tier], StreamedPool))
     token_bytes = config.kv_bytes_per_token(decoder.dtype) / config.num_layers
-    bring = swapped.bring
+    bring = streamed.bring
 
     def bring_in_time(layer: int, runs: Sequence[BlockRun]) -> None:
         tokens = sum(run.num_blocks for run in runs) * BLOCK_SIZE
         throttled(partial(bring, layer, runs), tokens * token_bytes / true.bus_bytes_per_s)
 
-    swapped.bridged_bytes = 0  # on a bus as slow as this, a gap takes longer than another copy
-    swapped.bring = bring_in_time  # type: ignore[method-assign]
+    streamed.bridged_bytes = 0  # on a bus as slow as this, a gap takes longer than another copy
+    streamed.bring = bring_in_time  # type: ignore[method-assign]
     stages = ThrottledStages(decoder)
     stages.layer_s = true.layer_ms / 1e3
     kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
     capacity = Capacity.of(
         limits.max_batch_tokens, limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE
     )
-    watched = Watched(PlanExecutor(stages, storage, capacity, open_backend(parts.model.streams)))
+    watched = Watched(ModelRunner(stages, storage, capacity, open_backend(parts.model.streams)))
     cost = CorrectedCostModel(believed.tables(config.num_layers, token_bytes))
     scheduler = Scheduler(kv_cache, get_policy(POLICY), limits, cost, config.num_layers)
     return Engine(parts.model, scheduler, kv_cache, watched, POLICY, cost), watched

@@ -18,7 +18,7 @@ import matplotlib as mpl
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.schedule.decider import Decision
@@ -46,7 +46,7 @@ BUSES = {0.5: "twice as fast", 1.0: "as the tables say", 2.0: "half as fast", 3.
 NOISE = 0.05  # of single iterations
 SETTLED = 0.1  # from there on no further off
 SHOWN = 400  # iterations
-STATIC = Policy("static", (Place.DEVICE, Place.SWAPPED))  # always as much as there is room for
+STATIC = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # always as much as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Case:
 
     def run(self, policy: str) -> SimulationResult:
         chosen, budget = POLICIES[policy], self.budget
-        if Place.SWAPPED in chosen.places:
+        if KVTier.STREAMED in chosen.tiers:
             budget = budget.swapping(self.cost, LIMITS)
         return self._run(chosen, budget)
 
@@ -110,7 +110,7 @@ def print_caches(data: Path, count: int, machines: Sequence[str]) -> None:
         results = [case.run(policy) for policy in policies]
         alone, pie = results[0].output_tokens_per_s, results[1]
         budget = case.budget.swapping(case.cost, LIMITS)
-        expansion = (budget.gpu_tokens + budget.swapped_tokens) / case.budget.gpu_tokens
+        expansion = (budget.gpu_tokens + budget.streamed_tokens) / case.budget.gpu_tokens
         rates = " | ".join(f"{result.output_tokens_per_s:.0f}" for result in results)
         waits = pie.totals.copy_wait_ms / pie.totals.iterating_ms
         gain = pie.output_tokens_per_s / alone
@@ -149,11 +149,11 @@ def draw_convergence(data: Path, count: int, machine: str, out: Path) -> None:
             tokens: list[int] = tokens,
         ) -> None:
             assert isinstance(cost, CorrectedCostModel)
-            swapped = [
-                load.decodes[place] for load in decision.loads for place in load.decodes if place.is_swapped
+            streamed = [
+                load.decodes[tier] for load in decision.loads for tier in load.decodes if tier.is_streamed
             ]
             factors.append(cost.bus_factor)
-            tokens.append(sum(each.context_tokens for each in swapped))
+            tokens.append(sum(each.context_tokens for each in streamed))
 
         result = simulate(
             case.requests,

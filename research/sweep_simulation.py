@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
 from neo_desktop.engine.schedule.policies import POLICIES
-from neo_desktop.engine.schedule.regime import Demand, RegimeFinder
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.schedule.steady_state import SteadyStateFinder, Workload
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -63,7 +63,7 @@ class Case:
     @property
     def bound(self) -> float:
         shared = self.budget.swapping(self.cost, LIMITS)
-        attended = max(self.budget.gpu_tokens, shared.gpu_tokens + shared.swapped_tokens)
+        attended = max(self.budget.gpu_tokens, shared.gpu_tokens + shared.streamed_tokens)
         room = Room(attended, self.budget.cpu_tokens, LIMITS.max_batch_requests)
         return Bound(self.cost, self.requests, room).output_tokens_per_s()
 
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def lasting(self) -> float:
-        """Output tokens/s of the best regime for such requests, without a beginning and an end."""
+        """Output tokens/s of the best steady_state for such requests, without a beginning and an end."""
         decodes = [r.output_tokens - 1 for r in self.requests]
         context = sum(
             (r.prompt_tokens + n / 2) * n for r, n in zip(self.requests, decodes, strict=True)
@@ -96,9 +96,9 @@ class Case:
         on_host = min(most[1], LIMITS.max_batch_requests - on_device)
         prompts = [r.prompt_tokens for r in self.requests]
         mean_prompt = sum(p**2 for p in prompts) / sum(prompts)  # of a prompt's token
-        demand = Demand(
-            Place.DEVICE,
-            Place.HOST,
+        workload = Workload(
+            KVTier.DEVICE,
+            KVTier.HOST,
             on_device,
             on_host,
             mean_prompt,
@@ -108,7 +108,7 @@ class Case:
             LIMITS.max_token_ms,
         )
         firsts = len(self.requests) / max(sum(decodes), 1)  # tokens that prompts bring
-        return RegimeFinder(self.cost).best(demand).rate * (1 + firsts) * 1e3
+        return SteadyStateFinder(self.cost).best(workload).rate * (1 + firsts) * 1e3
 
     def run(self, policy: str, mismatch: Mismatch | None = None) -> SimulationResult:
         longest = max(r.total_tokens for r in self.requests)
@@ -153,7 +153,7 @@ def cases(data: Path, count: int, shares: Sequence[float]) -> Iterator[Case]:
 def at_once(data: Path, count: int) -> None:
     print(
         "| GPU | model | requests | GPU-cache | `gpu-only`, tokens/s | `neo` | `apex` | `auto` | "
-        "best regime | loose bound | bound | `auto` / regime | / loose bound | / bound |"
+        "best steady_state | loose bound | bound | `auto` / steady_state | / loose bound | / bound |"
     )
     print("|---" * 14 + "|")
     for case in cases(data, count, CACHE_SHARES):

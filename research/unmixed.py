@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -54,7 +54,7 @@ def simulate_unmixed(
                 break
             prompts.append(waiting.popleft())
         if prompts:
-            load = Load(
+            load = BatchShape(
                 tokens=sum(prompt.prompt_tokens for prompt in prompts),
                 rows=len(prompts),
                 prefill_ms=sum(cost.prefill_attention_ms(prompt.prompt_tokens, 0) for prompt in prompts),
@@ -67,7 +67,9 @@ def simulate_unmixed(
                 waiting.appendleft(running.pop().request)
                 totals.num_preemptions += 1
             contexts = sum(item.context for item in running)
-            clock_ms += iteration_ms(cost, Load().plus({Place.DEVICE: Decodes(len(running), contexts)}))
+            clock_ms += iteration_ms(
+                cost, BatchShape().plus({KVTier.DEVICE: Decodes(len(running), contexts)})
+            )
             batch = running
         totals.num_iterations += 1
         totals.num_sequences += len(batch)

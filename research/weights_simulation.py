@@ -29,11 +29,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import Curve
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
-from neo_desktop.engine.predict.split_product import Rates, Sizes
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
@@ -51,7 +51,7 @@ from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, ge
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
@@ -65,7 +65,7 @@ CARD_HOST_GIB = 64  # of main memory, whatever the usual host of the card has
 CHAT_TOKENS = 4096
 OFFLOADED_ROWS = 32  # from so many on a layer split copies the CPU's layers to the GPU
 
-RUNGS = ("accelerate", "streaming", "layer split", "divided")
+LEVELS = ("accelerate", "streaming", "layer split", "divided")
 COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
 PLOTTED = "Llama-2-13B"
 
@@ -86,12 +86,12 @@ def opt(hidden: int, layers: int) -> ModelConfig:
     )
 
 
-def quantised(name: str) -> tuple[ModelConfig, LinearForm]:
+def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
     config = shape(name)
     return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
 
 
-def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, LinearForm]:
+def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
     """Experts in MXFP4, all else in 16 bits; windows and sinks left out."""
     config = replace(
         shape("llama-2-7b"),
@@ -112,7 +112,7 @@ def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, LinearForm]:
     return config, StoredForm(stored=of_experts).on_gpu(dispatch)
 
 
-MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
+MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "Llama-2-13B": lambda: (shape("llama-2-13b"), DENSE),
     "OPT-13B": lambda: (opt(5120, 40), DENSE),
     "OPT-30B": lambda: (opt(7168, 48), DENSE),
@@ -121,7 +121,7 @@ MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
     "gpt-oss-20b": lambda: gpt_oss(32, 24),
     "gpt-oss-120b": lambda: gpt_oss(128, 36),
 }
-CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
+CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "Qwen3-14B": lambda: quantised("qwen3-14b"),
     "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
     "Qwen3-32B": lambda: quantised("qwen3-32b"),
@@ -141,7 +141,7 @@ class Case:
     gpu: GpuPreset
     host: HostPreset
     config: ModelConfig
-    form: LinearForm
+    form: WeightFormat
     gpu_bytes: int
 
     @classmethod
@@ -190,7 +190,7 @@ class Case:
                 )
         return weight_times(needed, plan, rates, rows, 1.0).ms
 
-    def rung(self, name: str) -> float:
+    def level(self, name: str) -> float:
         """Return tokens of the answer per second."""
         return self.rate(
             {
@@ -208,8 +208,8 @@ class Case:
         fixed_ms = LINEAR_KERNELS * KERNEL_MS
         layer_ms = [fixed_ms + products_ms(rows) / cost.num_layers for rows in (1, PROMPT)]
         cost = replace(cost, linear=Curve((1, PROMPT), layer_ms))
-        prompt = iteration_ms(cost, Load(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0)))
-        decode = iteration_ms(cost, Load().plus({Place.DEVICE: Decodes(1, PROMPT + OUTPUT // 2)}))
+        prompt = iteration_ms(cost, BatchShape(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0)))
+        decode = iteration_ms(cost, BatchShape().plus({KVTier.DEVICE: Decodes(1, PROMPT + OUTPUT // 2)}))
         return OUTPUT / (prompt + (OUTPUT - 1) * decode) * 1e3
 
     def bound(self) -> float:
@@ -226,7 +226,7 @@ class Case:
 
     def _layer_split_ms(self, rows: int) -> float:
         """No hand-offs beside that between the halves; long prompts are computed by the GPU alone."""
-        rates = replace(self.rates, hand_off_ms=0.0, host_bytes_per_s=inf)
+        rates = replace(self.rates, offload_ms=0.0, host_bytes_per_s=inf)
         on_cpu_ms = self.times(rows, self.layers_plan, rates, 0.0)
         if rows < OFFLOADED_ROWS:
             return on_cpu_ms
@@ -245,20 +245,20 @@ def cases(share: float) -> Iterator[tuple[str, str, Case]]:
 
 def sweep() -> None:
     print(
-        "| GPU | model | weights on the GPU | GB | " + " | ".join(RUNGS) + " | bound | "
+        "| GPU | model | weights on the GPU | GB | " + " | ".join(LEVELS) + " | bound | "
         "/ accelerate | / streaming | / layer split |"
     )
-    print("|---" * (8 + len(RUNGS)) + "|")
+    print("|---" * (8 + len(LEVELS)) + "|")
     for gpu, model in product(MACHINES, MODELS):
         for share in SHARES:
             case = Case.of(gpu, model, share)
             if case.gpu_bytes < least_gpu_bytes(case.config, case.form, DTYPE):
                 continue
-            rates = {name: case.rung(name) for name in RUNGS}
+            rates = {name: case.level(name) for name in LEVELS}
             ours = rates["divided"]
             print(
                 f"| {get_gpu(gpu).title} | {model} | {share:.0%} | {case.gpu_bytes / 1e9:.1f} | "
-                + " | ".join(f"{rates[name]:.2f}" for name in RUNGS)
+                + " | ".join(f"{rates[name]:.2f}" for name in LEVELS)
                 + f" | {case.bound():.2f} | {ours / rates['accelerate']:.1f}x "
                 f"| {ours / rates['streaming']:.1f}x | {ours / rates['layer split']:.2f}x |",
                 flush=True,
@@ -310,7 +310,7 @@ def cards() -> None:
         print(f"| {model} | " + " | ".join(on_card(card, *make()) for card in CARDS) + " |", flush=True)
 
 
-def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
+def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     """Return tokens per second of one chat, and how much of the weights is in host memory."""
     gpu = get_gpu(name)
     host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
@@ -323,7 +323,9 @@ def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
         return "does not fit"
     divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
-    ms = min(iteration_ms(cost, Load().plus({place: Decodes(1, CHAT_TOKENS)})) for place in PLACES)
+    ms = min(
+        iteration_ms(cost, BatchShape().plus({tier: Decodes(1, CHAT_TOKENS)})) for tier in MEASURED_TIERS
+    )
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 
 
@@ -332,8 +334,8 @@ def plot(out: Path) -> None:
     figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
     for axes, gpu in zip(all_axes, MACHINES, strict=True):
         found = [Case.of(gpu, PLOTTED, share) for share in SHARES]
-        for name in RUNGS:
-            rates = [case.rung(name) for case in found]
+        for name in LEVELS:
+            rates = [case.level(name) for case in found]
             axes.plot(
                 [100 * share for share in SHARES], rates, "o-", markersize=3, color=COLOURS[name], label=name
             )

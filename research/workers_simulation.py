@@ -16,9 +16,9 @@ import matplotlib as mpl
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
@@ -102,7 +102,7 @@ def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool 
         [
             simulate(
                 requests,
-                POLICIES["fastdecode"].with_places([WORKERS]),
+                POLICIES["fastdecode"].with_tiers([WORKERS]),
                 cost(count),
                 budget.num_blocks(WORKERS),
                 BLOCK_SIZE,
@@ -119,7 +119,7 @@ def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
     load = SteadyLoad(sequences, 16, length - 16)
     rows = sequences // 2
     prompts = round(rows * load.prompt_tokens / load.output_tokens)
-    half = Load(
+    half = BatchShape(
         rows + prompts,
         rows,
         prompts * base.prefill_attention_ms(16, 0) / 16,
@@ -184,8 +184,8 @@ def print_sizing() -> None:
         base = analytic_cost_model(gpu, host, config, DTYPE)
         budget = kv_budget(gpu, host, config, DTYPE, limits)
 
-        def rate(policy: str, cost: TableCostModel, budget: KVBudget, workers: Place | None = None) -> float:
-            where = POLICIES[policy].with_places([] if workers is None else [workers])
+        def rate(policy: str, cost: TableCostModel, budget: KVBudget, workers: KVTier | None = None) -> float:
+            where = POLICIES[policy].with_tiers([] if workers is None else [workers])
             result = simulate(requests, where, cost, budget.num_blocks(workers), BLOCK_SIZE, limits)
             return result.output_tokens_per_s
 

@@ -26,7 +26,7 @@ from neo_desktop.models.stages import Scratch, Stages, State
 from neo_desktop.models.traced.config import read_traced
 
 CPU = torch.device("cpu")
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 MOST_PARAMETERS = 30_000_000
 TOKENS = torch.arange(3, 27) * 7 % 300
 SIZES = {
@@ -156,7 +156,7 @@ def main() -> None:
         code = f"from scripts.architectures import tried; print(tried({name!r}))"
         try:
             process = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
             lines = process.stdout.strip().splitlines() or [f"no: it ended with {process.returncode}"]
         except subprocess.TimeoutExpired:

@@ -24,7 +24,7 @@ from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 WORST_AUTO = 0.97  # of the throughput of gpu-only
@@ -111,7 +111,7 @@ def check_computer(page: Page, device: str, shape: str | None = None) -> None:
     subject = Subject(shape=shape, device=device, is_quick=shape is not None)
     report = run_doctor(subject, refresh=True, progress=lambda what: print(f"doctor: {what}", flush=True))
     report.print(stdout)
-    report.verdict.apply(ladder)
+    report.verdict.apply(fallbacks)
     what = shape or "built-in model"
     for outcome in report.verdict.failed:
         page.fell_back.append(f"{what}, {outcome.title}: {outcome.result} ({outcome.reason})")
@@ -261,7 +261,7 @@ def main() -> None:
         part = arguments.gpu_slice, arguments.gpu_memory
         page.stage("policies on a slice", lambda: measure_policies(page, device, shape, *sizes, *part))
     page.fell_back += [
-        f"{s.mechanism.title}: {s.rung.what} ({s.reason})" for s in ladder.standings() if s.reason
+        f"{s.mechanism.title}: {s.level.what} ({s.reason})" for s in fallbacks.states() if s.reason
     ]
     print(*page.lines(), sep="\n")
     sys.exit(1 if page.failed else 0)

@@ -9,7 +9,7 @@
 #
 #   IMITATED_GPU_QUEUES         1 to 8 hardware queues that go on in order; otherwise drawn from the seed
 #   IMITATED_GPU_SEED           of what is drawn: which queue a stream or a graph's node is put into, which one goes on
-#   IMITATED_GPU_PATIENCE_S     for how long nothing may be able to run before that is a deadlock
+#   IMITATED_GPU_TIMEOUT_S     for how long nothing may be able to run before that is a deadlock
 #   IMITATED_GPU_CAPABILITY, IMITATED_GPU_SMS, IMITATED_GPU_GIB
 #   IMITATED_GPU_FAIL, IMITATED_GPU_HANG, IMITATED_GPU_DELAY_US     see tests/imitated_gpu/failures.cpp
 #   IMITATED_GPU_SPOIL          names of Triton kernels, with commas between, whose results are wrong

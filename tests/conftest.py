@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
-from ladder_rungs import Rungs, restored_ladder
 
 # Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
 if not torch.cuda.is_available():
@@ -49,10 +49,10 @@ def _own_cache() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def rungs() -> Iterator[Rungs]:
-    """Sets rungs of the process's ladder; every test leaves the ladder as it was."""
-    with restored_ladder() as rungs:
-        yield rungs
+def levels() -> Iterator[Levels]:
+    """Sets levels of the process's fallbacks; every test leaves the fallbacks as it was."""
+    with restored_fallbacks() as levels:
+        yield levels
 
 
 @pytest.fixture

@@ -37,14 +37,14 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
 
 
 def test_only_policies_and_set_up_name_a_place() -> None:
-    """All others ask a place whose memory it is and who attends there, so that there can be a third one."""
+    """All others ask a tier whose memory it is and who attends there, so that there can be a third one."""
     named = {
         str(path.relative_to(REPOSITORY))
         for folder in ("app", "engine", "models")
         for path in (REPOSITORY / folder).rglob("*.py")
-        if re.search(r"\bPlace\.(DEVICE|HOST|SWAPPED)\b", path.read_text(encoding="utf-8"))
+        if re.search(r"\bPlace\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
     }
-    assert named == {"engine/placement.py", "engine/parts.py", "engine/schedule/policies.py"}
+    assert named == {"engine/kv_tier.py", "engine/parts.py", "engine/schedule/policies.py"}
 
 
 @pytest.mark.parametrize(

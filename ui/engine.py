@@ -13,7 +13,7 @@ from neo_desktop.ui.html import Markup, add_navigation, panel, tag
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
-MAX_SHOWN = 64  # chats drawn one by one, per place
+MAX_SHOWN = 64  # chats drawn one by one, per tier
 ABOUT = {
     "Memory of chats": "A model keeps keys and values of every token so far (the KV cache). Here they are in "
     "two places: the GPU-cache, and the CPU-cache in main memory. Blocks of ended chats "
@@ -92,18 +92,18 @@ def _memory(running: Running) -> Markup:
     for worker in running.workers:
         state = worker.lost or f"{worker.used_tokens:,} of {worker.total_tokens:,} tokens"
         workers.append(tag("p", f"{worker.name} ({worker.address}): {state}"))
-    gauges = [_gauge(name, place, cache, running.requests) for name, place, cache in caches if cache]
+    gauges = [_gauge(name, tier, cache, running.requests) for name, tier, cache in caches if cache]
     return _card("Memory of chats", gauges, workers)
 
 
-def _gauge(name: str, place: str, cache: Cache, requests: list[RequestLine]) -> Markup:
+def _gauge(name: str, tier: str, cache: Cache, requests: list[RequestLine]) -> Markup:
     total, used, left = cache.total_tokens, cache.used_tokens, cache.leftover_tokens
-    there = [request for request in requests if request.place == place]
+    there = [request for request in requests if request.tier == tier]
     tokens = sum(request.tokens for request in there)
     scale = used / tokens if tokens > used else 1.0  # chats that share a beginning keep it once
-    pieces = [(f"used {place}", request.tokens * scale, describe(request)) for request in there]
+    pieces = [(f"used {tier}", request.tokens * scale, describe(request)) for request in there]
     pieces += [
-        (f"used {place}", max(used - tokens, 0), "in use"),
+        (f"used {tier}", max(used - tokens, 0), "in use"),
         ("left", left, "of ended chats, reusable"),
         ("free", max(total - used - left, 0), "free"),
     ]
@@ -149,13 +149,11 @@ def _chats(running: Running, device: str) -> Markup:
         "worker": "On workers",
     }
     rows: list[Markup] = []
-    for place, name in names.items():
-        there = [request for request in requests if request.place == place]
+    for tier, name in names.items():
+        there = [request for request in requests if request.tier == tier]
         if there:
             dots = [
-                tag(
-                    "li", class_=f"dot {place} {'held' if one.is_held else one.progress}", title=describe(one)
-                )
+                tag("li", class_=f"dot {tier} {'held' if one.is_held else one.progress}", title=describe(one))
                 for one in there[:MAX_SHOWN]
             ]
             rows += [tag("p", name, tag("strong", len(there))), tag("ul", dots, class_="dots")]
@@ -171,8 +169,8 @@ def _chats(running: Running, device: str) -> Markup:
 
 def _rates(rates: list[tuple[float, float]]) -> Markup:
     parts = []
-    for place, name in enumerate(("written", "prompts read")):
-        values = [rate[place] for rate in rates]
+    for tier, name in enumerate(("written", "prompts read")):
+        values = [rate[tier] for rate in rates]
         label = f"{figure(round(values[-1]))} {name}, at most {figure(round(max(values)))}"
         parts += [tag("p", tag("strong", label)), curves({"real": values}, f"Tokens per second: {label}")]
     return _card("Tokens per second", parts)
@@ -199,14 +197,14 @@ def _facts(running: Running) -> Markup:
     rows = [("Model", running.model), ("Runs on", runs_on), ("Policy", running.policy)]
     if running.backend == LLAMACPP:
         rows[2] = ("Computed by", "llama.cpp")
-    rows += [("Weights", f"{weights.bytes / 1e6:,.0f} MB, {weights.place}") for weights in running.weights]
+    rows += [("Weights", f"{weights.bytes / 1e6:,.0f} MB, {weights.tier}") for weights in running.weights]
     rows += [("Computes in", running.dtype), ("Iterations", f"{counters.iterations:,}")]
     if running.backend != LLAMACPP:
         rows += [
             ("… with two sub-batches", _part(counters.double_iterations, counters.iterations)),
             ("Tokens written", f"{counters.output_tokens:,}"),
             ("… attention on the CPU", _part(counters.cpu_decodes, counters.output_tokens)),
-            ("… at their own pace", _part(counters.staggered_decodes, counters.output_tokens)),
+            ("… at their own pace", _part(counters.async_decodes, counters.output_tokens)),
         ]
     rows += [
         ("Prompt tokens", f"{counters.prompt_tokens:,}"),

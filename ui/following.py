@@ -9,7 +9,7 @@ from gradio.context import LocalContext
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 MAX_UNREAD = 4  # messages of a session
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 LOOK_S = 0.5
 
 
@@ -52,7 +52,7 @@ async def is_read(request: gr.Request) -> bool:
     unread = blocks._queue.pending_messages_per_session.get(request.session_hash)
     waited_s = 0.0
     while unread is not None and unread.qsize() > MAX_UNREAD:
-        if waited_s >= PATIENCE_S:
+        if waited_s >= TIMEOUT_S:
             return False
         await asyncio.sleep(LOOK_S)
         waited_s += LOOK_S

@@ -50,7 +50,7 @@ def mount(app: FastAPI) -> FastAPI:
     uploads.mkdir(mode=0o700, parents=True)
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     demo = build(services)
-    # By default each start tells all that wait their places: n waiting events would hold n * n messages.
+    # By default each start tells all that wait their tiers: n waiting events would hold n * n messages.
     demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS, status_update_rate=3600.0)
     demo._queue.sleep_when_free = UNUSED_SLEEP_S
     demo._queue.progress_update_sleep_when_free = PROGRESS_SLEEP_S

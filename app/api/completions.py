@@ -15,7 +15,7 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
-from neo_desktop.engine.intake import Prompt
+from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.tokenizer import Tokenizer

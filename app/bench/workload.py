@@ -183,7 +183,7 @@ def compare(answers: Sequence[Answer], reference: Sequence[Answer], tolerance: f
 
     Policies put the same requests into different batches, and matrix products round differently for different
     batch sizes. In 32 bits that never showed in a chosen token; in 16 bits two tokens of nearly the same
-    probability may change places, and everything after them is another text. So, where two answers part, the
+    probability may change tiers, and everything after them is another text. So, where two answers part, the
     tokens that they chose there must be nearly equally probable; otherwise the answer was changed.
     """
     identical = near_ties = 0

@@ -17,9 +17,9 @@ from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
 from neo_desktop.engine.doctor.safe_start import start_in_full
-from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
+from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict
-from neo_desktop.engine.ladder import MECHANISMS
+from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
 
@@ -81,8 +81,8 @@ class DoctorReport:
             yield f"{failed} of {total} checks failed."
         for limit in limits_of(self.verdict.outcomes):
             mechanism = MECHANISMS[limit.mechanism]
-            rung = mechanism.rungs[mechanism.position(limit.rung)]
-            yield f"From now on, {mechanism.title}: {rung.what}."
+            level = mechanism.levels[mechanism.position(limit.level)]
+            yield f"From now on, {mechanism.title}: {level.what}."
         if self.is_kept:
             yield f"Found on {self.verdict.checked_at} (UTC); --refresh checks again."
 
@@ -112,12 +112,12 @@ class DoctorReport:
             return reason
         if outcome in unserved(self.verdict.outcomes):
             return f"{reason}; nothing serves in its place"
-        limits = {limit.mechanism: limit.rung for limit in limits_of(self.verdict.outcomes)}
+        limits = {limit.mechanism: limit.level for limit in limits_of(self.verdict.outcomes)}
         mechanism = MECHANISMS[outcome.mechanism]
         serves = limits.get(mechanism.name)
-        if serves is None:  # a lower rung failed, which is not in use
+        if serves is None:  # a lower level failed, which is not in use
             return reason
-        return f"{reason}; in its place: {mechanism.rungs[mechanism.position(serves)].what}"
+        return f"{reason}; in its place: {mechanism.levels[mechanism.position(serves)].what}"
 
 
 def run_doctor(
@@ -144,7 +144,7 @@ def run_doctor(
         if outcome is None:
             progress(title)
 
-    verdict = new_verdict(key, run_trials(subject, listener=tell, child=child), is_quick=subject.is_quick)
+    verdict = new_verdict(key, run_selfchecks(subject, listener=tell, child=child), is_quick=subject.is_quick)
     keep(verdict)
     return DoctorReport(_with_llamacpp(verdict, progress), is_kept=False)
 

@@ -19,7 +19,7 @@ from neo_desktop.engine.progress import Progress, part
 _CURVES = (
     ("linear", "tokens"),
     ("head", "rows"),
-    ("hand_off", "requests"),
+    ("offload", "requests"),
     ("transfer", "tokens"),
     ("first_chunk_attention", "tokens of a prompt's first chunk"),
 )

@@ -23,8 +23,8 @@ from typing import Any
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
 from neo_desktop.engine.doctor.safe_start import forgive
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
-from neo_desktop.engine.ladder import ladder
 
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
 FAILED_STATUS = 1
@@ -47,7 +47,7 @@ class Beginning:
 
     sys_path: Sequence[str]
     log_level: int
-    limits: Sequence[tuple[str, str, str]]  # of the ladder: mechanism, rung, reason; told already
+    limits: Sequence[tuple[str, str, str]]  # of the fallbacks: mechanism, level, reason; told already
 
 
 def main() -> None:
@@ -59,8 +59,8 @@ def main() -> None:
     beginning: Beginning = next(frames)
     sys.path[:] = beginning.sys_path
     logging.disable()
-    for mechanism, rung, reason in beginning.limits:
-        ladder.limit(mechanism, rung, reason)
+    for mechanism, level, reason in beginning.limits:
+        fallbacks.limit(mechanism, level, reason)
     logging.disable(logging.NOTSET)
     logging.basicConfig(
         level=beginning.log_level, format="%(message)s", handlers=[_PipeHandler(writer)], force=True

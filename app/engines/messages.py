@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from neo_desktop.app.engines.served import ServedEngine
-from neo_desktop.engine.intake import Intake, PreparedRequest
+from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import RequestOutput
@@ -146,7 +146,7 @@ class EngineFacts:
     """What stays the same about an engine for as long as it lives."""
 
     model_name: str
-    intake: Intake
+    input_processor: InputProcessor
     sampling_defaults: GenerationDefaults
     stats: EngineStats  # at the beginning
     note: str | None  # what the owner of the computer should know
@@ -157,7 +157,7 @@ class EngineFacts:
         """Ask an engine."""
         return cls(
             engine.model_name,
-            engine.intake,
+            engine.input_processor,
             engine.sampling_defaults,
             engine.stats(),
             engine.note,
@@ -189,7 +189,7 @@ class EngineLink(Protocol):
         """Whether it has a process of its own, which can be ended at any time and started anew."""
 
     @property
-    def patience_s(self) -> float | None:
+    def timeout_s(self) -> float | None:
         """How long it may have work and say nothing until it counts as hung; None: for ever."""
 
     def start(self, receive: Receiver) -> None:

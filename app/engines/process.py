@@ -36,17 +36,17 @@ from neo_desktop.app.engines.messages import (
     Stop,
 )
 from neo_desktop.engine.doctor.safe_start import forgive
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25  # how often, while loading, it is asked whether the model is still wanted
-LOAD_PATIENCE_S = 900.0  # the longest step of loading that says nothing
+LOAD_TIMEOUT_S = 900.0  # the longest step of loading that says nothing
 # More than any iteration takes. On a GPU the engine itself gives up earlier where it can; on a CPU a chunk of
 # a large model's prompt takes minutes.
-PATIENCE_S = {"cuda": 300.0, "cpu": 3600.0}
+TIMEOUT_S = {"cuda": 300.0, "cpu": 3600.0}
 CLOSE_S = 30.0  # for a trace of a long run to be written
 EXIT_S = 2.0  # from the end of the pipe to the end of the process
 _CRASHES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
@@ -78,7 +78,7 @@ class EngineProcess:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         level = logging.getLogger().getEffectiveLevel()
         limits = [
-            (each.mechanism.name, each.rung.name, each.reason) for each in ladder.standings() if each.reason
+            (each.mechanism.name, each.level.name, each.reason) for each in fallbacks.states() if each.reason
         ]
         self._commands.put(Beginning(list(sys.path), level, limits))
         self._commands.put(make)
@@ -118,9 +118,9 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def patience_s(self) -> float | None:
+    def timeout_s(self) -> float | None:
         """See `EngineLink`."""
-        return PATIENCE_S[self.facts.stats.device]
+        return TIMEOUT_S[self.facts.stats.device]
 
     def start(self, receive: Receiver) -> None:
         """See `EngineLink`."""
@@ -151,7 +151,7 @@ class EngineProcess:
 
     def _wait_until_loaded(self, progress: Progress) -> None:
         now, num_silent = Progressed(0.0, "Starting the engine"), 0
-        while num_silent * POLL_S < LOAD_PATIENCE_S:
+        while num_silent * POLL_S < LOAD_TIMEOUT_S:
             try:
                 event = self._early.get(timeout=POLL_S)
                 num_silent = 0
@@ -171,7 +171,7 @@ class EngineProcess:
                     raise EngineCrashError(crash, now.what)
                 case Ended():
                     raise RuntimeError(event.reason or "the engine ended while the model was loaded")
-        reason = f"nothing went on for {LOAD_PATIENCE_S:g} s while it said: {now.what}"
+        reason = f"nothing went on for {LOAD_TIMEOUT_S:g} s while it said: {now.what}"
         self.kill(reason)
         raise RuntimeError(reason)
 

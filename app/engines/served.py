@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from neo_desktop.engine.grammar import GrammarCompiler
-from neo_desktop.engine.intake import Intake, PreparedRequest
+from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
@@ -15,7 +15,7 @@ class ServedEngine(Protocol):
     """`Engine` is one, and `LlamaCppEngine`."""
 
     model_name: str
-    intake: Intake
+    input_processor: InputProcessor
     grammars: GrammarCompiler
 
     @property

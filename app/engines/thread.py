@@ -15,7 +15,7 @@ class EngineThread:
     """
 
     is_process = False
-    patience_s = None  # it could not be ended anyway
+    timeout_s = None  # it could not be ended anyway
 
     def __init__(self, engine: ServedEngine) -> None:
         self.facts = EngineFacts.of(engine)

@@ -17,7 +17,7 @@ from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.grammar import from_enforceable
-from neo_desktop.engine.intake import Prompt
+from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.thoughts import ThoughtSplitter, ends_thinking
@@ -254,7 +254,7 @@ async def begin(
     """Queue the next message of a conversation.
 
     Args:
-        cuts_max_tokens: see `Intake.prepare`.
+        cuts_max_tokens: see `InputProcessor.prepare`.
 
     Raises:
         ApiError: the template, the grammar or the engine cannot take it.

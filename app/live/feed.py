@@ -11,7 +11,7 @@ from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
 from neo_desktop.engine.live import LiveView
 
 PERIOD_S = 1.0  # between two looks
-PATIENCE_S = 1.0  # for an answer; then what was seen last is told again, with its age
+TIMEOUT_S = 1.0  # for an answer; then what was seen last is told again, with its age
 RESTING = (
     "The model rests: nobody asked it anything for a while, so it gave its memory back. "
     "The next question loads it again."
@@ -58,7 +58,7 @@ class EngineFeed:
             self._asked = asyncio.create_task(service.live_view())
             self._asked.add_done_callback(_take_note)
         asked = self._asked
-        await asyncio.wait([asked], timeout=PATIENCE_S)
+        await asyncio.wait([asked], timeout=TIMEOUT_S)
         if asked.done() and asked is self._asked:
             self._asked = None
             self._seen, self._seen_s = asked.result(), time.monotonic()

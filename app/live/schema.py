@@ -21,7 +21,7 @@ class _Json(BaseModel):
 
 
 class Cache(_Json):
-    """KV of one place."""
+    """KV of one tier."""
 
     total_tokens: int
     used_tokens: int = Field(description="in blocks that requests own")
@@ -45,9 +45,7 @@ class RequestLine(_Json):
     """A request that owns KV."""
 
     number: int = Field(description="stays the same for as long as the request lives")
-    place: str = Field(
-        description="gpu, cpu or worker: which cache holds its KV; attention is computed there"
-    )
+    tier: str = Field(description="gpu, cpu or worker: which cache holds its KV; attention is computed there")
     progress: str = Field(description="prefilling or decoding")
     tokens: int = Field(description="prompt and output so far")
     computed_tokens: int
@@ -126,7 +124,7 @@ class BoundView(_Json):
 class WeightsView(_Json):
     """Where the model's weights are."""
 
-    place: str = Field(description="gpu or host")
+    tier: str = Field(description="gpu or host")
     bytes: int
     dtype: str
 
@@ -138,7 +136,7 @@ class Counters(_Json):
     double_iterations: int = Field(description="with two sub-batches")
     output_tokens: int
     cpu_decodes: int = Field(description="output tokens whose attention the CPU computed")
-    staggered_decodes: int = Field(description="of these, those that came at their own pace")
+    async_decodes: int = Field(description="of these, those that came at their own pace")
     prompt_tokens: int = Field(description="computed or reused")
     cached_tokens: int = Field(description="of these, reused from earlier requests with the same beginning")
     moves: int = Field(description="requests whose KV was brought to another place")

@@ -22,8 +22,8 @@ from neo_desktop.app.live.schema import (
 )
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, busy_shares
 from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.live import LiveView
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.workers import WorkerState
 
 LANES = ("device", "to-host", "cpu", "to-device", "swap")  # as they are drawn
@@ -43,7 +43,7 @@ def engine_view(view: LiveView, age_s: float = 0.0) -> EngineView:
 
 def _running(view: LiveView) -> Running:
     stats = view.stats
-    caches = {place.label: _cache(pool, stats.block_size) for place, pool in stats.pools.items()}
+    caches = {tier.label: _cache(pool, stats.block_size) for tier, pool in stats.pools.items()}
     return Running(
         model=stats.model,
         backend=stats.backend,
@@ -54,11 +54,11 @@ def _running(view: LiveView) -> Running:
         gpu_sms=stats.gpu_sms,
         gpu_cache=caches.get("gpu"),
         cpu_cache=caches.get("cpu"),
-        workers=[_worker(view, place, state) for place, state in view.workers.items()],
+        workers=[_worker(view, tier, state) for tier, state in view.workers.items()],
         requests=[
             RequestLine(
                 number=request.arrival,
-                place=_word(request.place),
+                tier=_word(request.tier),
                 progress=request.phase,
                 tokens=request.num_tokens,
                 computed_tokens=request.num_computed_tokens,
@@ -75,7 +75,7 @@ def _running(view: LiveView) -> Running:
         bound=_bound(view),
         weights=[
             WeightsView(
-                place="host" if view.device_name is None else "gpu",
+                tier="host" if view.device_name is None else "gpu",
                 bytes=view.weights_bytes,
                 dtype=stats.dtype,
             )
@@ -85,7 +85,7 @@ def _running(view: LiveView) -> Running:
             double_iterations=stats.num_double_iterations,
             output_tokens=stats.num_output_tokens,
             cpu_decodes=stats.num_cpu_decodes,
-            staggered_decodes=stats.num_staggered_decodes,
+            async_decodes=stats.num_async_decodes,
             prompt_tokens=stats.num_prompt_tokens,
             cached_tokens=stats.num_cached_tokens,
             moves=stats.num_moves,
@@ -94,10 +94,10 @@ def _running(view: LiveView) -> Running:
     )
 
 
-def _worker(view: LiveView, place: Place, state: WorkerState) -> WorkerLine:
-    pool, block_size = view.stats.pools[place], view.stats.block_size
+def _worker(view: LiveView, tier: KVTier, state: WorkerState) -> WorkerLine:
+    pool, block_size = view.stats.pools[tier], view.stats.block_size
     return WorkerLine(
-        name=place.name,
+        name=tier.name,
         address=state.address,
         total_tokens=pool.num_blocks * block_size,
         used_tokens=pool.num_used_blocks * block_size,
@@ -106,9 +106,9 @@ def _worker(view: LiveView, place: Place, state: WorkerState) -> WorkerLine:
     )
 
 
-def _word(place: Place) -> str:
-    """What the page calls a place: one word for all workers."""
-    return "worker" if place.is_remote else place.label
+def _word(tier: KVTier) -> str:
+    """What the page calls a tier: one word for all workers."""
+    return "worker" if tier.is_remote else tier.label
 
 
 def _cache(pool: PoolUsage, block_size: int) -> Cache:

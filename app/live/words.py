@@ -36,10 +36,10 @@ def notes(view: LiveView) -> list[str]:
 def _given_back(view: LiveView) -> list[str]:
     """Which caches are smaller than they were, each in a sentence."""
     return [
-        f"Other programs need main memory: the {place.title} has room for "
+        f"Other programs need main memory: the {tier.title} has room for "
         f"{pool.num_blocks * view.stats.block_size:,} tokens for now, and gave back that of "
         f"{pool.num_given_back_blocks * view.stats.block_size:,}."
-        for place, pool in view.stats.pools.items()
+        for tier, pool in view.stats.pools.items()
         if pool.num_given_back_blocks
     ]
 
@@ -47,16 +47,16 @@ def _given_back(view: LiveView) -> list[str]:
 def _of_workers(view: LiveView) -> list[str]:
     """What is to be said of workers, each in a sentence."""
     said = []
-    for place, state in view.workers.items():
-        who = f"{place} at {state.address}"
+    for tier, state in view.workers.items():
+        who = f"{tier} at {state.address}"
         if state.lost is not None:
             said.append(
                 f"{who} is lost ({state.lost}): its chats are computed again elsewhere, and it is used again "
                 "as soon as it answers."
             )
             continue
-        num = sum(request.place == place for request in view.requests)
-        tokens = view.stats.pools[place].num_blocks * view.stats.block_size
+        num = sum(request.tier == tier for request in view.requests)
+        tokens = view.stats.pools[tier].num_blocks * view.stats.block_size
         does = f"attends for {num} chat{'s' * (num != 1)}" if num else "is there"
         said.append(f"{who} {does}; it has room for {tokens:,} tokens.")
     return said
@@ -78,10 +78,10 @@ def _gpu(view: LiveView) -> str:
 
 def _running(view: LiveView) -> str:
     gpu, num = _gpu(view), len(view.requests)
-    num_cpu = sum(request.place.in_host_memory for request in view.requests)
+    num_cpu = sum(request.tier.in_host_memory for request in view.requests)
     if num == 1:
         return _single(view)
-    if num_workers := sum(request.place.is_remote for request in view.requests):
+    if num_workers := sum(request.tier.is_remote for request in view.requests):
         num_cpu -= num_workers
         return (
             f"{num} chats at once: {num - num_cpu - num_workers} with their memory on {gpu}, {num_cpu} in "
@@ -106,9 +106,9 @@ def _running(view: LiveView) -> str:
 
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
-    if request.place.is_remote:
-        where = f"Its memory is on {request.place}, which attends while {gpu} computes the rest."
-    elif request.place.in_host_memory:
+    if request.tier.is_remote:
+        where = f"Its memory is on {request.tier}, which attends while {gpu} computes the rest."
+    elif request.tier.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:
         where = f"Its memory is on {gpu}: nothing is offloaded."
@@ -136,7 +136,7 @@ def _waiting(view: LiveView) -> str:
     wait = "1 more waits" if num == 1 else f"{num} more wait"
     if not view.requests:
         return "1 chat is about to begin." if num == 1 else f"{num} chats are about to begin."
-    if not any(place.in_host_memory for place in view.stats.pools):
+    if not any(tier.in_host_memory for tier in view.stats.pools):
         return f"{wait} until there is room: the policy {view.stats.policy} leaves main memory unused."
     return f"{wait} for memory."
 

@@ -18,10 +18,10 @@ from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.engine.engine import new_requests
 from neo_desktop.engine.errors import NoEmbeddingsError
 from neo_desktop.engine.grammar import GrammarCompiler
-from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
+from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.live import LiveView, Notes, live_requests
-from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ from neo_desktop.models.config import GenerationDefaults
 logger = logging.getLogger(__name__)
 
 
-class LlamaCppIntake(Intake):
+class LlamaCppInputProcessor(InputProcessor):
     """Refuses what llama.cpp is not asked for here."""
 
     def prepare(
@@ -42,7 +42,7 @@ class LlamaCppIntake(Intake):
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
-        """See `Intake`. NoEmbeddingsError: embeddings are asked for."""
+        """See `InputProcessor`. NoEmbeddingsError: embeddings are asked for."""
         if params.pooling is not None:
             raise NoEmbeddingsError(
                 "llama.cpp computes this model, for answers only: for embeddings, choose a model that "
@@ -78,13 +78,15 @@ class LlamaCppEngine:
         self.sampling_defaults = _sampling_defaults(model)
         tokenizer = LlamaCppTokenizer(model.file)
         no_block = max_context_tokens + 1  # tokens: none is ever full, since nothing is reused by its hash
-        self.intake: Intake = LlamaCppIntake(tokenizer, model.num_tokens, max_context_tokens, no_block)
+        self.input_processor: InputProcessor = LlamaCppInputProcessor(
+            tokenizer, model.num_tokens, max_context_tokens, no_block
+        )
         self.eos_token_ids = tokenizer.eos_token_ids
         self.grammars = GrammarCompiler(tokenizer, model.num_tokens, self.eos_token_ids)
         self._model = model
         self._context = context
         self._batch_tokens = batch_tokens
-        self._place = next(place for place in PLACES if place.in_host_memory is not gpu)
+        self._place = next(place for place in MEASURED_TIERS if place.in_host_memory is not gpu)
         self._held: list[int] = []  # tokens whose KV is in the context
         self._waiting: deque[Request] = deque()
         self._running: Request | None = None
@@ -101,7 +103,7 @@ class LlamaCppEngine:
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
         """Queue a request; its n outputs are answered one after the other."""
         self._waiting += new_requests(
-            request_id, prepared, self.intake, self.eos_token_ids, self.grammars, self._arrivals
+            request_id, prepared, self.input_processor, self.eos_token_ids, self.grammars, self._arrivals
         )
 
     def abort(self, request_id: str) -> None:
@@ -181,7 +183,7 @@ class LlamaCppEngine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what it holds and has done."""
-        capacity, held = self.intake.max_context_tokens, len(self._held)
+        capacity, held = self.input_processor.max_context_tokens, len(self._held)
         used = held if self._running is not None else 0
         pool = PoolUsage(capacity, num_used_blocks=used, num_cached_blocks=held - used)
         num_running = int(self._running is not None)
@@ -203,7 +205,7 @@ class LlamaCppEngine:
             num_preemptions=0,
             num_moves=0,
             num_cpu_decodes=0,
-            num_staggered_decodes=0,
+            num_async_decodes=0,
             num_double_iterations=0,
             outside_s=0.0,
             pools={self._place: pool},

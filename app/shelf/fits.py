@@ -8,6 +8,7 @@ from functools import partial
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.loading import (
     CPU_CACHE_DTYPES,
     asked_dtype,
@@ -17,8 +18,7 @@ from neo_desktop.engine.loading import (
 )
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of
-from neo_desktop.engine.placement import PLACES
-from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import (
     FreeMemory,
@@ -35,7 +35,7 @@ from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig, ModelError
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, form_of_rank
 from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
@@ -70,7 +70,7 @@ def fit(
     options: EngineOptions,
     free: FreeMemory,
     figures: MachineFigures | str,
-    stored: LinearForm = DENSE,
+    stored: WeightFormat = DENSE,
 ) -> Fit:
     """Reckon what the engine would take.
 
@@ -96,8 +96,8 @@ def fit(
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
-    places, most_chats = get_policy(options.policy).places, options.most_requests
-    plan, blocks = None, dict.fromkeys(PLACES, 0)
+    tiers, most_chats = get_policy(options.policy).tiers, options.most_requests
+    plan, blocks = None, dict.fromkeys(MEASURED_TIERS, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
         blocks |= pool_blocks(
@@ -110,14 +110,14 @@ def fit(
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
-            places,
+            tiers,
             rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
         )
     except MemoryError as error:
         reason = reason or str(error)
-    tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in PLACES}
+    tokens = {tier: BLOCK_SIZE * blocks[tier] if tier in tiers else 0 for tier in MEASURED_TIERS}
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
-    chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}
+    chats = {tier: min(count // chat_tokens, most_chats) for tier, count in tokens.items()}
     if reason is None and not any(tokens.values()):
         room = free.host_bytes if free.gpu_bytes is None else free.gpu_bytes
         smaller = smaller_form(config, dtype, device, room, weights)
@@ -141,7 +141,7 @@ def fit(
             speed = predict(figures, config, dtype, has_room, chat_tokens, read, divided)
     dtype_name = str(dtype).removeprefix("torch.")
     is_quantised = isinstance(stored, StoredForm) and bool(stored.stored)
-    by_label = {place.label: (tokens[place], chats[place]) for place in PLACES}
+    by_label = {tier.label: (tokens[tier], chats[tier]) for tier in MEASURED_TIERS}
     return Fit(
         reason=reason,
         dtype=dtype_name,

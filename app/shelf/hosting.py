@@ -272,7 +272,7 @@ class ModelHost:
 
     def _engine_ended(self, service: EngineService, load: Loader, reason: str) -> str:
         """Begin to start an engine again; return what those who wait for its answers are told."""
-        if service is not self._service or self._task is not None:  # another model takes its place already
+        if service is not self._service or self._task is not None:  # another model takes its tier already
             return reason
         name, self._service = self.name or service.model_name, None
         self._restarts.ended(reason, service.stats.backend)
@@ -286,7 +286,7 @@ class ModelHost:
         return told
 
     async def _start_again(self, loading: Loading, load: Loader, ended: EngineService) -> None:
-        """Load a model until that succeeds, or too many engines have ended."""
+        """BatchShape a model until that succeeds, or too many engines have ended."""
         name, service = loading.name, None
         try:
             async with self._changes:

@@ -24,7 +24,7 @@ class LoadStoppedError(Exception):
 async def load_in_thread(
     name: str, load: Loader, progressed: Progress, is_stopped: threading.Event
 ) -> EngineService:
-    """Load in a thread that the program's end need not wait for.
+    """BatchShape in a thread that the program's end need not wait for.
 
     Args:
         progressed: called on the event loop.

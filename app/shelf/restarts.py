@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from neo_desktop.app.engines.messages import CrashReason
 from neo_desktop.app.llamacpp.crash import crashed, what_to_do
-from neo_desktop.engine.doctor.safe_start import careful_rungs
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.doctor.safe_start import careful_levels
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.stats import LLAMACPP, NEO
 
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
@@ -65,15 +65,15 @@ class Restarts:
         self._starts_s.append(self._clock())
 
     def be_careful(self, device: str) -> None:
-        """Limit this program's ladder, which the engine's next process takes over: one step a start.
+        """Limit this program's fallbacks, which the engine's next process takes over: one step a start.
 
         The first start of a row is in full: a computer that slept loses its GPU for no fault of a mechanism.
 
         Args:
             device: "cpu" or "cuda".
         """
-        for mechanism, rung in careful_rungs(device, len(self._starts_s) - 1).items():
-            ladder.limit(mechanism, rung, "the engine has ended more than once")
+        for mechanism, level in careful_levels(device, len(self._starts_s) - 1).items():
+            fallbacks.limit(mechanism, level, "the engine has ended more than once")
 
     def forget(self) -> None:
         """A person has chosen: what was before does not count."""

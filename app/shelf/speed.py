@@ -17,9 +17,9 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.hardware.host import Host
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.divided import DividedWeights
@@ -84,7 +84,7 @@ def predict(
     figures: MachineFigures,
     config: ModelConfig,
     dtype: torch.dtype,
-    chats: tuple[tuple[Place, int], ...],
+    chats: tuple[tuple[KVTier, int], ...],
     chat_tokens: int,
     read: tuple[float, float] | None = None,
     divided: DividedWeights | None = None,
@@ -92,7 +92,7 @@ def predict(
     """Predict decoding from a machine's figures.
 
     Args:
-        chats: (place, how many have room there); at least one in all.
+        chats: (tier, how many have room there); at least one in all.
         chat_tokens: length of each in the end; on average it is half of that.
         read: see `analytic_cost_model`, likewise `divided`.
     """
@@ -103,15 +103,15 @@ def predict(
 
 
 def predict_by(
-    cost: TableCostModel, chats: tuple[tuple[Place, int], ...], chat_tokens: int, source: str | None = None
+    cost: TableCostModel, chats: tuple[tuple[KVTier, int], ...], chat_tokens: int, source: str | None = None
 ) -> Speed:
     """Predict decoding from tables; see `predict`. Without a source, they were measured with this model."""
     context = max(chat_tokens // 2, 1)
 
     def total_ms(*counts: int) -> float:
         decodes = {
-            place: Decodes(count, count * context)
-            for (place, _), count in zip(chats, counts, strict=True)
+            tier: Decodes(count, count * context)
+            for (tier, _), count in zip(chats, counts, strict=True)
             if count
         }
         return _best_ms(cost, decodes)
@@ -133,11 +133,11 @@ def predict_by(
     )
 
 
-def _best_ms(cost: TableCostModel, decodes: Mapping[Place, Decodes]) -> float:
+def _best_ms(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) -> float:
     """One sub-batch, or those that the host attends for in one of their own."""
-    together = iteration_ms(cost, Load().plus(decodes))
+    together = iteration_ms(cost, BatchShape().plus(decodes))
     parts = [
-        Load().plus({place: each for place, each in decodes.items() if place.host_attends is host_attends})
+        BatchShape().plus({tier: each for tier, each in decodes.items() if tier.host_attends is host_attends})
         for host_attends in (False, True)
     ]
     return min(together, iteration_ms(cost, *parts)) if all(part.tokens for part in parts) else together

@@ -19,7 +19,7 @@ from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
 from neo_desktop.models.stored_form import stored_form, uniform_form
@@ -38,7 +38,7 @@ class Machine:
     model: str
     model_was_chosen: bool  # by us
     config: ModelConfig
-    form: LinearForm  # of its matrices
+    form: WeightFormat  # of its matrices
     dtype: torch.dtype
     cost: TableCostModel
     budget: KVBudget
@@ -105,7 +105,7 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
     return USUAL_MODELS[-1]
 
 
-def _config(name: str) -> tuple[ModelConfig, LinearForm]:
+def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
     if name in SHAPES:
         return shape(name), DENSE
     published, _, quantisation = name.partition(":")

@@ -28,7 +28,7 @@ class SimulationReport:
 
     @property
     def budget(self) -> KVBudget:
-        """Tokens of KV that the two places hold."""
+        """Tokens of KV that the two tiers hold."""
         return self.machine.budget
 
     @property
@@ -90,10 +90,10 @@ class SimulationReport:
     def _limit(self, result: SimulationResult) -> str:
         if result.longest_tokens == self.machine.config.max_context_tokens:
             return f"{self.machine.model}'s context of {result.longest_tokens:,}"
-        places = POLICIES[result.policy].places
-        if len(places) > 1:
+        tiers = POLICIES[result.policy].tiers
+        if len(tiers) > 1:
             return f"either cache, the larger of which holds {result.longest_tokens:,}"
-        return f"the {places[0].title} of {result.longest_tokens:,}"
+        return f"the {tiers[0].title} of {result.longest_tokens:,}"
 
     def _refusal(self, limit: str, refusing: list[SimulationResult]) -> str:
         longest = max(self.requests, key=lambda request: request.total_tokens)

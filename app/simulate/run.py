@@ -39,7 +39,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             progress((index + done / total) / len(names), name)
 
         budget = where.budget.swapping(where.cost, LIMITS) if POLICIES[name].swaps else where.budget
-        most_attended = max(most_attended, budget.gpu_tokens + budget.swapped_tokens)
+        most_attended = max(most_attended, budget.gpu_tokens + budget.streamed_tokens)
         results[name] = simulate(
             requests,
             POLICIES[name],

@@ -56,7 +56,7 @@ class ClientConnection:
         more = True
         begun_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S) as patience:
+            async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
                 while more and num_bytes <= max_bytes + MAX_EXCESS_BYTES:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -65,7 +65,7 @@ class ClientConnection:
                     if num_bytes <= max_bytes:
                         body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    patience.reschedule(begun_s + BODY_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S)
+                    timeout.reschedule(begun_s + BODY_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive: {num_bytes} bytes came in time") from None
         # Only now, with the body read to its end: a client that is still sending would not see the answer.

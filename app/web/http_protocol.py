@@ -1,4 +1,4 @@
-"""What one connection may take: the limits to patience that uvicorn's own protocol does not have."""
+"""What one connection may take: the limits to timeout that uvicorn's own protocol does not have."""
 
 import asyncio
 from collections import deque

@@ -106,8 +106,8 @@ class EngineCollector(Collector):
         running = GaugeMetricFamily(
             "neo_desktop_running_requests", "Requests by place of KV", labels=["place"]
         )
-        for place, count in stats.num_running_at.items():
-            running.add_metric([place.label], count)
+        for tier, count in stats.num_running_at.items():
+            running.add_metric([tier.label], count)
         used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by place", labels=["place"])
         size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by place", labels=["place"])
         given_back = GaugeMetricFamily(
@@ -115,10 +115,10 @@ class EngineCollector(Collector):
             "KV whose memory other programs have for now, by place",
             labels=["place"],
         )
-        for place, pool in stats.pools.items():
-            given_back.add_metric([place.label], pool.num_given_back_blocks * stats.block_size)
-            used.add_metric([place.label], pool.num_used_blocks * stats.block_size)
-            size.add_metric([place.label], pool.num_blocks * stats.block_size)
+        for tier, pool in stats.pools.items():
+            given_back.add_metric([tier.label], pool.num_given_back_blocks * stats.block_size)
+            used.add_metric([tier.label], pool.num_used_blocks * stats.block_size)
+            size.add_metric([tier.label], pool.num_blocks * stats.block_size)
         yield from (running, used, size, given_back)
         for name, help_text, count in (
             ("prompt_tokens", "Prompt tokens, computed or reused", stats.num_prompt_tokens),
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
             ("output_tokens", "Output tokens", stats.num_output_tokens),
             ("cpu_decodes", "Output tokens whose attention the CPU computed", stats.num_cpu_decodes),
             ("iterations", "Iterations of the engine", stats.num_iterations),
-            ("staggered_decodes", "Those of them that came at their own pace", stats.num_staggered_decodes),
+            ("async_decodes", "Those of them that came at their own pace", stats.num_async_decodes),
             ("double_iterations", "Iterations with two sub-batches", stats.num_double_iterations),
             ("preemptions", "Requests whose KV had to be given up", stats.num_preemptions),
             ("moves", "Requests whose KV was brought to another place", stats.num_moves),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
@@ -22,14 +22,14 @@ def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
         make: makes it; told whether to pin its memory.
         device: pinning is of use to GPUs only.
     """
-    if device.type == "cuda" and ladder.rung("host_memory") == "pinned":
+    if device.type == "cuda" and fallbacks.level("host_memory") == "pinned":
         try:
             return make(True)
         except RuntimeError as error:  # no lack of the GPU's memory: of memory that may be pinned
             if is_lost(error):
                 raise
             said = str(error).strip().partition("\n")[0]
-            ladder.limit("host_memory", "pageable", f"memory cannot be pinned: {said}")
+            fallbacks.limit("host_memory", "pageable", f"memory cannot be pinned: {said}")
     return make(False)
 
 
@@ -51,7 +51,7 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
     """Start to bring a tensor to host memory; what is returned waits for it.
 
     It raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`. A caller with much work before it on
-    the stream should wait for that first, with a patience of its own.
+    the stream should wait for that first, with a timeout of its own.
     """
     if tensor.device.type == "cpu":
         copy = tensor.clone()
@@ -63,7 +63,7 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
     arrived: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> Tensor:
-        wait_for_gpu(arrived, DEFAULT_PATIENCE.watch(), "a copy of results")
+        wait_for_gpu(arrived, DEFAULT_TIMEOUT.watch(), "a copy of results")
         return on_host
 
     return wait

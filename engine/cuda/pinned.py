@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import is_lost
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.huge_pages import ask_for_huge_pages, check_huge_pages
-from neo_desktop.engine.ladder import ladder
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ def kv_bytes(nbytes: int) -> Tensor:
     If the system refuses, these bytes are pageable, and so is all other memory from then on.
     """
     pages, memory = _advised(nbytes)
-    refusal = pages.pin() if ladder.rung("host_memory") == "pinned" else None
+    refusal = pages.pin() if fallbacks.level("host_memory") == "pinned" else None
     if refusal is not None:
-        ladder.limit("host_memory", "pageable", f"{nbytes / 1e9:.1f} GB cannot be pinned: {refusal}")
+        fallbacks.limit("host_memory", "pageable", f"{nbytes / 1e9:.1f} GB cannot be pinned: {refusal}")
     return memory
 
 
@@ -60,7 +60,7 @@ def weight_bytes(nbytes: int) -> Tensor:
     """Return bytes for weights: pinned, if the system pins them; else `execute.weight_stream` knows."""
     pages, memory = _advised(nbytes)
     _weights.add(pages)
-    refusal = pages.pin() if ladder.rung("host_memory") == "pinned" else None
+    refusal = pages.pin() if fallbacks.level("host_memory") == "pinned" else None
     if refusal is not None:
         logger.debug("%.1f GB of weights are not pinned: %s", nbytes / 1e9, refusal)
     return memory

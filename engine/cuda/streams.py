@@ -1,4 +1,4 @@
-"""The one place that CUDA streams come from.
+"""The one tier that CUDA streams come from.
 
 Work on a GPU goes to the current stream of the thread. So all such work is started inside
 `Streams.on_device()`, and streams to work beside that come from `Streams.stream()`. Then all of it

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from neo_desktop.engine.cuda.errors import DeviceStalledError, device_lost, is_device_lost
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
 
 class Queried(Protocol):
@@ -14,13 +14,13 @@ class Queried(Protocol):
         ...
 
 
-def wait_for_gpu(work: Queried, watch: Watch, what: object = "its work", patience: float = 1.0) -> None:
+def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", timeout: float = 1.0) -> None:
     """Block until work on the GPU has ended.
 
     Args:
         watch: for how long.
         what: the work, for people.
-        patience: in units of the watch's.
+        timeout: in units of the watch's.
 
     Raises:
         DeviceStalledError: nothing went on for too long. The GPU cannot be made to stop: whatever it reads
@@ -28,7 +28,7 @@ def wait_for_gpu(work: Queried, watch: Watch, what: object = "its work", patienc
         DeviceLostError: the GPU is lost to this process.
     """
     try:
-        has_ended = watch.wait_until(work.query, patience)
+        has_ended = watch.wait_until(work.query, timeout)
     except RuntimeError as error:
         if is_device_lost(error):
             raise device_lost(error) from error

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from neo_desktop.engine.doctor.outcome import Outcome, Result
-from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
+from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_key
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import choose_dtype, open_model
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.shapes import shape as published_shape
@@ -23,7 +23,7 @@ VARIABLE = "NEO_DESKTOP_DOCTOR"  # "off" in the environment: starts check nothin
 def check_at_first_start(
     subject: Subject, device: torch.device, progress: Progress | None = None, child: Sequence[str] = CHILD
 ) -> Verdict | None:
-    """Limit the process's ladder to what works here with this model's shape.
+    """Limit the process's fallbacks to what works here with this model's shape.
 
     On a GPU it is found out now if nobody did before. On a CPU only `neo-desktop doctor` does.
 
@@ -47,7 +47,7 @@ def check_at_first_start(
     if verdict is None and device.type == "cuda":
         verdict = _check(subject, key, progress, child)
     if verdict is not None:
-        verdict.apply(ladder)
+        verdict.apply(fallbacks)
         _refuse_what_fails(verdict)
     return verdict
 
@@ -70,7 +70,7 @@ def _check(
         if progress is not None and outcome is None:
             progress(0.0, f"first start on this GPU: {title}")
 
-    outcomes = run_trials(subject, listener=tell, child=child)
+    outcomes = run_selfchecks(subject, listener=tell, child=child)
     verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
     last = outcomes[-1]
     if last.name == "start":  # the checks came to no end: the next start tries again

@@ -1,11 +1,11 @@
-"""A check's result, and what follows from all of them for the ladder."""
+"""A check's result, and what follows from all of them for the fallbacks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from neo_desktop.engine.ladder import MECHANISMS
+from neo_desktop.engine.fallbacks import MECHANISMS
 
 MODEL, ANSWERS, MEMORY = "model", "answers", "memory"  # names of checks, or their beginnings
 
@@ -37,8 +37,10 @@ class Outcome:
 
     name: str
     title: str
-    mechanism: str | None  # of the ladder, with the rung that was tried; None: nothing serves in its place
-    rung: str | None
+    mechanism: (
+        str | None
+    )  # of the fallbacks, with the level that was tried; None: nothing serves in its place
+    level: str | None
     result: Result
     reason: str | None = None  # a clause for people; None: all is well
     figures: Figures = field(default_factory=dict)
@@ -73,28 +75,28 @@ class Limit:
     """What follows for a mechanism."""
 
     mechanism: str
-    rung: str
+    level: str
     reason: str
 
 
 def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
-    """Return the highest rung without a failed check of each mechanism whose highest rung has one.
+    """Return the highest level without a failed check of each mechanism whose highest level has one.
 
-    Where all rungs failed it is the lowest: the outcomes themselves tell that none works.
+    Where all levels failed it is the lowest: the outcomes themselves tell that none works.
     """
     limits = []
     for name, mechanism in MECHANISMS.items():
-        failed = {o.rung: o for o in reversed(outcomes) if o.mechanism == name and o.has_failed}
-        rungs = [rung.name for rung in mechanism.rungs]
-        if rungs[0] not in failed:
+        failed = {o.level: o for o in reversed(outcomes) if o.mechanism == name and o.has_failed}
+        levels = [level.name for level in mechanism.levels]
+        if levels[0] not in failed:
             continue
-        good = next((rung for rung in rungs if rung not in failed), rungs[-1])
-        limits.append(Limit(name, good, failed[rungs[0]].reason or "a check failed"))
+        good = next((level for level in levels if level not in failed), levels[-1])
+        limits.append(Limit(name, good, failed[levels[0]].reason or "a check failed"))
     return limits
 
 
 def unserved(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the failed checks in whose place nothing serves."""
+    """Return the failed checks in whose tier nothing serves."""
     lost = []
     for outcome in outcomes:
         if not outcome.has_failed:
@@ -102,8 +104,8 @@ def unserved(outcomes: Sequence[Outcome]) -> list[Outcome]:
         if outcome.mechanism is None:
             lost.append(outcome)
             continue
-        rungs = MECHANISMS[outcome.mechanism].rungs
-        failed = {o.rung for o in outcomes if o.mechanism == outcome.mechanism and o.has_failed}
-        if outcome.rung == rungs[-1].name and failed.issuperset(rung.name for rung in rungs):
+        levels = MECHANISMS[outcome.mechanism].levels
+        failed = {o.level for o in outcomes if o.mechanism == outcome.mechanism and o.has_failed}
+        if outcome.level == levels[-1].name and failed.issuperset(level.name for level in levels):
             lost.append(outcome)
     return lost

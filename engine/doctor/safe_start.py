@@ -22,7 +22,7 @@ import torch
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
-from neo_desktop.engine.ladder import MECHANISMS, ladder
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.processes import is_alive, this_process
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised", "experts")
 _numbers = itertools.count()
 
-Step = Mapping[str, str]  # mechanism -> rung
+Step = Mapping[str, str]  # mechanism -> level
 
 
 def steps(device_type: str) -> Sequence[Step]:
@@ -38,7 +38,7 @@ def steps(device_type: str) -> Sequence[Step]:
 
     What is most likely to end a process comes first, and what costs the most speed late.
     """
-    isas = [rung.name for rung in MECHANISMS["isa"].rungs]
+    isas = [level.name for level in MECHANISMS["isa"].levels]
     on_cpu: list[Step] = [
         {"isa": isas[min(1, len(isas) - 1)], "huge_pages": "small", "affinity": "free"},
         {"isa": isas[-1]},
@@ -57,9 +57,9 @@ def steps(device_type: str) -> Sequence[Step]:
 class StartMark:
     """A start that is under way; see `begin_start`."""
 
-    def __init__(self, path: Path, key: Key, level: int) -> None:
-        self._path, self._key, self._level = path, key, level
-        write_json(path, {"process": this_process(), "key": key, "level": level}, CANNOT_KEEP)
+    def __init__(self, path: Path, key: Key, caution: int) -> None:
+        self._path, self._key, self._level = path, key, caution
+        write_json(path, {"process": this_process(), "key": key, "caution": caution}, CANNOT_KEEP)
 
     def end(self) -> None:
         """The start has come to an orderly end, good or bad."""
@@ -76,25 +76,25 @@ class StartMark:
 def begin_start(device: torch.device) -> StartMark:
     """Say that an engine is about to be built, and be as careful as earlier starts that failed ask for.
 
-    Limits the process's ladder, with one line in the log.
+    Limits the process's fallbacks, with one line in the log.
     """
     _take_steps()
     key = machine_key(device)
     plan = steps(device.type)
     record = _record(digest(key))
-    level = min(record.level, len(plan))
-    if level:
-        for mechanism, rung in careful_rungs(device.type, level).items():
-            ladder.limit(mechanism, rung, "a start before ended the program", is_told=True)
+    caution = min(record.caution, len(plan))
+    if caution:
+        for mechanism, level in careful_levels(device.type, caution).items():
+            fallbacks.limit(mechanism, level, "a start before ended the program", is_told=True)
         logger.warning(
             "a start before ended the program, so this one does without something that may be to blame: %s. "
             "%sTo check this computer and to start in full again: neo-desktop doctor --refresh",
-            _in_words(plan[:level]),
+            _in_words(plan[:caution]),
             "The next one will be in full again. " if record.num_ended == 1 else "",
         )
-        if level == len(plan) and device.type == "cuda":
+        if caution == len(plan) and device.type == "cuda":
             logger.warning("If this start fails, too: --device cpu does without the GPU")
-    return StartMark(cache_folder("starts") / f"{os.getpid()}-{next(_numbers)}.mark", key, level)
+    return StartMark(cache_folder("starts") / f"{os.getpid()}-{next(_numbers)}.mark", key, caution)
 
 
 @contextmanager
@@ -114,9 +114,9 @@ def safe_start(device: torch.device) -> Iterator[None]:
         mark.end()
 
 
-def careful_rungs(device_type: str, num_steps: int) -> Step:
-    """Return `mechanism -> rung` after so many steps."""
-    return {mechanism: rung for step in steps(device_type)[:num_steps] for mechanism, rung in step.items()}
+def careful_levels(device_type: str, num_steps: int) -> Step:
+    """Return `mechanism -> level` after so many steps."""
+    return {mechanism: level for step in steps(device_type)[:num_steps] for mechanism, level in step.items()}
 
 
 def forgive(pid: int) -> None:
@@ -142,11 +142,11 @@ def _take_steps() -> None:
 
 
 def _dead_mark(path: Path) -> tuple[Key, int] | None:
-    """Return key and level of a start whose process has died; None: it lives, or nothing can be told."""
+    """Return key and caution of a start whose process has died; None: it lives, or nothing can be told."""
     mark = read_json(path)
     match mark:
-        case {"process": str(process), "key": dict(key), "level": int(level)} if not is_alive(process):
-            return key, level
+        case {"process": str(process), "key": dict(key), "caution": int(caution)} if not is_alive(process):
+            return key, caution
     return None
 
 
@@ -159,22 +159,22 @@ def _remove(path: Path) -> None:
 class _Record:
     """What earlier starts on a computer came to."""
 
-    level: int = 0  # steps taken
-    num_ended: int = 0  # starts that ended their process, two of the same level counted once
+    caution: int = 0  # steps taken
+    num_ended: int = 0  # starts that ended their process, two of the same caution counted once
 
 
 def _record(name: str) -> _Record:
     match read_json(cache_folder("starts") / f"{name}.json"):
-        case {"level": int(level), "num_ended": int(num_ended)} if level >= 0 and num_ended >= 0:
-            return _Record(level, num_ended)
+        case {"caution": int(caution), "num_ended": int(num_ended)} if caution >= 0 and num_ended >= 0:
+            return _Record(caution, num_ended)
     return _Record()
 
 
-def _take_step(key: Key, level: int) -> None:
-    """Note that a start of this level has ended its process."""
+def _take_step(key: Key, caution: int) -> None:
+    """Note that a start of this caution has ended its process."""
     record = _record(digest(key))
-    if level >= record.level:
-        _keep(key, _Record(level + 1, record.num_ended + 1))
+    if caution >= record.caution:
+        _keep(key, _Record(caution + 1, record.num_ended + 1))
 
 
 def _keep(key: Key, record: _Record) -> None:
@@ -187,9 +187,9 @@ def _in_words(taken: Sequence[Step]) -> str:
         lowest |= step
     parts = []
     if set(KERNELS) <= lowest.keys():
-        lowest = {name: rung for name, rung in lowest.items() if name not in KERNELS}
+        lowest = {name: level for name, level in lowest.items() if name not in KERNELS}
         parts.append("Triton kernels: torch's operators")
-    for name, rung in lowest.items():
+    for name, level in lowest.items():
         mechanism = MECHANISMS[name]
-        parts.append(f"{mechanism.title}: {mechanism.rungs[mechanism.position(rung)].what}")
+        parts.append(f"{mechanism.title}: {mechanism.levels[mechanism.position(level)].what}")
     return "; ".join(parts)

@@ -1,6 +1,6 @@
 """Checks in a child process: one that hangs or ends the process is marked, and the next one has its turn.
 
-    parent                                        child: engine.trial
+    parent                                        child: engine.selfcheck
     ──────                                        ────────────────────
     {"subject": …, "done": […], …}  ── stdin ───→ what to check, and what was checked already
     deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
@@ -29,7 +29,7 @@ from neo_desktop.engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
-CHILD = (sys.executable, "-m", "neo_desktop.engine.trial")
+CHILD = (sys.executable, "-m", "neo_desktop.engine.selfcheck")
 START_DEADLINE_S = 120.0  # to import torch from a slow disk, and to open the GPU
 END_DEADLINE_S = 15.0  # between two checks, and at the end
 MOST_DEATHS = 2  # of children between two checks, until it is given up
@@ -61,28 +61,28 @@ class _Begun:
     name: str
     title: str
     mechanism: str | None
-    rung: str | None
+    level: str | None
     deadline_s: float
 
     def outcome(self, result: Result, reason: str | None, figures: Mapping[str, Any]) -> Outcome:
-        return Outcome(self.name, self.title, self.mechanism, self.rung, result, reason, figures)
+        return Outcome(self.name, self.title, self.mechanism, self.level, result, reason, figures)
 
 
 _START = _Begun("start", "Start of the checks", None, None, START_DEADLINE_S)
 
 
-def run_trials(
+def run_selfchecks(
     subject: Subject,
     *,
     listener: Listener | None = None,
-    patience: float = 1.0,
+    timeout: float = 1.0,
     child: Sequence[str] = CHILD,
 ) -> list[Outcome]:
     """Carry out all checks; return their outcomes in order.
 
     Args:
         listener: told of each check when it begins and when it has ended.
-        patience: factor on all deadlines.
+        timeout: factor on all deadlines.
         child: the command of the child process.
     """
     listener = listener or (lambda title, outcome: None)
@@ -92,10 +92,10 @@ def run_trials(
         request = {
             "subject": asdict(subject),
             "done": [outcome.name for outcome in outcomes],
-            "limits": {limit.mechanism: limit.rung for limit in limits_of(outcomes)},
+            "limits": {limit.mechanism: limit.level for limit in limits_of(outcomes)},
         }
         with _Child(child, request) as running:
-            lost = _follow(running, outcomes, listener, patience)
+            lost = _follow(running, outcomes, listener, timeout)
         if lost is None:
             return outcomes
         if lost.name == _START.name and lost.result is Result.CRASHED and outcomes and deaths < MOST_DEATHS:
@@ -107,22 +107,20 @@ def run_trials(
             return outcomes
 
 
-def _follow(
-    running: "_Child", outcomes: list[Outcome], listener: Listener, patience: float
-) -> Outcome | None:
+def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, timeout: float) -> Outcome | None:
     """Take outcomes from a child; return that of the check which was its last, None if it came to its end."""
     under_way = _START
     while True:
         try:
-            event = running.event(under_way.deadline_s * patience)
+            event = running.event(under_way.deadline_s * timeout)
         except TimeoutError:
-            seconds = under_way.deadline_s * patience
+            seconds = under_way.deadline_s * timeout
             return under_way.outcome(Result.HUNG, f"it had not ended after {seconds:g} s", {})
         match event:
             case None:
                 return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
             case {"event": "begin"}:
-                names = ("name", "title", "mechanism", "rung", "deadline_s")
+                names = ("name", "title", "mechanism", "level", "deadline_s")
                 under_way = _Begun(**{name: event[name] for name in names})
                 listener(under_way.title, None)
             case {"event": "again", "deadline_s": float(deadline_s)}:

@@ -11,7 +11,7 @@ import torch
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
-from neo_desktop.engine.ladder import Ladder
+from neo_desktop.engine.fallbacks import Fallbacks
 from neo_desktop.models.config import ModelConfig
 
 CHECKS_VERSION = 1  # raise it when other things are checked, or in other ways
@@ -47,13 +47,13 @@ class Verdict:
 
     @property
     def lost(self) -> list[Outcome]:
-        """Mechanisms that fail on every rung, by the check of the lowest."""
+        """Mechanisms that fail on every level, by the check of the lowest."""
         return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
 
-    def apply(self, ladder: Ladder) -> None:
-        """Limit a ladder to what works; one line of the log for each mechanism that this changes."""
+    def apply(self, fallbacks: Fallbacks) -> None:
+        """Limit fallbacks to what works; one line of the log for each mechanism that this changes."""
         for limit in limits_of(self.outcomes):
-            ladder.limit(limit.mechanism, limit.rung, f"a check on this computer failed: {limit.reason}")
+            fallbacks.limit(limit.mechanism, limit.level, f"a check on this computer failed: {limit.reason}")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -17,7 +17,7 @@ from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
 MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Let this thread's work on the device come after the program that was started."""
         ...
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """Take what is to be waited with from now on."""
         ...
 
@@ -107,7 +107,7 @@ class ThreadBackend:
         """See `Backend`."""
         return nullcontext() if self._streams is None else self._streams.on_device()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `Backend`."""
         self._lanes.begin(watch)
 
@@ -193,7 +193,7 @@ class StreamBackend:
                 yield
             torch.cuda.current_stream(self._device.device).wait_stream(self._device)
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `Backend`."""
         for lanes in self._lanes.values():
             lanes.begin(watch)

@@ -14,21 +14,21 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
 
-CHECK_PATIENCE_S = 10.0  # with a program of two flags, which takes microseconds
+CHECK_TIMEOUT_S = 10.0  # with a program of two flags, which takes microseconds
 
 
 def build_executor(
@@ -39,7 +39,7 @@ def build_executor(
     timeline: Timeline | None,
     streams: Streams,
     group: Group | None = None,
-) -> PlanExecutor:
+) -> ModelRunner:
     """Return what carries out plans on the model's device; a GPU's kernels are compiled now.
 
     Args:
@@ -48,27 +48,27 @@ def build_executor(
         streams: what the work on the model's device runs on.
         group: of the ranks among which the model is divided; None: it is whole.
     """
-    most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
+    most_blocks = max((storage[tier].num_blocks for tier in storage.tiers), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
     backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
         stages = _stages(model, None, group)
-        return PlanExecutor(stages, storage, capacity, backend, timeline=timeline)
-    if ladder.rung("graphs") == "host-flags" and any(place.host_attends for place in storage.places):
+        return ModelRunner(stages, storage, capacity, backend, timeline=timeline)
+    if fallbacks.level("graphs") == "host-flags" and any(tier.host_attends for tier in storage.tiers):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
             if flags.is_pinned():
                 check_flags(backend, flags[:, 0])
         except StreamMemoryError as error:
-            ladder.limit("graphs", "device-only", str(error))
+            fallbacks.limit("graphs", "device-only", str(error))
     assert streams.sms is not None  # it is a GPU
     with streams.on_device():
         q = torch.empty(
             1, model.config.num_heads, model.config.head_dim, dtype=model.dtype, device=model.device
         )
         num_programs = streams.sms * _programs_per_sm(q, storage)
-    executor = PlanExecutor(
+    executor = ModelRunner(
         _stages(model, dispatch, group),
         storage,
         capacity,
@@ -77,8 +77,8 @@ def build_executor(
         uses_gpu=True,
         timeline=timeline,
     )
-    if ladder.rung("graphs") != "eager" and not executor.fits_graphs:
-        ladder.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
+    if fallbacks.level("graphs") != "eager" and not executor.fits_graphs:
+        fallbacks.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
     executor.warm_up()
     # Iterations often run on another thread, which has its own working memory for cuBLAS. Graphs captured
     # here would keep this thread's for ever, so they are captured anew there.
@@ -94,9 +94,9 @@ def _stages(model: Decoder, operators: Operators | None, group: Group | None) ->
 
 
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
-    for place in storage.places:
-        if not place.host_attends:
-            k_caches, v_caches = storage[place].parts
+    for tier in storage.tiers:
+        if not tier.host_attends:
+            k_caches, v_caches = storage[tier].parts
             return dispatch.programs_per_sm(q, k_caches[0], v_caches[0])
     return 1
 
@@ -115,7 +115,7 @@ def check_flags(backend: Backend, flags: Tensor) -> None:
     # What is raised is what is waited for.
     program = RoundTrips(flags[:1].expand(2, -1).unsqueeze(1)).program("check flags")
     try:
-        backend.begin(Watch(CHECK_PATIENCE_S))
+        backend.begin(Watchdog(CHECK_TIMEOUT_S))
         for way in ("at once", "by a graph"):
             flags.zero_()
             with backend.on_device():
@@ -135,5 +135,5 @@ def check_flags(backend: Backend, flags: Tensor) -> None:
             raise
         raise StreamMemoryError(str(error)) from error
     finally:
-        backend.begin(DEFAULT_PATIENCE.watch())
+        backend.begin(DEFAULT_TIMEOUT.watch())
         backend.forget()

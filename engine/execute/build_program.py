@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import suits_graphs
+from neo_desktop.engine.execute.async_decodes import AsyncDecodes
 from neo_desktop.engine.execute.host import HostBatch
-from neo_desktop.engine.execute.layout import Bucket, Members, swapped_blocks
+from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
@@ -22,21 +23,20 @@ from neo_desktop.engine.execute.prompts import (
     prompts_of,
     slots_of,
 )
-from neo_desktop.engine.execute.staggered import Staggered
-from neo_desktop.engine.execute.sub_batch import DeviceDecodes, HandOff, SubBatchPass
-from neo_desktop.engine.execute.swapping import (
+from neo_desktop.engine.execute.streamed import (
     NewRows,
-    SwapMemory,
-    SwappedPrompts,
-    WindowStream,
-    swapped_pool,
+    PrefetchBuffers,
+    PrefetchStream,
+    StreamedPrompts,
+    streamed_pool,
 )
+from neo_desktop.engine.execute.sub_batch import DeviceDecodes, OffloadedDecodes, SubBatchPass
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
-from neo_desktop.engine.execute.workspace import BatchMemory, HandOver, Memory, Workspace
+from neo_desktop.engine.execute.workspace import BatchMemory, Memory, OffloadBuffers, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv.streamed import BlockRun, StreamedPool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
@@ -51,7 +51,7 @@ class ProgramBuilder:
         stages: the model's.
         storage: holds the KV.
         workspace: what programs work in.
-        decodes: of a place in a sub-batch, that memory is kept for.
+        decodes: of a tier in a sub-batch, that memory is kept for.
     """
 
     def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace, decodes: int) -> None:
@@ -65,10 +65,10 @@ class ProgramBuilder:
             config.num_layers, self._row_shape, self._model.dtype, self._model.device
         )
         # What swapped KV has; None: there is none.
-        self._swapped = swapped_pool(storage)
-        self._swaps: SwapMemory | None = None
-        if self._swapped is not None:
-            self._swaps = SwapMemory(self._swapped, decodes, self._model.dtype, self._model.device)
+        self._streamed = streamed_pool(storage)
+        self._swaps: PrefetchBuffers | None = None
+        if self._streamed is not None:
+            self._swaps = PrefetchBuffers(self._streamed, decodes, self._model.dtype, self._model.device)
         on_host = () if self._swaps is None else self._swaps.on_host
         # Whether graphs can use what it copies from and to in host memory; see `Workspace`.
         self.fits_graphs = suits_graphs(on_host, self._model.device)
@@ -83,22 +83,22 @@ class ProgramBuilder:
             for_graphs: whether its parts shall be graphs, if its memory allows it: sizes are rounded up.
 
         Raises:
-            ValueError: a chunk is in a place that the storage has not, or staggered decodes are not what they
+            ValueError: a chunk is in a tier that the storage has not, or async decodes are not what they
                 have to be.
             KeyError: a token that the plan does not know is nowhere.
         """
-        places = self._storage.places
-        self._check_staggered(plan)
-        members = Members.of_all(plan, places)
-        bucket = Bucket.of(plan, members, places, self._storage.block_size)
-        blocks = np.unique(swapped_blocks(plan, self._storage.block_size))
-        memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
+        tiers = self._storage.tiers
+        self._check_async(plan)
+        members = BatchMembers.of_all(plan, tiers)
+        graph_key = GraphKey.of(plan, members, tiers, self._storage.block_size)
+        blocks = np.unique(streamed_blocks(plan, self._storage.block_size))
+        memory = self._workspace.memory(graph_key.rounded() if for_graphs else graph_key)
         if for_graphs and not memory.is_fixed:
-            memory = self._workspace.memory(bucket)
-        chooses = memory.is_fixed and for_graphs and bucket.is_whole and not _pools(plan)
+            memory = self._workspace.memory(graph_key)
+        chooses = memory.is_fixed and for_graphs and graph_key.is_whole and not _pools(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
-        stream = self._window_stream(plan, blocks, memory if chooses else None)
+        stream = self._prefetch_stream(plan, blocks, memory if chooses else None)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
             wanted = [
@@ -122,17 +122,17 @@ class ProgramBuilder:
             self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream
         )
 
-    def padding(self, bucket: Bucket) -> Program:
+    def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of these sizes in which nobody takes part."""
-        memory = self._workspace.memory(bucket)
-        nobody = Members(((),) * len(self._storage.places), ())
+        memory = self._workspace.memory(graph_key)
+        nobody = BatchMembers(((),) * len(self._storage.tiers), ())
         passes = [self._pass(part, nobody, ()) for part in memory.parts]
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _window_stream(
+    def _prefetch_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
-    ) -> WindowStream | None:
+    ) -> PrefetchStream | None:
         """Return what brings swapped KV to the device; None: nobody attends to any.
 
         Args:
@@ -140,143 +140,143 @@ class ProgramBuilder:
             blocks: that are attended to.
             graph: what it works in, if it is a graph; None: it is launched.
         """
-        swaps, pool = self._swaps, self._swapped
-        if swaps is None or pool is None or not any(each.place.is_swapped for each in plan.sequences):
+        swaps, pool = self._swaps, self._streamed
+        if swaps is None or pool is None or not any(each.tier.is_streamed for each in plan.sequences):
             return None
         if graph is None:
             return swaps.stream(pool.runs_of(blocks))
-        count = min(graph.bucket.swapped_blocks, pool.num_blocks)
+        count = min(graph.graph_key.streamed_blocks, pool.num_blocks)
         return swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(
         self,
         memory: Memory,
-        members: Members,
+        members: BatchMembers,
         last_rows: Sequence[int],
         rows_of_tokens: Mapping[str, int] = NOWHERE,
-        stream: WindowStream | None = None,
+        stream: PrefetchStream | None = None,
     ) -> SubBatchPass:
         self._fill(memory, members)
         if memory.table is not None:
             self._find_tokens(memory, members, rows_of_tokens)
-        rows, inputs, places = memory.rows, memory.inputs, self._storage.places
+        rows, inputs, tiers = memory.rows, memory.inputs, self._storage.tiers
         split, num_layers = self._workspace.split, self._model.config.num_layers
-        hand_offs, decodes, first = [], [], 0
-        for index, place in enumerate(places):
+        offloaded, decodes, first = [], [], 0
+        for index, tier in enumerate(tiers):
             count = rows.decodes[index]
-            hand_over = memory.hand_overs[index]
+            offload_buffers = memory.offload_buffers[index]
             if not count:
                 continue
-            if hand_over is None:
-                of_place = slice(first, first + count)
+            if offload_buffers is None:
+                tier_rows = slice(first, first + count)
                 first += count
                 decodes.append(
                     DeviceDecodes(
                         rows.decodes_of(index),
-                        self._storage[place],
-                        inputs.block_tables[of_place],
-                        inputs.context_lens[of_place],
-                        inputs.decode_slots[of_place],
-                        self._new_rows(memory, index, members) if place.is_swapped else None,
+                        self._storage[tier],
+                        inputs.block_tables[tier_rows],
+                        inputs.context_lens[tier_rows],
+                        inputs.decode_slots[tier_rows],
+                        self._new_rows(memory, index, members) if tier.is_streamed else None,
                     )
                 )
                 continue
             sequences = members.decodes[index]
             batch = HostBatch(
-                place,
-                self._storage[place],
+                tier,
+                self._storage[tier],
                 self._model.config,
                 memory.index,
-                hand_over,
+                offload_buffers,
                 torch.from_numpy(padded_block_tables([s.block_table for s in sequences])),
                 torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
             )
-            hand_offs.append(HandOff(rows.decodes_of(index), batch))
+            offloaded.append(OffloadedDecodes(rows.decodes_of(index), batch))
         return SubBatchPass(
             memory,
-            hand_offs,
+            offloaded,
             decodes,
             self._prompts(memory, members, stream),
             partial(self._store, memory),
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
-            self._staggered(memory, members) if members.staggered else None,
+            self._async_decodes(memory, members) if members.async_decodes else None,
         )
 
-    def _staggered(self, memory: Memory, members: Members) -> Staggered:
-        """Return the staggered decodes of sub-batch 0."""
-        kept, rows, cohorts = self._workspace.staggered, memory.rows, members.staggered[:-1]
+    def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
+        """Return the async decodes of sub-batch 0."""
+        kept, rows, async_groups = self._workspace.async_decodes, memory.rows, members.async_decodes[:-1]
         assert kept is not None  # since it was checked
-        count, old, shape = rows.staggered, kept.newest, (len(cohorts), len(cohorts[0]))
-        everybody = [sequence for cohort in cohorts for sequence in cohort]
+        count, old, shape = rows.async_decodes, kept.newest, (len(async_groups), len(async_groups[0]))
+        everybody = [sequence for group in async_groups for sequence in group]
         tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
         lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
         batches = []
-        # All places, since graphs that are the same raise the same flags. An empty CPU-cache stays so.
-        for place, flags in kept.flags.items():
-            if place.cpu_attends and not self._storage[place].num_blocks:
+        # All tiers, since graphs that are the same raise the same flags. An empty CPU-cache stays so.
+        for tier, flags in kept.flags.items():
+            if tier.cpu_attends and not self._storage[tier].num_blocks:
                 continue
-            is_here = torch.tensor([s is not None and s.place == place for s in everybody])
+            is_here = torch.tensor([s is not None and s.tier == tier for s in everybody])
             batches.append(
                 HostBatch(
-                    place,
-                    self._storage[place],
+                    tier,
+                    self._storage[tier],
                     self._model.config,
                     memory.index,
-                    HandOver(kept.qkv[:, :count], kept.out[1 - old, :, :count], flags),
+                    OffloadBuffers(kept.qkv[:, :count], kept.out[1 - old, :, :count], flags),
                     torch.from_numpy(tables).view(*shape, tables.shape[1]),
                     (lens * is_here).view(shape),
                 )
             )
-        positions = memory.inputs.staggered_positions
-        return Staggered(
-            rows.of_staggered, kept, self._stages, memory.state, positions, memory.index, batches, old
+        positions = memory.inputs.async_positions
+        return AsyncDecodes(
+            rows.async_slice, kept, self._stages, memory.state, positions, memory.index, batches, old
         )
 
-    def _check_staggered(self, plan: IterationPlan) -> None:
-        if not plan.staggered:
+    def _check_async(self, plan: IterationPlan) -> None:
+        if not plan.async_decodes:
             return
-        num_stages, slots = self._model.config.num_layers + 1, len(plan.staggered[0])
-        if len(plan.staggered) != num_stages or not 1 <= slots <= MAX_STAGGERED:
+        num_stages, slots = self._model.config.num_layers + 1, len(plan.async_decodes[0])
+        if len(plan.async_decodes) != num_stages or not 1 <= slots <= MAX_ASYNC_DECODES:
             raise ValueError(
-                f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
-                f"{num_stages} stages and at most {MAX_STAGGERED} slots"
+                f"async decodes stand at {len(plan.async_decodes)} stages in {slots} slots; expected "
+                f"{num_stages} stages and at most {MAX_ASYNC_DECODES} slots"
             )
-        attended = [place for place in self._storage.places if place.host_attends]
-        for sequence in plan.staggered_sequences:
-            if not sequence.is_decode or sequence.place not in attended:
+        attended = [tier for tier in self._storage.tiers if tier.host_attends]
+        for sequence in plan.async_sequences:
+            if not sequence.is_decode or sequence.tier not in attended:
                 raise ValueError(
                     f"{sequence.request_id} is staggered, but no decode that the CPU or a worker attends for"
                 )
 
-    def _new_rows(self, memory: Memory, place: int, members: Members) -> NewRows:
+    def _new_rows(self, memory: Memory, tier: int, members: BatchMembers) -> NewRows:
         """Return what the new rows of a sub-batch's swapped decodes go through."""
-        assert self._swaps is not None  # since there is such a place
-        slots = [decode_slot(sequence, self._storage.block_size) for sequence in members.decodes[place]]
-        return self._swaps.rows_of(memory.index, slots, memory.rows.decodes[place])
+        assert self._swaps is not None  # since there is such a tier
+        slots = [decode_slot(sequence, self._storage.block_size) for sequence in members.decodes[tier]]
+        return self._swaps.rows_of(memory.index, slots, memory.rows.decodes[tier])
 
-    def _prompts(self, memory: Memory, members: Members, stream: WindowStream | None) -> list[Prompts]:
+    def _prompts(self, memory: Memory, members: BatchMembers, stream: PrefetchStream | None) -> list[Prompts]:
         device, dtype = self._model.device, self._model.dtype
 
-        def make(place: Place, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
-            if place.host_attends:
+        def make(tier: KVTier, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
+            if tier.host_attends:
                 index = memory.index
                 return HostPrompts(self._transfers, pool, index, chunks, device, self._row_shape, dtype)
-            if stream is not None and isinstance(pool, SwappedPool):
-                return SwappedPrompts(pool, chunks, slots, stream, memory.index)
+            if stream is not None and isinstance(pool, StreamedPool):
+                return StreamedPrompts(pool, chunks, slots, stream, memory.index)
             return DevicePrompts(pool, chunks)
 
         return prompts_of(members.prompts, memory.rows.first_prompt, self._storage, make)
 
     def _store(self, memory: Memory, layer: int) -> Store | None:
-        """Where k and v go with the rotation; there is one such place at most."""
-        for place in self._storage.places:
-            pool = self._storage[place]
-            if pool.stores_early:
+        """Where k and v go with the rotation; there is one such tier at most."""
+        for tier in self._storage.tiers:
+            pool = self._storage[tier]
+            if pool.fused_kv_append:
                 return pool.layer(layer).store(memory.inputs.slots)
         return None
 
-    def _fill(self, memory: Memory, members: Members) -> None:
+    def _fill(self, memory: Memory, members: BatchMembers) -> None:
         """Say what the iteration is about, and that the other rows are padding."""
         staged, rows = memory.staged, memory.rows
         token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
@@ -285,37 +285,39 @@ class ProgramBuilder:
         token_ids[:], positions[:], slots[:], context_lens[:], block_tables[:] = 0, 0, -1, 0, 0
         decode_slots[:] = -1
         block_size, first_table = self._storage.block_size, 0
-        for index, (place, sequences) in enumerate(zip(self._storage.places, members.decodes, strict=True)):
+        for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
             start, count = rows.starts[index], len(sequences)
             token_ids[start : start + count] = [s.token_ids[0] for s in sequences]
             positions[start : start + count] = [s.start for s in sequences]
-            if place.host_attends:
+            if tier.host_attends:
                 continue
             context_lens[first_table : first_table + count] = [s.context_len for s in sequences]
             stored = [decode_slot(sequence, block_size) for sequence in sequences]
-            if self._storage[place].stores_early:
+            if self._storage[tier].fused_kv_append:
                 slots[start : start + count] = stored
             else:
                 decode_slots[first_table : first_table + count] = stored
             for row, sequence in zip(block_tables[first_table:], sequences, strict=False):
                 row[: len(sequence.block_table)] = sequence.block_table
             first_table += rows.decodes[index]
-        staged.staggered_positions.numpy()[:] = 0
-        for row, beginning in enumerate(members.staggered[0] if members.staggered else (), rows.starts[-1]):
+        staged.async_positions.numpy()[:] = 0
+        for row, beginning in enumerate(
+            members.async_decodes[0] if members.async_decodes else (), rows.starts[-1]
+        ):
             if beginning is not None:
                 token_ids[row], positions[row] = beginning.token_ids[0], beginning.start
-        for where, cohort in zip(staged.staggered_positions.numpy(), members.staggered, strict=False):
-            where[: len(cohort)] = [0 if s is None else s.start for s in cohort]
+        for where, group in zip(staged.async_positions.numpy(), members.async_decodes, strict=False):
+            where[: len(group)] = [0 if s is None else s.start for s in group]
         row = rows.first_prompt
         for sequence in members.prompts:
             end = row + len(sequence.token_ids)
             token_ids[row:end] = sequence.token_ids
             positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
-            if self._storage[sequence.place].stores_early:
+            if self._storage[sequence.tier].fused_kv_append:
                 slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end
 
-    def _find_tokens(self, memory: Memory, members: Members, rows_of_tokens: Mapping[str, int]) -> None:
+    def _find_tokens(self, memory: Memory, members: BatchMembers, rows_of_tokens: Mapping[str, int]) -> None:
         """Say where each row's token is: among the inputs, or among those that the last iteration chose."""
         sources = memory.staged.sources.numpy()
         sources[:] = np.arange(memory.first_source, memory.first_source + len(sources))

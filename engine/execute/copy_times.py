@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from neo_desktop.engine.execute.lane import Lane, Recorder, Work
+from neo_desktop.engine.execute.lane import Lane, Launcher, Work
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, timed_event
 
 
@@ -53,9 +53,9 @@ class CopyTimes:
         copy()
         ends.record()
 
-    def wanted(self, recorder: Recorder, layer: int) -> None:
+    def wanted(self, launcher: Launcher, layer: int) -> None:
         """Note that the device comes to wait for a layer."""
-        recorder.run(
+        launcher.run(
             Lane.DEVICE, Stage("wait for a copy", layer, NO_SUB_BATCH, 0), self._marks[layer][2].record
         )
 

@@ -20,12 +20,12 @@ from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.worker_relay import WorkerRelay
-from neo_desktop.engine.execute.workspace import HandOver
+from neo_desktop.engine.execute.workspace import OffloadBuffers
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.pool import RemoteLayer
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import Relay, RelayBatch, RelayItem, RelayStalledError
 
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HostBatch(HostWork):
-    """Decodes of one place in one sub-batch, that the CPU or a worker attends for.
+    """Decodes of one tier in one sub-batch, that the CPU or a worker attends for.
 
-    Of staggered ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
-    layers before the others; a context length of 0 is a slot that is empty, or of another place.
+    Of async ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
+    layers before the others; a context length of 0 is a slot that is empty, or of another tier.
     """
 
-    place: Place
+    tier: KVTier
     pool: KVPool
     config: ModelConfig
     index: int  # of the sub-batch
-    hand_over: HandOver  # with room for padding
+    offload_buffers: OffloadBuffers  # with room for padding
     block_tables: Tensor  # [decodes, max_blocks] int32
     context_lens: Tensor  # [decodes] int32
     busy_ns: int = 0  # how long the CPU attended, in all layers
@@ -54,32 +54,32 @@ class HostBatch(HostWork):
         """What relays are told."""
         config, count = self.config, self.context_lens.shape[-1]
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = self.hand_over.qkv[..., :count, :, :]
+        qkv = self.offload_buffers.qkv[..., :count, :, :]
         return RelayBatch(
             q=qkv[..., :first_k, :],
             k=qkv[..., first_k:first_v, :],
             v=qkv[..., first_v:, :],
-            out=self.hand_over.out[..., :count, :, :],
+            out=self.offload_buffers.out[..., :count, :, :],
             block_tables=self.block_tables,
             context_lens=self.context_lens,
-            flags=self.hand_over.flags,
+            flags=self.offload_buffers.flags,
             index=self.index,
         )
 
     @property
-    def is_staggered(self) -> bool:
+    def is_async(self) -> bool:
         """Whether each of its decodes is in a layer of its own."""
         return self.context_lens.dim() > 1
 
     @property
     def is_waited_for(self) -> bool:
         """Whether the wait for its output is somebody's work: at their own pace it is the network's."""
-        return self.pool.worker is None or not self.is_staggered
+        return self.pool.worker is None or not self.is_async
 
     @property
     def flags(self) -> Tensor:
         """See `native.relay.empty_flags`."""
-        return self.hand_over.flags
+        return self.offload_buffers.flags
 
     @property
     def lane(self) -> str:
@@ -88,9 +88,9 @@ class HostBatch(HostWork):
 
     def stage(self, layer: int) -> Stage:
         """See `HostWork`; so much for each layer."""
-        name = "staggered CPU attention" if self.is_staggered else "CPU attention"
+        name = "staggered CPU attention" if self.is_async else "CPU attention"
         if self.pool.worker is not None:
-            name = "staggered worker's attention" if self.is_staggered else "worker's attention"
+            name = "staggered worker's attention" if self.is_async else "worker's attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
     def step(self, layer: int) -> HostStep:
@@ -98,8 +98,8 @@ class HostBatch(HostWork):
         step, there = super().step(layer), self.pool.layer(layer)
         if not isinstance(there, RemoteLayer):
             return step
-        if self.is_staggered:
-            return replace(step, ask=partial(self._ask_staggered, there, layer))
+        if self.is_async:
+            return replace(step, ask=partial(self._ask_async, there, layer))
         batch = self.arguments
         tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
         return replace(step, ask=partial(there.ask, *tensors))
@@ -108,14 +108,14 @@ class HostBatch(HostWork):
         """Attend, or take the answer of a worker that was asked."""
         batch, config, there = self.arguments, self.config, self.pool.layer(layer)
         if isinstance(there, RemoteLayer):
-            if self.is_staggered:
-                self._take_staggered(there, layer)
+            if self.is_async:
+                self._take_async(there, layer)
             else:
                 there.answer(batch.out)
             return
         tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
         q, k, v, block_tables, context_lens, out = (
-            (each[layer] for each in tensors) if self.is_staggered else tensors
+            (each[layer] for each in tensors) if self.is_async else tensors
         )
         there.decode(
             q,
@@ -130,10 +130,10 @@ class HostBatch(HostWork):
         )
 
     def _slots(self, layer: int) -> Tensor:
-        """Return the slots of staggered decodes that stand in a layer."""
+        """Return the slots of async decodes that stand in a layer."""
         return self.context_lens[layer].nonzero().flatten()
 
-    def _ask_staggered(self, there: RemoteLayer, layer: int) -> None:
+    def _ask_async(self, there: RemoteLayer, layer: int) -> None:
         """Send a worker the rows of its own decodes alone; nothing if there are none."""
         slots = self._slots(layer)
         if len(slots):
@@ -141,7 +141,7 @@ class HostBatch(HostWork):
             tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
             there.ask(*(each[layer].index_select(0, slots) for each in tensors))
 
-    def _take_staggered(self, there: RemoteLayer, layer: int) -> None:
+    def _take_async(self, there: RemoteLayer, layer: int) -> None:
         slots, out = self._slots(layer), self.arguments.out[layer]
         if len(slots):
             answer = torch.empty(len(slots), *out.shape[1:], dtype=out.dtype)
@@ -161,11 +161,11 @@ class Relays:
         self._transfers: dict[KVPool, Relay] = {}
         self._workers: dict[str, WorkerRelay] = {}
         computing: Relay | None = None  # that attends and multiplies
-        for place in storage.places:
-            pool = storage[place]
+        for tier in storage.tiers:
+            pool = storage[tier]
             if pool.worker is not None:
                 self._workers[pool.worker] = WorkerRelay(pool.worker)
-            if not place.cpu_attends:
+            if not tier.cpu_attends:
                 continue
             layers = []
             for index, window in enumerate(config.layer_windows):
@@ -188,7 +188,7 @@ class Relays:
         self,
         computed: Sequence[HostWork],
         transfers: Sequence[HostTransfer],
-        watch: Watch,
+        watch: Watchdog,
     ) -> None:
         """Begin an iteration; to be called before the device begins.
 
@@ -224,8 +224,8 @@ class Relays:
             self._copying = Relay((), num_layers=works[0].flags.shape[1], num_threads=1)
         return self._copying
 
-    def _begin(self, begun: "_UnderWay", relay: Relay, items: Sequence[RelayItem], watch: Watch) -> None:
-        relay.start(items, watch.patience_s)
+    def _begin(self, begun: "_UnderWay", relay: Relay, items: Sequence[RelayItem], watch: Watchdog) -> None:
+        relay.start(items, watch.timeout_s)
         self._under_way.append(begun)
 
     def finish(self, timeline: Timeline | None) -> None:
@@ -236,14 +236,14 @@ class Relays:
             WorkerLostError: a worker does not answer.
             RuntimeError: a relay was cancelled, or a step failed.
         """
-        recorder = timeline if timeline is not None and timeline.is_recording else None
+        launcher = timeline if timeline is not None and timeline.is_recording else None
         for relay, lane, works in self._under_way:
             for step in relay.finish():
                 each = works[step.item]
                 if isinstance(each, HostWork) and isinstance(relay, Relay):  # others count themselves
                     each.busy_ns += step.end_ns - step.start_ns
-                if recorder is not None:
-                    recorder.add(lane, each.stage(step.layer), step.start_ns, step.end_ns)
+                if launcher is not None:
+                    launcher.add(lane, each.stage(step.layer), step.start_ns, step.end_ns)
         self._under_way = []
 
     def break_off(self) -> RelayStalledError | None:

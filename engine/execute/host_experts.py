@@ -11,7 +11,7 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
-from neo_desktop.models.experts import Mixture
+from neo_desktop.models.moe import MoE
 from neo_desktop.native.relay import RelayExperts
 
 
@@ -48,11 +48,11 @@ class ExpertRoom:
 
 @dataclass
 class HostExperts(HostWork):
-    """The CPU's experts in each turn of a sub-batch; see `split_products.HostProduct`."""
+    """The CPU's experts in each turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
 
     index: int  # of the sub-batch
     rows: int
-    mixtures: Mapping[int, Mixture]  # by turn
+    moe_layers: Mapping[int, MoE]  # by turn
     num_turns: int
     room: ExpertRoom
     busy_ns: int = 0  # how long the CPU computed, in all turns
@@ -67,9 +67,9 @@ class HostExperts(HostWork):
         """What relays are told."""
         room, rows = self.room, self.rows
         scratch = room.scratch.first(rows)
-        mixtures = [self.mixtures.get(turn) for turn in range(self.num_turns)]
+        moe_layers = [self.moe_layers.get(turn) for turn in range(self.num_turns)]
         return RelayExperts(
-            [None if mixture is None else mixture.on_host for mixture in mixtures],
+            [None if moe is None else moe.on_host for moe in moe_layers],
             room.x[:rows],
             room.ids[:rows],
             room.weights[:rows],
@@ -78,7 +78,7 @@ class HostExperts(HostWork):
             scratch.products,
             room.out[:rows],
             room.flags,
-            self.mixtures,
+            self.moe_layers,
             self.index,
         )
 
@@ -90,7 +90,7 @@ class HostExperts(HostWork):
         """Compute what the CPU's experts make."""
         room, rows = self.room, slice(self.rows)
         scratch = room.scratch.first(self.rows)
-        self.mixtures[turn].multiply_on_host(
+        self.moe_layers[turn].multiply_on_host(
             room.x[rows], room.ids[rows], room.weights[rows], scratch, room.out[rows]
         )
 

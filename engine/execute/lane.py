@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
 Work = Callable[[], object]
 
@@ -19,7 +19,7 @@ class Lane(StrEnum):
 
     DEVICE = "device"  # the model's: linear stages, and attention next to the device's KV
     TO_HOST = "to-host"  # q, k and v of decodes that the CPU attends for
-    CPU = "cpu"  # their attention, and its rows of split matrices
+    CPU = "cpu"  # their attention, and its rows of offloaded matrices
     TO_DEVICE = "to-device"  # its output
     STORE = "store"  # prompts' KV that leaves for host memory: the device's part
     SWAP = "swap"  # likewise of KV that comes from there, and of blocks that move
@@ -51,7 +51,7 @@ class HostStep:
     ask: Work | None = None  # that sends a worker what `work` takes the answer to; None: the CPU does it
 
 
-class Recorder(Protocol):
+class Launcher(Protocol):
     """Takes an iteration: what is given to a lane is carried out after all earlier work of that lane."""
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
@@ -74,7 +74,7 @@ class Recorder(Protocol):
 class AnyLane(Protocol):
     """What carries out work in order. One thread submits, cancels and joins; any thread may close."""
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """Take what is to be waited with from now on, while nothing is under way."""
         ...
 

@@ -1,15 +1,15 @@
-"""All lanes of an iteration, as one recorder.
+"""All lanes of an iteration, as one launcher.
 
 Without a GPU, the device's lane is the thread that carries out the iteration, and all others are threads
 that do real copies, so that work in a wrong order shows as wrong tokens on any machine. With a GPU, lanes
 are CUDA streams, and the CPU's are relays; where the driver does not let streams write and wait for flags,
-threads take the relays' place, and the thread that launches work waits for them.
+threads take the relays' tier, and the thread that launches work waits for them.
 
 Work may wait for signals of what was given to lanes before, and for nothing else, so nothing ever waits in a
 circle. Work that fails fails its signal with the exception, and so does all work that waits for it, without
 running.
 
-Nothing waits for ever. When no stage of any lane has ended for longer than an iteration's patience, waiting
+Nothing waits for ever. When no stage of any lane has ended for longer than an iteration's timeout, waiting
 ends with an error that names the stage. It means that nothing more can be computed in this process: neither a
 thread nor the GPU can be made to give a stage up, so that its lane, and the memory it works on, stay lost.
 """
@@ -23,11 +23,11 @@ import torch
 
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, EngineLostError
 from neo_desktop.engine.execute.lane import HostLane, HostStep, Lane, Signal, Work, WorkLane
-from neo_desktop.engine.execute.stream_lane import PATIENCE_WITH_RELAYS, RelayLane, StreamLane, Tape
+from neo_desktop.engine.execute.stream_lane import TIMEOUT_WITH_RELAYS, RelayLane, StreamLane, Tape
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker_lane import WorkerLane
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 # The CPU's lanes, and whose streams raise the flags of their relays.
 TOLD_BY = {Lane.CPU: Lane.TO_HOST, Lane.HOST_SWAP: Lane.SWAP, Lane.HOST_WEIGHTS: Lane.WEIGHTS}
@@ -51,9 +51,9 @@ class CallerLane:
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
-        self._watch = DEFAULT_PATIENCE.watch()
+        self._watch = DEFAULT_TIMEOUT.watch()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `WorkLane`."""
         self._watch = watch
 
@@ -62,7 +62,7 @@ class CallerLane:
         self.wait(after)
         start_ns = time.perf_counter_ns()
         work()
-        self._watch.went_on()
+        self._watch.tick()
         if self._timeline is not None and self._timeline.is_recording:
             self._timeline.add(Lane.DEVICE, stage, start_ns, time.perf_counter_ns())
         return _DONE
@@ -114,7 +114,7 @@ class Lanes:
         self._host: dict[str, HostLane] = {str(lane): each for lane, each in host.items()}
         self._timeline = timeline
         self._with_flags = with_flags
-        self._watch = DEFAULT_PATIENCE.watch()
+        self._watch = DEFAULT_TIMEOUT.watch()
         self._is_stopped = False
         self._changes = threading.Lock()  # of what lanes there are
 
@@ -143,8 +143,8 @@ class Lanes:
             tape: what captures write to.
             with_flags: whether relays do the CPU's work; threads do otherwise.
         """
-        patience = PATIENCE_WITH_RELAYS if with_flags else 1.0
-        lanes = {lane: StreamLane(lane, timeline, stream, tape, patience) for lane, stream in streams.items()}
+        timeout = TIMEOUT_WITH_RELAYS if with_flags else 1.0
+        lanes = {lane: StreamLane(lane, timeline, stream, tape, timeout) for lane, stream in streams.items()}
         host: dict[Lane, HostLane] = {}
         for lane, told_by in TOLD_BY.items():
             host[lane] = RelayLane(lanes[told_by]) if with_flags else ThreadLane(lane, timeline)
@@ -157,11 +157,11 @@ class Lanes:
             return *self._host.values(), *reversed(self._work.values())
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """See `Recorder`."""
+        """See `Launcher`."""
         return self._work[lane].submit(stage, work, after)
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """See `Recorder`."""
+        """See `Launcher`."""
         return (self._host.get(lane) or self._of_worker(lane, step)).submit_step(stage, step, after)
 
     def _of_worker(self, name: str, step: HostStep) -> HostLane:
@@ -176,14 +176,14 @@ class Lanes:
         return lane
 
     def mark(self, what: str = "what comes before a copy") -> Signal:
-        """See `Recorder`; it has this name for people."""
+        """See `Launcher`; it has this name for people."""
         return self._device.mark(what)
 
     def wait(self, signals: Sequence[Signal]) -> None:
-        """See `Recorder`."""
+        """See `Launcher`."""
         self._device.wait(signals)
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """Begin an iteration, which is waited for in this way."""
         self._watch = watch
         for lane in self._all:

@@ -1,10 +1,10 @@
 """Where the rows of an iteration lie, and the sizes that graphs are made for.
 
-A sub-batch's rows are its tokens. Decodes of each place come first, then the chunks of prompts:
+A sub-batch's rows are its tokens. Decodes of each tier come first, then the chunks of prompts:
 
-    | decodes of place 0 | decodes of place 1 | staggered | chunk a | chunk b | ...
+    | decodes of tier 0 | decodes of tier 1 | async_decodes | chunk a | chunk b | ...
 
-Staggered decodes are rows of sub-batch 0. Such a row is a slot: in each stage it is of the decode that stands
+async decodes are rows of sub-batch 0. Such a row is a slot: in each stage it is of the decode that stands
 there. Each part may have padding behind it, which nobody reads.
 """
 
@@ -16,12 +16,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from neo_desktop.engine.batch import MAX_STAGGERED, Cohort, IterationPlan, ScheduledSequence, SubBatch
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES, AsyncGroup, IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.kv_tier import KVTier
 
-MAX_DECODES = 256  # of a place in a graph; more take long enough to be launched piece by piece
+MAX_DECODES = 256  # of a tier in a graph; more take long enough to be launched piece by piece
 MIN_BLOCKS = 64  # in a row of a graph's block table; shorter ones are not worth a graph of their own
-MIN_DECODES = 8  # of a place beside prompts, likewise
+MIN_DECODES = 8  # of a tier beside prompts, likewise
 TOKEN_STEP = 64  # by which iterations with prompts grow; of large ones a sixteenth
 
 
@@ -29,9 +29,9 @@ TOKEN_STEP = 64  # by which iterations with prompts grow; of large ones a sixtee
 class Rows:
     """How many rows the parts of a sub-batch have, padding included."""
 
-    decodes: tuple[int, ...]  # of each place
+    decodes: tuple[int, ...]  # of each tier
     prompts: int = 0  # tokens
-    staggered: int = 0  # slots
+    async_decodes: int = 0  # slots
 
     @property
     def count(self) -> int:
@@ -40,61 +40,65 @@ class Rows:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the decodes of each place begin, and after them the staggered ones."""
+        """Where the decodes of each tier begin, and after them the async ones."""
         return tuple(accumulate(self.decodes, initial=0))
 
     @property
     def first_prompt(self) -> int:
         """Where prompts begin."""
-        return sum(self.decodes) + self.staggered
+        return sum(self.decodes) + self.async_decodes
 
     @property
-    def of_staggered(self) -> slice:
-        """Return the rows of staggered decodes."""
+    def async_slice(self) -> slice:
+        """Return the rows of async decodes."""
         return slice(self.starts[-1], self.first_prompt)
 
-    def decodes_of(self, place: int) -> slice:
-        """Return the rows of a place's decodes."""
-        start = self.starts[place]
-        return slice(start, start + self.decodes[place])
+    def decodes_of(self, tier: int) -> slice:
+        """Return the rows of a tier's decodes."""
+        start = self.starts[tier]
+        return slice(start, start + self.decodes[tier])
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class BatchMembers:
     """The sequences of a sub-batch, in the order of its rows."""
 
-    decodes: tuple[tuple[ScheduledSequence, ...], ...]  # by place
+    decodes: tuple[tuple[ScheduledSequence, ...], ...]  # by tier
     prompts: tuple[ScheduledSequence, ...]
-    staggered: tuple[Cohort, ...] = ()  # by stage
+    async_decodes: tuple[AsyncGroup, ...] = ()  # by stage
 
     @classmethod
-    def of(cls, sub_batch: SubBatch, places: Sequence[Place], staggered: tuple[Cohort, ...] = ()) -> Self:
+    def of(
+        cls, sub_batch: SubBatch, tiers: Sequence[KVTier], async_decodes: tuple[AsyncGroup, ...] = ()
+    ) -> Self:
         """Sort the sequences of a sub-batch, and of those that join it."""
-        decodes: dict[Place, list[ScheduledSequence]] = {place: [] for place in places}
+        decodes: dict[KVTier, list[ScheduledSequence]] = {tier: [] for tier in tiers}
         prompts: list[ScheduledSequence] = []
         for sequence in sub_batch.sequences:
-            (decodes[sequence.place] if sequence.is_decode else prompts).append(sequence)
-        prompts.sort(key=lambda sequence: places.index(sequence.place))  # stable: otherwise as planned
-        return cls(tuple(map(tuple, decodes.values())), tuple(prompts), staggered)
+            (decodes[sequence.tier] if sequence.is_decode else prompts).append(sequence)
+        prompts.sort(key=lambda sequence: tiers.index(sequence.tier))  # stable: otherwise as planned
+        return cls(tuple(map(tuple, decodes.values())), tuple(prompts), async_decodes)
 
     @classmethod
-    def of_all(cls, plan: IterationPlan, places: Sequence[Place]) -> list[Self]:
+    def of_all(cls, plan: IterationPlan, tiers: Sequence[KVTier]) -> list[Self]:
         """Sort the sequences of a plan's sub-batches, without those in which there is nobody."""
         first, *others = plan.sub_batches
-        of_first = [cls.of(first, places, plan.staggered)] if first.sequences or plan.staggered else []
-        return of_first + [cls.of(each, places) for each in others if each.sequences]
+        of_first = [cls.of(first, tiers, plan.async_decodes)] if first.sequences or plan.async_decodes else []
+        return of_first + [cls.of(each, tiers) for each in others if each.sequences]
 
     @property
     def rows(self) -> Rows:
         """The rows without padding."""
         prompts = sum(len(s.token_ids) for s in self.prompts)
-        return Rows(tuple(map(len, self.decodes)), prompts, len(self.staggered[0]) if self.staggered else 0)
+        return Rows(
+            tuple(map(len, self.decodes)), prompts, len(self.async_decodes[0]) if self.async_decodes else 0
+        )
 
     def placed(self, rows: Rows) -> Iterator[tuple[ScheduledSequence, int]]:
-        """Yield all sequences, each with its first row; of staggered ones those at the last stage."""
+        """Yield all sequences, each with its first row; of async ones those at the last stage."""
         for start, sequences in zip(rows.starts, self.decodes, strict=False):
             yield from zip(sequences, range(start, start + len(sequences)), strict=True)
-        for row, ending in enumerate(self.staggered[-1] if self.staggered else (), rows.starts[-1]):
+        for row, ending in enumerate(self.async_decodes[-1] if self.async_decodes else (), rows.starts[-1]):
             if ending is not None:
                 yield ending, row
         row = rows.first_prompt
@@ -104,31 +108,31 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class GraphKey:
     """The sizes of an iteration, as far as memory and graphs depend on them."""
 
     sub_batches: tuple[Rows, ...]
     max_blocks: int  # of a row of the block tables of decodes that the device attends for
     has_copies: bool = False  # whether blocks move, so that layers have to wait for them
-    swapped_blocks: int = 0  # so many of the first come to the device in each layer
+    streamed_blocks: int = 0  # so many of the first come to the device in each layer
 
     @classmethod
     def of(
-        cls, plan: IterationPlan, members: Sequence[Members], places: Sequence[Place], block_size: int
+        cls, plan: IterationPlan, members: Sequence[BatchMembers], tiers: Sequence[KVTier], block_size: int
     ) -> Self:
         """Return the exact sizes of a plan, whose sub-batches that are not empty have these members."""
         tables = (
             len(sequence.block_table)
             for each in members
-            for place, sequences in zip(places, each.decodes, strict=True)
-            if not place.host_attends
+            for tier, sequences in zip(tiers, each.decodes, strict=True)
+            if not tier.host_attends
             for sequence in sequences
         )
-        swapped = swapped_blocks(plan, block_size)
+        streamed = streamed_blocks(plan, block_size)
         rows = tuple(each.rows for each in members)
-        return cls(rows, max(tables, default=0), bool(plan.copies), int(swapped.max(initial=-1)) + 1)
+        return cls(rows, max(tables, default=0), bool(plan.copies), int(streamed.max(initial=-1)) + 1)
 
-    def rounded(self) -> "Bucket":
+    def rounded(self) -> "GraphKey":
         """Return the sizes of the graphs that serve this iteration and many like it.
 
         Among decodes alone padding costs less than a third of the rows, which cost little beside the weights.
@@ -136,11 +140,11 @@ class Bucket:
         """
         has_prompts = any(rows.prompts for rows in self.sub_batches)
         table = self.max_blocks
-        return Bucket(
+        return GraphKey(
             tuple(_with_prompts(rows) if has_prompts else _decodes(rows) for rows in self.sub_batches),
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
-            round_swapped(self.swapped_blocks),
+            round_swapped(self.streamed_blocks),
         )
 
     @property
@@ -154,7 +158,7 @@ class Capacity:
     """The largest iteration that memory is kept for."""
 
     tokens: int  # rows of sub-batch 0
-    decodes: int  # rows of a place in a sub-batch; also all rows of sub-batch 1
+    decodes: int  # rows of a tier in a sub-batch; also all rows of sub-batch 1
     blocks: int  # of a row of the block tables
 
     @classmethod
@@ -168,16 +172,16 @@ class Capacity:
             block_size: tokens per block.
         """
         decodes = round_decodes(min(max_requests, MAX_DECODES))
-        tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_STAGGERED)
+        tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_ASYNC_DECODES)
         return cls(max(tokens, decodes), decodes, _power_of_two(-(-max_context_tokens // block_size)))
 
 
-def swapped_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
+def streamed_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
     """Return the blocks of swapped KV that a plan attends to, those that are shared several times."""
     tables = [
         sequence.block_table[: -(-sequence.start // block_size)]
         for sequence in plan.sequences
-        if sequence.place.is_swapped
+        if sequence.tier.is_streamed
     ]
     return np.concatenate(tables) if tables else np.empty(0, np.int32)
 
@@ -206,16 +210,17 @@ def round_swapped(blocks: int) -> int:
 
 
 def _decodes(rows: Rows) -> Rows:
-    return Rows(tuple(map(round_decodes, rows.decodes)), staggered=round_decodes(rows.staggered))
+    return Rows(tuple(map(round_decodes, rows.decodes)), async_decodes=round_decodes(rows.async_decodes))
 
 
 def _with_prompts(rows: Rows) -> Rows:
-    *decodes, staggered = (
-        max(_power_of_two(count), MIN_DECODES) if count else 0 for count in (*rows.decodes, rows.staggered)
+    *decodes, async_decodes = (
+        max(_power_of_two(count), MIN_DECODES) if count else 0
+        for count in (*rows.decodes, rows.async_decodes)
     )
-    others = sum(decodes) + staggered
+    others = sum(decodes) + async_decodes
     prompts = round_tokens(others + rows.prompts) - others if rows.prompts else 0
-    return Rows(tuple(decodes), prompts, staggered)
+    return Rows(tuple(decodes), prompts, async_decodes)
 
 
 def _power_of_two(count: int) -> int:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from neo_desktop.engine.execute.lane import Lane, Recorder, Work
+from neo_desktop.engine.execute.lane import Lane, Launcher, Work
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.stages import Step, Sum
 
-Record = Callable[[Recorder], None]
+Record = Callable[[Launcher], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Part:
     is_fixed: bool
     records: tuple[Record, ...]
 
-    def __call__(self, recorder: Recorder) -> None:
+    def __call__(self, launcher: Launcher) -> None:
         """Give the stages to their lanes."""
         for record in self.records:
-            record(recorder)
+            record(launcher)
 
 
 @dataclass
@@ -56,5 +56,5 @@ class PartBuilder:
                 self.add_work(stage._replace(name="sum"), step.product, is_fixed=False)
 
 
-def _run(stage: Stage, work: Work, recorder: Recorder) -> None:
-    recorder.run(Lane.DEVICE, stage, work)
+def _run(stage: Stage, work: Work, launcher: Launcher) -> None:
+    launcher.run(Lane.DEVICE, stage, work)

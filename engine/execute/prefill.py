@@ -1,4 +1,4 @@
-"""Attention of prompt chunks: our own kernel on a CPU, on a GPU the best of torch that the ladder allows.
+"""Attention of prompt chunks: our own kernel on a CPU, on a GPU the best of torch that the fallback level allows.
 
 Chunks are attended to in groups, whose contexts lie one after the other:
 
@@ -29,8 +29,8 @@ from neo_desktop.engine.execute.prefill_kernels import (
     kernel_on,
     with_sinks,
 )
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.ladder import ladder
 
 PACKED_TOKENS = 4096  # whose contexts make a group, unless one chunk's alone has more
 
@@ -131,8 +131,8 @@ class PrefillGroup:
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
         while True:
-            rung = ladder.rung("prompt_attention")
-            kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
+            level = fallbacks.level("prompt_attention")
+            kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, level)
             if softcap is not None and kernel is not PrefillKernel.NATIVE:
                 kernel = PrefillKernel.MATH  # no kernel of torch caps scores
             try:
@@ -142,7 +142,7 @@ class PrefillGroup:
                 below = BELOW.get(kernel)
                 if below is None or is_out_of_memory(error) or is_lost(error):
                     raise
-                ladder.limit("prompt_attention", below, str(error).strip().partition("\n")[0])
+                fallbacks.limit("prompt_attention", below, str(error).strip().partition("\n")[0])
 
     def _attend_with(
         self,

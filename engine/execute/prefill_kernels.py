@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 
 PIECE_SCORES = 32 << 20  # that are in memory at a time, where a kernel writes them there
 BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last key
@@ -25,7 +25,7 @@ class PrefillKernel(StrEnum):
     MATH = "math"  # products and a softmax, head by head: what every device can do
 
 
-# kernel -> the rung of the ladder below it
+# kernel -> the level of the fallbacks below it
 BELOW = {
     PrefillKernel.FLASH: "memory-efficient",
     PrefillKernel.EFFICIENT: "math",
@@ -34,9 +34,13 @@ BELOW = {
 
 
 def choose_kernel(
-    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    windowed: bool,
+    level: str = "flash",
 ) -> PrefillKernel:
-    """Return the best kernel; a CPU has one on all rungs.
+    """Return the best kernel; a CPU has one on all levels.
 
     SDPA's own choice is not relied on, since beside a mask, and with grouped queries below 8.0, it falls back
     to a kernel that writes all scores to memory.
@@ -46,34 +50,34 @@ def choose_kernel(
         dtype: of queries, keys and values.
         head_dim: of a head.
         windowed: whether a window hides part of the context.
-        rung: of the ladder: no better one is used.
+        level: of the fallbacks: no better one is used.
     """
     if capability is None:
         return PrefillKernel.NATIVE
-    if rung == "math":
+    if level == "math":
         return PrefillKernel.MATH
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
-    if rung == "flash" and capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
+    if level == "flash" and capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
         return PrefillKernel.FLASH
     return PrefillKernel.SDPA if windowed else PrefillKernel.EFFICIENT
 
 
 @lru_cache
 def kernel_on(
-    device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
+    device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, level: str = "flash"
 ) -> PrefillKernel:
     """Choose for a device, with the torch that is installed; arguments as of `choose_kernel`."""
     if device.type == "cpu":
-        return choose_kernel(None, dtype, head_dim, windowed, rung)
+        return choose_kernel(None, dtype, head_dim, windowed, level)
     capability = torch.cuda.get_device_capability(device)
-    kernel = choose_kernel(capability, dtype, head_dim, windowed, rung)
+    kernel = choose_kernel(capability, dtype, head_dim, windowed, level)
     if kernel is PrefillKernel.FLASH and not torch.backends.cuda.is_flash_attention_available():
-        ladder.limit("prompt_attention", BELOW[kernel], "this torch was built without FlashAttention")
+        fallbacks.limit("prompt_attention", BELOW[kernel], "this torch was built without FlashAttention")
         return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
     try:
         check_operator(kernel)
     except RuntimeError as error:
-        ladder.limit("prompt_attention", BELOW[kernel], str(error))
+        fallbacks.limit("prompt_attention", BELOW[kernel], str(error))
         return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
     return kernel
 

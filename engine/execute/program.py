@@ -27,11 +27,11 @@ What waits for what, besides the chain linear → to-host → cpu → to-device 
 
 Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
 
-Staggered decodes join the linear stages of sub-batch 0; nothing waits for their attention. See `staggered`.
+async decodes join the linear stages of sub-batch 0; nothing waits for their attention. See `async_decodes`.
 
 KV that is swapped comes to the device a layer ahead, and what is new of it leaves: see `swapping`.
 
-Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `split_products`.
+Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `offloaded_matmuls`.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ from functools import partial
 
 import torch
 
-from neo_desktop.engine.execute.ending import Ending
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
-from neo_desktop.engine.execute.layout import Bucket
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import GraphKey
+from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import Part, PartBuilder
-from neo_desktop.engine.execute.sub_batch import DeviceDecodes, HandOff, SubBatchPass
-from neo_desktop.engine.execute.swapping import WindowStream
+from neo_desktop.engine.execute.streamed import PrefetchStream
+from neo_desktop.engine.execute.sub_batch import DeviceDecodes, OffloadedDecodes, SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
 from neo_desktop.engine.execute.weight_stream import WeightStream
@@ -62,7 +62,7 @@ class Program:
         workspace: what it works in.
         memory: the part of that.
         passes: its sub-batches.
-        moves: the blocks that change their place.
+        moves: the blocks that change their tier.
         outputs: what is asked of it.
         chooses: whether the most probable tokens are chosen within the last part, for all rows.
         window: brings swapped KV to the device; None: nobody attends to any.
@@ -78,7 +78,7 @@ class Program:
         outputs: Outputs,
         *,
         chooses: bool,
-        window: WindowStream | None = None,
+        window: PrefetchStream | None = None,
     ) -> None:
         self._stages = stages
         self._config = stages.decoder.config
@@ -89,20 +89,20 @@ class Program:
         self.outputs = outputs
         self._chooses = chooses
         self._window = window
-        self._ending = Ending(stages, workspace, self._passes, outputs, chooses=chooses)
+        self._ending = OutputHead(stages, workspace, self._passes, outputs, chooses=chooses)
         self._stream = self._weight_stream()
         self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
 
     @property
     def key(self) -> object:
         """What programs have in common whose fixed parts are the same."""
-        sets = tuple(each.staggered.old for each in self._passes if each.staggered is not None)
-        return self.bucket, self._has_cuts, self._chooses, self._window is not None, sets
+        sets = tuple(each.async_decodes.old for each in self._passes if each.async_decodes is not None)
+        return self.graph_key, self._has_cuts, self._chooses, self._window is not None, sets
 
     @property
-    def bucket(self) -> Bucket:
+    def graph_key(self) -> GraphKey:
         """Its sizes."""
-        return self._memory.bucket
+        return self._memory.graph_key
 
     @property
     def is_fixed(self) -> bool:
@@ -149,27 +149,27 @@ class Program:
     def on_host(self) -> list[HostWork]:
         """What the CPU multiplies, attends for and stages, in the order in which the device has it.
 
-        That is by sub-batch; staggered decodes come behind the others of theirs.
+        That is by sub-batch; async decodes come behind the others of theirs.
         """
         found: list[HostWork] = []
         for each in self._passes:
             found += [] if each.split is None else each.split.on_host
-            found += [hand_off.batch for hand_off in each.hand_offs]
-            found += [] if each.staggered is None else each.staggered.batches
+            found += [offload.batch for offload in each.offloaded]
+            found += [] if each.async_decodes is None else each.async_decodes.batches
         found += self._ending.on_host
         if self._stream is not None and self._stream.staged is not None:
             found.append(self._stream.staged)
         return found
 
     def copies(self) -> tuple[float, float, int]:
-        """Return how copies of swapped KV went; see `WindowStream.measured`."""
+        """Return how copies of swapped KV went; see `PrefetchStream.measured`."""
         return (0.0, 0.0, 0) if self._window is None else self._window.measured()
 
     def end(self) -> None:
         """Take in that the iteration has ended well."""
         for each in self._passes:
-            if each.staggered is not None:
-                each.staggered.memory.end_turn()
+            if each.async_decodes is not None:
+                each.async_decodes.memory.end_turn()
             for decodes in each.decodes:
                 if decodes.new_rows is not None:
                     decodes.new_rows.store()
@@ -195,7 +195,7 @@ class Program:
         self._ending.add(build, self._stream, is_cut_at_sums=self._is_cut_at_sums)
         return build.parts
 
-    def _bring_inputs(self, recorder: Recorder) -> None:
+    def _bring_inputs(self, launcher: Launcher) -> None:
         memory = self._memory
         if memory.inputs is memory.staged:
             return
@@ -206,24 +206,24 @@ class Program:
                 latest = self._workspace.latest
                 memory.table[: len(latest)].copy_(latest)
 
-        recorder.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
+        launcher.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
 
-    def _bring_kv(self, layer: int, recorder: Recorder) -> None:
+    def _bring_kv(self, layer: int, launcher: Launcher) -> None:
         """Start to bring what layer `layer` needs to where it is needed."""
-        self._moved[layer] = self._moves.submit(recorder, layer)
+        self._moved[layer] = self._moves.submit(launcher, layer)
         if self._window is not None:
-            self._window.allow(recorder, layer, self._moved[layer])
+            self._window.allow(launcher, layer, self._moved[layer])
         for each in self._passes:
             for prompts in each.prompts:
-                prompts.fetch(recorder, layer)
+                prompts.fetch(launcher, layer)
 
-    def _begin_layer(self, layer: int, recorder: Recorder) -> None:
+    def _begin_layer(self, layer: int, launcher: Launcher) -> None:
         if layer + 1 < self._config.num_layers:
-            self._bring_kv(layer + 1, recorder)
-        recorder.wait(self._moved[layer])
+            self._bring_kv(layer + 1, launcher)
+        launcher.wait(self._moved[layer])
 
-    def _end_layer(self, window: WindowStream, layer: int, recorder: Recorder) -> None:
-        window.used(recorder, layer)
+    def _end_layer(self, window: PrefetchStream, layer: int, launcher: Launcher) -> None:
+        window.used(launcher, layer)
 
     def _add_step(self, build: PartBuilder, each: SubBatchPass, layer: int) -> None:
         """Go from the attention of the layer before to that of this one; prompts' follows.
@@ -240,65 +240,65 @@ class Program:
             build.add_steps(stage, steps, is_fixed=is_fixed)
         else:
             build.add(partial(self._advance, each, layer), is_fixed=is_fixed)
-        if each.decodes or each.hand_offs or each.staggered is not None:
+        if each.decodes or each.offloaded or each.async_decodes is not None:
             build.add(partial(self._attend_to_decodes, each, layer), is_fixed=is_fixed)
 
-    def _begin_step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
-        recorder.wait(self._collect(each, layer - 1, recorder))
+    def _begin_step(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
+        launcher.wait(self._collect(each, layer - 1, launcher))
         if layer == 0:
             stage = Stage("linear", 0, each.memory.index, each.memory.rows.count)
-            recorder.run(Lane.DEVICE, stage, partial(self._embed, each))
+            launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
 
-    def _attend_to_decodes(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+    def _attend_to_decodes(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
         """Give the CPU and workers what they attend to, and attend to the rest on the device meanwhile."""
-        memory, linear = each.memory, recorder.mark()
-        for hand_off in each.hand_offs:
-            count = len(hand_off.batch.hand_over.qkv)
+        memory, linear = each.memory, launcher.mark()
+        for offload in each.offloaded:
+            count = len(offload.batch.offload_buffers.qkv)
             stage = Stage("q, k, v", layer, memory.index, count)
-            sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
-            batch = hand_off.batch
-            hand_off.attended = recorder.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
-        exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
+            sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, each, offload), (linear,))
+            batch = offload.batch
+            offload.attended = launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
+        exchanged = () if each.async_decodes is None else each.async_decodes.exchange(launcher, layer, linear)
         for decodes in each.decodes:
             stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
             if decodes.new_rows is not None and self._window is not None:
-                self._window.wait(recorder, layer)
-            attended = recorder.run(Lane.DEVICE, stage, partial(self._attend, each, decodes, layer))
+                self._window.wait(launcher, layer)
+            attended = launcher.run(Lane.DEVICE, stage, partial(self._attend, each, decodes, layer))
             if decodes.new_rows is not None:
-                decodes.new_rows.send(recorder, layer, attended)
-        recorder.wait(exchanged)
+                decodes.new_rows.send(launcher, layer, attended)
+        launcher.wait(exchanged)
 
-    def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+    def _advance(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
         """Give the linear stages to the lanes."""
         memory, finished = each.memory, layer - 1 if layer else None
         stage = Stage("linear", layer, memory.index, memory.rows.count)
-        after = self._collect(each, layer - 1, recorder)
+        after = self._collect(each, layer - 1, launcher)
         if each.split is None or self._stream is None:
-            recorder.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
+            launcher.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
             return
         if layer == 0:
-            self._stream.bring(recorder)
-            recorder.run(Lane.DEVICE, stage, partial(self._embed, each))
+            self._stream.bring(launcher)
+            launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
         steps = self._stages.steps(finished, layer, memory.state, each.store(layer))
-        each.split.advance(recorder, self._stream, stage, steps, after)
+        each.split.advance(launcher, self._stream, stage, steps, after)
 
-    def _collect(self, each: SubBatchPass, layer: int, recorder: Recorder) -> list[Signal]:
+    def _collect(self, each: SubBatchPass, layer: int, launcher: Launcher) -> list[Signal]:
         """Bring what the CPU attended to in a layer back; return what ends then."""
         arrived = []
-        for hand_off in each.hand_offs:
-            if hand_off.attended is not None:
-                out, rows = hand_off.batch.hand_over.out, each.memory.state.attention[hand_off.rows]
+        for offload in each.offloaded:
+            if offload.attended is not None:
+                out, rows = offload.batch.offload_buffers.out, each.memory.state.attention[offload.rows]
                 stage = Stage("o", layer, each.memory.index, len(out))
                 bring = partial(rows.copy_, out, non_blocking=True)
-                arrived.append(recorder.run(Lane.TO_DEVICE, stage, bring, (hand_off.attended,)))
-                hand_off.attended = None
+                arrived.append(launcher.run(Lane.TO_DEVICE, stage, bring, (offload.attended,)))
+                offload.attended = None
         return arrived
 
-    def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+    def _attend_to_prompts(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
         q, _, _ = self._stages.heads(each.memory.state)
         kv = self._stages.keys_values(each.memory.state)
         for prompts in each.prompts:
-            recorder.wait(prompts.store(recorder, layer, kv))
+            launcher.wait(prompts.store(launcher, layer, kv))
         config, memory = self._config, each.memory
         out, window = memory.state.attention, config.layer_windows[layer]
         sinks = self._stages.decoder.layers[layer].sinks
@@ -309,13 +309,13 @@ class Program:
                     layer, q, kv, out, config.attention_scale, window, sinks, config.attention_softcap
                 )
 
-        recorder.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
+        launcher.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
         for prompts in each.prompts:
-            prompts.attended(recorder)
+            prompts.attended(launcher)
 
-    def _collect_last(self, recorder: Recorder) -> None:
+    def _collect_last(self, launcher: Launcher) -> None:
         for each in self._passes:
-            recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
+            launcher.wait(self._collect(each, self._config.num_layers - 1, launcher))
 
     # What the lanes run.
 
@@ -330,19 +330,19 @@ class Program:
             self._embed(each)
         self._stages.advance(layer - 1 if layer else None, layer, each.memory.state, each.store(layer))
 
-    def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
-        target = hand_off.batch.hand_over.qkv
-        rows = each.memory.state.qkv[hand_off.rows]
+    def _send(self, each: SubBatchPass, offload: OffloadedDecodes) -> None:
+        target = offload.batch.offload_buffers.qkv
+        rows = each.memory.state.qkv[offload.rows]
         target.copy_(rows.view(target.shape), non_blocking=True)
 
     def _attend(self, each: SubBatchPass, decodes: DeviceDecodes, layer: int) -> None:
         config, state, rows = self._config, each.memory.state, decodes.rows
         q, k, v = self._stages.heads(state)
-        stores_early = decodes.pool.stores_early
+        fused_kv_append = decodes.pool.fused_kv_append
         decodes.pool.layer(layer).decode(
             q[rows],
-            None if stores_early else k[rows],
-            None if stores_early else v[rows],
+            None if fused_kv_append else k[rows],
+            None if fused_kv_append else v[rows],
             decodes.slots,
             decodes.block_tables,
             decodes.context_lens,

@@ -1,4 +1,4 @@
-"""The prompt chunks of a sub-batch, place by place: attention on the device, wherever their KV lives."""
+"""The prompt chunks of a sub-batch, tier by tier: attention on the device, wherever their KV lives."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 
 STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # stages
 
 
 class Prompts(Protocol):
-    """Chunks of prompts that live in one place.
+    """Chunks of prompts that live in one tier.
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
     `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
@@ -42,10 +42,10 @@ class Prompts(Protocol):
     def transfers_behind(self) -> Sequence[HostTransfer]:
         """What the CPU stores in host memory."""
 
-    def fetch(self, recorder: Recorder, layer: int) -> None:
+    def fetch(self, launcher: Launcher, layer: int) -> None:
         """Start to bring what precedes the chunks elsewhere to the device."""
 
-    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
+    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V where they live; return what the attention has to wait for."""
 
     def attend(
@@ -61,7 +61,7 @@ class Prompts(Protocol):
     ) -> None:
         """Attend from the chunks to their contexts: work for the device."""
 
-    def attended(self, recorder: Recorder) -> None:
+    def attended(self, launcher: Launcher) -> None:
         """Take in that the layer's attention has been given to the device."""
 
 
@@ -69,7 +69,7 @@ class DevicePrompts:
     """Chunks whose KV lies in the device's memory.
 
     Args:
-        pool: the place's.
+        pool: the tier's.
         chunks: theirs.
     """
 
@@ -83,10 +83,10 @@ class DevicePrompts:
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         self._slots = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
 
-    def fetch(self, recorder: Recorder, layer: int) -> None:
+    def fetch(self, launcher: Launcher, layer: int) -> None:
         """Do nothing: it is there."""
 
-    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
+    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         """Do nothing: `attend` does it, or it was done with the rotation."""
         return ()
 
@@ -103,7 +103,7 @@ class DevicePrompts:
     ) -> None:
         """See `Prompts`."""
         cache = self._pool.layer(layer)
-        if not self._pool.stores_early:
+        if not self._pool.fused_kv_append:
             cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
         for group in self._groups:
             contexts = kv[:, group.rows]
@@ -112,7 +112,7 @@ class DevicePrompts:
                 cache.read(group.slots, contexts)
             group.attend(q, contexts, out, scale, window, sinks, softcap)
 
-    def attended(self, recorder: Recorder) -> None:
+    def attended(self, launcher: Launcher) -> None:
         """Do nothing."""
 
 
@@ -121,7 +121,7 @@ class HostPrompts:
 
     Args:
         make: makes transfers.
-        pool: the place's.
+        pool: the tier's.
         index: of the sub-batch.
         chunks: theirs.
         device: the model's.
@@ -174,17 +174,17 @@ class HostPrompts:
         """See `Prompts`."""
         return self._there.transfers
 
-    def fetch(self, recorder: Recorder, layer: int) -> None:
+    def fetch(self, launcher: Launcher, layer: int) -> None:
         """See `Prompts`."""
         if self._back is None:
             return
-        self._read = self._read or (recorder.mark(),)  # the buffers were somebody else's memory
+        self._read = self._read or (launcher.mark(),)  # the buffers were somebody else's memory
         target = self._earlier[layer % NUM_BUFFERS]
-        self._fetched[layer % NUM_BUFFERS] = self._back.bring(recorder, layer, target, self._read)
+        self._fetched[layer % NUM_BUFFERS] = self._back.bring(launcher, layer, target, self._read)
 
-    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
+    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         """See `Prompts`."""
-        self._sent = self._there.send(recorder, layer, kv[:, self._rows], (recorder.mark(),))
+        self._sent = self._there.send(launcher, layer, kv[:, self._rows], (launcher.mark(),))
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
@@ -207,39 +207,39 @@ class HostPrompts:
                 earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
             group.attend(q, group.pack(kv, earlier), out, scale, window, sinks, softcap)
 
-    def attended(self, recorder: Recorder) -> None:
+    def attended(self, launcher: Launcher) -> None:
         """See `Prompts`."""
         assert self._sent is not None
-        recorder.wait((self._sent,))  # the next layer's k and v take the place of this one's
+        launcher.wait((self._sent,))  # the next layer's k and v take the place of this one's
         if self._back is not None:
-            self._read = (recorder.mark(),)
+            self._read = (launcher.mark(),)
 
 
 def prompts_of(
     sequences: Sequence[ScheduledSequence],
     first_row: int,
     storage: KVStorage,
-    make: Callable[[Place, KVPool, Sequence[Prefill], Tensor], Prompts],
+    make: Callable[[KVTier, KVPool, Sequence[Prefill], Tensor], Prompts],
 ) -> list[Prompts]:
-    """Return the prompts of a sub-batch by place.
+    """Return the prompts of a sub-batch by tier.
 
     Args:
-        sequences: the chunks, those of a place adjacent.
+        sequences: the chunks, those of a tier adjacent.
         first_row: of them in the sub-batch.
         storage: holds the KV.
-        make: makes them, of a place, its pool, the chunks, and where their own tokens are stored: slots,
+        make: makes them, of a tier, its pool, the chunks, and where their own tokens are stored: slots,
             [tokens] int64 in host memory.
     """
     prompts: list[Prompts] = []
     row = first_row
-    for place, group in groupby(sequences, key=lambda sequence: sequence.place):
-        pool, chunks, new = storage[place], [], []
+    for tier, group in groupby(sequences, key=lambda sequence: sequence.tier):
+        pool, chunks, new = storage[tier], [], []
         for sequence in group:
             begin, row = row, row + len(sequence.token_ids)
             slots = slots_of(sequence.block_table, np.arange(sequence.context_len), pool.block_size)
             new.append(slots[sequence.start :])
             chunks.append(Prefill(slice(begin, row), sequence.start, upload(slots, torch.int64, pool.device)))
-        prompts.append(make(place, pool, chunks, torch.from_numpy(np.concatenate(new))))
+        prompts.append(make(tier, pool, chunks, torch.from_numpy(np.concatenate(new))))
     return prompts
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal, Work
+from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal, Work
 from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
@@ -55,13 +55,13 @@ class RoundTrips:
         """Return a program of them, under this key."""
         return SmallProgram(key, self._record)
 
-    def _record(self, recorder: Recorder) -> None:
+    def _record(self, launcher: Launcher) -> None:
         arrived: tuple[Signal, ...] = ()
         for trip in range(self.flags.shape[1]):
             stage = Stage("hand-off", trip, 0, 1)
-            made = recorder.run(Lane.DEVICE, stage, self.make, arrived)
-            sent = recorder.run(Lane.TO_HOST, stage, self.send, (made,))
+            made = launcher.run(Lane.DEVICE, stage, self.make, arrived)
+            sent = launcher.run(Lane.TO_HOST, stage, self.send, (made,))
             step = HostStep(partial(self.answer, trip), self.flags[:, trip])
-            answered = recorder.host(Lane.CPU, stage, step, (sent,))
-            arrived = (recorder.run(Lane.TO_DEVICE, stage, self.bring, (answered,)),)
-        recorder.wait(arrived)
+            answered = launcher.host(Lane.CPU, stage, step, (sent,))
+            arrived = (launcher.run(Lane.TO_DEVICE, stage, self.bring, (answered,)),)
+        launcher.wait(arrived)

@@ -11,11 +11,11 @@ from neo_desktop.engine.cuda.driver import stream_wait_value, stream_write_value
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.lane import HostStep, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.native.relay import DONE, READY
 
 # In units of a watch's. Relays' guards have one: they come first, and raise the flags that the GPU waits for.
-PATIENCE_WITH_RELAYS = 2.0
+TIMEOUT_WITH_RELAYS = 2.0
 
 
 @dataclass(slots=True)
@@ -31,17 +31,17 @@ class Tape:
 class _Event:
     """The signal of a CUDA stream."""
 
-    def __init__(self, lane: "StreamLane", tape: Tape, watch: Watch, what: str) -> None:
+    def __init__(self, lane: "StreamLane", tape: Tape, watch: Watchdog, what: str) -> None:
         self._event: torch.cuda.Event = lane.stream.record_event()
         self._graph = tape.number if tape.is_capturing else None
         self._tape = tape
         self._watch = watch
         self._what = what
-        self._patience = lane.patience
+        self._timeout = lane.timeout
 
     def wait(self) -> None:
-        wait_for_gpu(self._event, self._watch, self._what, self._patience)
-        self._watch.went_on()
+        wait_for_gpu(self._event, self._watch, self._what, self._timeout)
+        self._watch.tick()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         # All of an earlier graph comes before what follows it on the device's stream.
@@ -57,7 +57,7 @@ class StreamLane:
         timeline: records when the lane was busy.
         stream: a stream of its own.
         tape: what captures write to.
-        patience: in units of the iteration's.
+        timeout: in units of the iteration's.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class StreamLane:
         timeline: Timeline | None,
         stream: torch.cuda.Stream,
         tape: Tape,
-        patience: float = 1.0,
+        timeout: float = 1.0,
     ) -> None:
-        self.patience = patience
+        self.timeout = timeout
         self.name = str(name)
         self.stream = stream
         self._timeline = timeline
         self._tape = tape
-        self._watch = DEFAULT_PATIENCE.watch()
+        self._watch = DEFAULT_TIMEOUT.watch()
         self._passed: list[_Event] = []  # of the iteration
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `WorkLane`."""
         self._watch = watch
         self._passed = []
@@ -113,7 +113,7 @@ class StreamLane:
         for event in self._passed:  # in order, so that an error names the one that does not end
             event.wait()
         self._passed.clear()
-        wait_for_gpu(self.stream, self._watch, f"what is on its stream {self.name!r}", self.patience)
+        wait_for_gpu(self.stream, self._watch, f"what is on its stream {self.name!r}", self.timeout)
 
     def stop(self) -> None:
         """Do nothing: there is no thread."""
@@ -169,8 +169,8 @@ class RelayLane:
     def __init__(self, told_by: StreamLane) -> None:
         self._told_by = told_by
 
-    def begin(self, watch: Watch) -> None:
-        """Do nothing: the relay's owner sets its patience."""
+    def begin(self, watch: Watchdog) -> None:
+        """Do nothing: the relay's owner sets its timeout."""
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from neo_desktop.engine.execute.async_decodes import AsyncDecodes
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.lane import Signal
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
 from neo_desktop.engine.execute.prompts import Prompts
-from neo_desktop.engine.execute.split_products import SplitPass
-from neo_desktop.engine.execute.staggered import Staggered
-from neo_desktop.engine.execute.swapping import NewRows
+from neo_desktop.engine.execute.streamed import NewRows
 from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.operators import Store
 
 
 @dataclass
-class HandOff:
+class OffloadedDecodes:
     """Decodes of a sub-batch that the CPU attends for, by way of a workspace."""
 
     rows: slice
@@ -42,10 +42,10 @@ class SubBatchPass:
     """One sub-batch on its way through the layers."""
 
     memory: Memory
-    hand_offs: Sequence[HandOff]
+    offloaded: Sequence[OffloadedDecodes]
     decodes: Sequence[DeviceDecodes]
     prompts: Sequence[Prompts]
     store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
     last_rows: Sequence[int]  # whose hidden states are needed after all layers
-    split: SplitPass | None = None  # its products with split matrices; None: the model has none
-    staggered: Staggered | None = None
+    split: OffloadedPass | None = None  # its products with offloaded matrices; None: the model has none
+    async_decodes: AsyncDecodes | None = None

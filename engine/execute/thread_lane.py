@@ -12,7 +12,7 @@ from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.execute.lane import HostStep, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker import Worker, has_ended
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class ThreadLane:
         self._timeline = timeline
         self._worker = Worker(f"neo-desktop-{name}")
         self._tasks: list[Future[None]] = []
-        self._watch = DEFAULT_PATIENCE.watch()
+        self._watch = DEFAULT_TIMEOUT.watch()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `WorkLane`."""
         self._watch = watch
 
@@ -65,7 +65,7 @@ class ThreadLane:
         """See `HostLane`."""
         return self.submit(stage, step.work, after)
 
-    def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watch) -> None:
+    def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watchdog) -> None:
         for signal in after:
             signal.wait()
         start_ns = time.perf_counter_ns()
@@ -120,5 +120,5 @@ class ThreadLane:
     def close(self) -> None:
         """See `WorkLane`."""
         self._worker.stop()
-        if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.patience_s):
+        if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.timeout_s):
             logger.error("the thread %s does not end, and is left behind", self.name)

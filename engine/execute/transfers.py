@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
@@ -76,13 +76,13 @@ class ToHost:
         """The CPU's part."""
         return (self.host,)
 
-    def send(self, recorder: Recorder, layer: int, rows: Rows, after: Sequence[Signal]) -> Signal:
+    def send(self, launcher: Launcher, layer: int, rows: Rows, after: Sequence[Signal]) -> Signal:
         """Give a layer's rows on the device to the lanes; return when they have left."""
         read = partial(_copy, rows)  # one copy for both: a GPU first gathers them
-        return self.submit(recorder, layer, read, after)[0]
+        return self.submit(launcher, layer, read, after)[0]
 
     def submit(
-        self, recorder: Recorder, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
+        self, launcher: Launcher, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
     ) -> tuple[Signal, Signal]:
         """Give a layer's to the lanes; return when the rows have been copied, and when they are written.
 
@@ -93,8 +93,8 @@ class ToHost:
         buffer, emptied = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
         free = () if emptied is None else (emptied,)
         stage = self.host.stage(layer)
-        arrived = recorder.run(self._lane, stage, partial(read, buffer), (*after, *free))
-        written = recorder.host(self.host.lane, stage, self.host.step(layer), (arrived,))
+        arrived = launcher.run(self._lane, stage, partial(read, buffer), (*after, *free))
+        written = launcher.host(self.host.lane, stage, self.host.step(layer), (arrived,))
         self.host.done[layer % NUM_BUFFERS] = written
         return arrived, written
 
@@ -110,12 +110,12 @@ class FromHost:
         """The CPU's part."""
         return (self.host,)
 
-    def bring(self, recorder: Recorder, layer: int, target: Rows, after: Sequence[Signal]) -> Signal:
+    def bring(self, launcher: Launcher, layer: int, target: Rows, after: Sequence[Signal]) -> Signal:
         """Give a layer's to the lanes; return when the rows have come to `target`, on the device."""
-        return self.submit(recorder, layer, partial(target.copy_, non_blocking=True), after)
+        return self.submit(launcher, layer, partial(target.copy_, non_blocking=True), after)
 
     def submit(
-        self, recorder: Recorder, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
+        self, launcher: Launcher, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
     ) -> Signal:
         """Give a layer's to the lanes; return its end.
 
@@ -126,8 +126,8 @@ class FromHost:
         buffer, brought = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
         free = () if brought is None else (brought,)
         stage = self.host.stage(layer)
-        gathered = recorder.host(self.host.lane, stage, self.host.step(layer), free)
-        arrived = recorder.run(Lane.SWAP, stage, partial(write, buffer), (gathered, *after))
+        gathered = launcher.host(self.host.lane, stage, self.host.step(layer), free)
+        arrived = launcher.run(Lane.SWAP, stage, partial(write, buffer), (gathered, *after))
         self.host.done[layer % NUM_BUFFERS] = arrived
         return arrived
 
@@ -137,7 +137,7 @@ def _copy(rows: Rows, buffer: Rows) -> None:
 
 
 class Moves:
-    """The blocks that change their place in an iteration, in the order of the plan.
+    """The blocks that change their tier in an iteration, in the order of the plan.
 
     Args:
         groups: see `KVStorage.copy_groups`.
@@ -161,13 +161,13 @@ class Moves:
         """The CPU's part, in order."""
         return [piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)]
 
-    def submit(self, recorder: Recorder, layer: int) -> tuple[Signal, ...]:
+    def submit(self, launcher: Launcher, layer: int) -> tuple[Signal, ...]:
         """Give a layer's moves to the lanes; return what ends with all of them."""
         if not self._pieces:
             return ()
         if self._set_up is None:
-            self._set_up = recorder.mark()  # the slots must have arrived
-        return tuple(piece.submit(recorder, layer, (self._set_up,)) for piece in self._pieces)
+            self._set_up = launcher.mark()  # the slots must have arrived
+        return tuple(piece.submit(launcher, layer, (self._set_up,)) for piece in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,8 @@ class _MoveToPages:
     rows: PoolRows
     way: ToHost
 
-    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
-        _, end = self.way.submit(recorder, layer, partial(self._read, layer), after)
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
+        _, end = self.way.submit(launcher, layer, partial(self._read, layer), after)
         return end
 
     def _read(self, layer: int, buffer: Rows) -> None:
@@ -195,8 +195,8 @@ class _MoveFromPages:
     rows: PoolRows
     way: FromHost
 
-    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
-        return self.way.submit(recorder, layer, partial(self._write, layer), after)
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
+        return self.way.submit(launcher, layer, partial(self._write, layer), after)
 
     def _write(self, layer: int, buffer: Rows) -> None:
         self.rows.write(layer, buffer.to(self.target.device, non_blocking=True))
@@ -204,7 +204,7 @@ class _MoveFromPages:
 
 @dataclass(frozen=True, slots=True)
 class _DirectMove:
-    """Between places that the GPU reads and writes: the CPU has no part in it."""
+    """Between tiers that the GPU reads and writes: the CPU has no part in it."""
 
     source: KVPool
     target: KVPool
@@ -212,9 +212,9 @@ class _DirectMove:
     old: PoolRows
     new: PoolRows
 
-    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
         stage = Stage(NAME, layer, NO_SUB_BATCH, self.num_rows)
-        return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
+        return launcher.run(Lane.SWAP, stage, partial(self._copy, layer), after)
 
     def _copy(self, layer: int) -> None:
         pool = self.source

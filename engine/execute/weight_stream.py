@@ -18,13 +18,13 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.predict.split_product import Sizes
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.predict.offloaded_matmul import Sizes
 from neo_desktop.models.expert_pieces import ExpertPiece
-from neo_desktop.models.linear.split import PIECE_BYTES, Piece
+from neo_desktop.models.linear.offloaded import PIECE_BYTES, Piece
 from neo_desktop.native.relay import RelayCopies, empty_flags
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def _memory_of(source: Tensor) -> int:
 
 def needs_staging(source: Tensor, device: torch.device) -> bool:
     """Return whether weights in host memory had better be copied to pinned memory first, which can be had."""
-    return device.type == "cuda" and ladder.rung("host_memory") == "pinned" and not source.is_pinned()
+    return device.type == "cuda" and fallbacks.level("host_memory") == "pinned" and not source.is_pinned()
 
 
 @cache  # once in a process
@@ -173,47 +173,47 @@ class WeightStream:
         self._filled: list[Signal] = []  # by turn: the end of the CPU's part
         self._sent: list[Signal] = []  # likewise: when the device has it
 
-    def bring(self, recorder: Recorder) -> None:
+    def bring(self, launcher: Launcher) -> None:
         """Have pieces brought, as far as there is room."""
         while self._waiting and self._ring.has_room:
             stage, piece = self._waiting.popleft()
             slot, is_free = self._ring.fill()
             target = self._buffers[slot][: piece.nbytes]
             if self._staging is None:
-                arrived = recorder.run(Lane.WEIGHTS, stage, partial(_copy, piece.sources, target), is_free)
+                arrived = launcher.run(Lane.WEIGHTS, stage, partial(_copy, piece.sources, target), is_free)
             else:
                 targets = torch.split(target, [len(source) for source in piece.sources])
                 for part, source in zip(targets, piece.sources, strict=True):
-                    arrived = self._bring_source(recorder, stage, source, part, is_free)
+                    arrived = self._bring_source(launcher, stage, source, part, is_free)
             self._arrived.append((target, arrived))
 
     def _bring_source(
-        self, recorder: Recorder, stage: Stage, source: Tensor, target: Tensor, is_free: Sequence[Signal]
+        self, launcher: Launcher, stage: Stage, source: Tensor, target: Tensor, is_free: Sequence[Signal]
     ) -> Signal:
         """Have a part of a piece brought, be it by way of the pinned buffers, which are filled ahead."""
         staged, turn = self.staged, len(self._sent)
         if staged is None or self._staging is None or not self._staging.takes(source):
-            return recorder.run(
+            return launcher.run(
                 Lane.WEIGHTS, stage, partial(target.copy_, source, non_blocking=True), is_free
             )
         # The next one is asked for before this one is waited for: the lane asks and takes in order.
         while len(self._filled) < min(turn + NUM_STAGING, len(staged.sources)):
             ahead = len(self._filled)
             taken = () if ahead < NUM_STAGING else (self._sent[ahead - NUM_STAGING],)
-            filled = recorder.host(Lane.HOST_WEIGHTS, staged.stage(ahead), staged.step(ahead), taken)
+            filled = launcher.host(Lane.HOST_WEIGHTS, staged.stage(ahead), staged.step(ahead), taken)
             self._filled.append(filled)
         copy = partial(target.copy_, staged.buffer(turn), non_blocking=True)
-        self._sent.append(recorder.run(Lane.WEIGHTS, stage, copy, (*is_free, self._filled[turn])))
+        self._sent.append(launcher.run(Lane.WEIGHTS, stage, copy, (*is_free, self._filled[turn])))
         return self._sent[turn]
 
     def take(self) -> tuple[Tensor, Signal]:
         """Return where the next piece lies on the device, and what ends with its copy."""
         return self._arrived.popleft()
 
-    def give_back(self, recorder: Recorder, used: Signal) -> None:
+    def give_back(self, launcher: Launcher, used: Signal) -> None:
         """Take in what ends with the use of the oldest piece that was taken."""
         self._ring.give_back(used)
-        self.bring(recorder)
+        self.bring(launcher)
 
 
 def _copy(sources: Sequence[Tensor], staged: Tensor) -> None:

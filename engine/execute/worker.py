@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
-END_PATIENCE_S = 5.0  # for threads that are at work when the program ends
+END_TIMEOUT_S = 5.0  # for threads that are at work when the program ends
 
 _Call = tuple[Future[None], Callable[[], object]]
 _Calls = queue.SimpleQueue[_Call | None]  # None: the end
@@ -113,6 +113,6 @@ def _end_all() -> None:
     threads = dict(_calls)
     for calls in threads.values():
         _drop(calls)
-    deadline_s = time.monotonic() + END_PATIENCE_S
+    deadline_s = time.monotonic() + END_TIMEOUT_S
     for thread in threads:
         thread.join(max(deadline_s - time.monotonic(), 0.0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from neo_desktop.engine.execute.lane import HostStep, Signal
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
 
 class WorkerLane:
@@ -27,7 +27,7 @@ class WorkerLane:
         self._sends = ThreadLane(f"{name} sends", timeline)
         self._takes = ThreadLane(name, timeline)
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         """See `HostLane`."""
         self._sends.begin(watch)
         self._takes.begin(watch)

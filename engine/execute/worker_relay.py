@@ -20,16 +20,16 @@ import torch
 
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.worker import Worker, has_ended
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY, RelayStalledError, RelayStep
 
-_END_PATIENCE = 1.5  # in units of the watch's: the thread that asks waits for the GPU for as long as that
+_END_TIMEOUT = 1.5  # in units of the watch's: the thread that asks waits for the GPU for as long as that
 
 
 @dataclass
 class _Iteration:
     works: Sequence[HostWork]
-    watch: Watch
+    watch: Watchdog
     asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer and work
     steps: list[RelayStep] = field(default_factory=list)
     ends: list[Future[None]] = field(default_factory=list)  # of both threads
@@ -55,7 +55,7 @@ class WorkerRelay:
         self._asks, self._takes = (Worker(f"neo-desktop-{name} {does}") for does in ("asks", "takes"))
         self._iteration: _Iteration | None = None  # that is under way
 
-    def start(self, works: Sequence[HostWork], watch: Watch) -> None:
+    def start(self, works: Sequence[HostWork], watch: Watchdog) -> None:
         """Begin an iteration; to be called before the device begins.
 
         Args:
@@ -79,7 +79,7 @@ class WorkerRelay:
         if ended is None:
             return []
         for end in ended.ends:
-            if not ended.watch.wait_by(partial(has_ended, end), _END_PATIENCE):
+            if not ended.watch.wait_by(partial(has_ended, end), _END_TIMEOUT):
                 raise RelayStalledError(f"{self._name} did not end what it does {ended.watch.words}")
         for end in ended.ends:
             end.result()

@@ -15,7 +15,7 @@ from neo_desktop.engine.json_schema.words import (
 )
 
 if TYPE_CHECKING:
-    from neo_desktop.engine.json_schema.walk import Place, Walk
+    from neo_desktop.engine.json_schema.walk import KVTier, Walk
 
 _ONE_OF_WORDS = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$")
 _FINITE = re.compile(r"\^[^*+]*\$")
@@ -34,7 +34,7 @@ class Objects:
     def __init__(self, walk: "Walk", given: Json, out: Json, path: str) -> None:
         self._walk, self._given, self._out, self._path = walk, given, out, path
 
-    def express(self, schema: Json, place: "Place") -> None:
+    def express(self, schema: Json, place: "KVTier") -> None:
         """Add the keywords to the result."""
         given, out, path = self._given, self._out, self._path
         self._walk.counts(given, out, path, "minProperties", "maxProperties")
@@ -67,7 +67,7 @@ class Objects:
             raise SchemaError(self._path, f"{key!r} must be a list of names")
         return list(dict.fromkeys(value))
 
-    def _additional(self, schema: Json, place: "Place") -> object:
+    def _additional(self, schema: Json, place: "KVTier") -> object:
         """Return the schema of other properties; None: any value."""
         additional, unevaluated = (
             self._given.get(f"{which}Properties") for which in ("additional", "unevaluated")

@@ -58,7 +58,7 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
         reason = "is no JSON: it nests too deeply, or holds numbers or text that JSON cannot hold"
         raise SchemaError("$", reason) from None
     walk = Walk(schema)
-    result = walk.visit(schema, "$", Place())
+    result = walk.visit(schema, "$", KVTier())
     while walk.waiting:
         walk.waiting.pop()()
     if result is False:
@@ -79,16 +79,16 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
     )
 
 
-class Place(NamedTuple):
+class KVTier(NamedTuple):
     """The surroundings of a schema."""
 
     depth: int = 0
     closes: bool = True  # objects with properties have no others
     infers: bool = True  # keywords for one type mean that type
 
-    def inner(self) -> "Place":
+    def inner(self) -> "KVTier":
         """Return the place of an item or a property."""
-        return Place(self.depth + 1)
+        return KVTier(self.depth + 1)
 
 
 class Walk:
@@ -104,7 +104,7 @@ class Walk:
         self.joined: list[tuple[Json, str]] = []  # schemas with a reference beside other constraints
         self._num_parts = 0
 
-    def visit(self, schema: object, path: str, place: Place) -> Schema:
+    def visit(self, schema: object, path: str, place: KVTier) -> Schema:
         """Return the schema in the library's terms."""
         self._num_parts += 1
         if self._num_parts > MAX_PARTS or place.depth > MAX_DEPTH:
@@ -143,7 +143,7 @@ class Walk:
         """Note a constraint that an output may break."""
         self.unenforced.append(Unenforced(path, keyword))
 
-    def _types(self, given: Json, path: str, place: Place) -> list[str] | None:
+    def _types(self, given: Json, path: str, place: KVTier) -> list[str] | None:
         types = given.get("type")
         if types is None:
             is_alone = place.infers and not given.keys() & {"enum", "const", *IN_PLACE}
@@ -214,7 +214,7 @@ class Walk:
             else:
                 self.leave_out(path, key)
 
-    def _arrays(self, given: Json, out: Json, path: str, place: Place) -> None:
+    def _arrays(self, given: Json, out: Json, path: str, place: KVTier) -> None:
         self.counts(given, out, path, "minItems", "maxItems")
         prefix, items = given.get("prefixItems"), given.get("items")
         if isinstance(items, list):  # before 2020-12
@@ -243,7 +243,7 @@ class Walk:
             if low != 0 or high is not None:
                 self.leave_out(path, "contains")
 
-    def _in_place(self, given: Json, out: Json, path: str, place: Place) -> None:
+    def _in_place(self, given: Json, out: Json, path: str, place: KVTier) -> None:
         has_own = bool(out.keys() - {"type"})
         inner = place._replace(
             depth=place.depth + 1,
@@ -272,7 +272,7 @@ class Walk:
         if has_reference and len(parts) + len(out) > 2:
             self.joined.append((out, path))
 
-    def _conditions(self, given: Json, path: str, place: Place) -> list[Schema]:
+    def _conditions(self, given: Json, path: str, place: KVTier) -> list[Schema]:
         """Return what `not` and `if` come to where they are decided; they are left out elsewhere."""
         parts: list[Schema] = []
         excluded, condition = given.get("not", False), given.get("if")
@@ -287,12 +287,12 @@ class Walk:
             self.leave_out(path, "if")
         return parts
 
-    def _several(self, schemas: object, key: str, path: str, place: Place) -> list[Schema]:
+    def _several(self, schemas: object, key: str, path: str, place: KVTier) -> list[Schema]:
         if not isinstance(schemas, list) or not schemas:
             raise SchemaError(path, f"{key!r} must be a list of at least one schema")
         return [self.visit(one, f"{path}.{key}[{i}]", place) for i, one in enumerate(schemas)]
 
-    def _definition(self, target: object, path: str, place: Place) -> str:
+    def _definition(self, target: object, path: str, place: KVTier) -> str:
         key = (id(target), place.closes, place.infers)
         name = self._names.get(key)
         if name is None:

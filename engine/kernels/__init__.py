@@ -1,6 +1,6 @@
 """The GPU's half of an iteration: decode attention, and what lies between matrix products.
 
-    dispatch       what others call: each function by the rung of the ladder that its mechanism stands on
+    dispatch       what others call: each function by the level of the fallbacks that its mechanism stands on
     splits         into how many parts decode attention cuts contexts
     occupancy      how many programs of a kernel a multiprocessor holds at once
     in_triton      Triton kernels
@@ -10,7 +10,7 @@
     toolchain      whether Triton's can be compiled here
 
 The functions read nothing back, and what they launch follows from shapes alone: CUDA graphs can hold it. All
-but `in_triton` does without Triton. They are lower than all else in the engine but `cuda` and the ladder.
+but `in_triton` does without Triton. They are lower than all else in the engine but `cuda` and the fallbacks.
 
 `engine.kv.device_layer` uses decode attention and copies of rows, `models.stages` the others.
 """

@@ -1,4 +1,4 @@
-"""The kernels as others call them: by Triton or by torch, as the ladder says. The module is `Operators`, too.
+"""The kernels as others call them: by Triton or by torch, as the fallback level says. The module is `Operators`, too.
 
 A Triton kernel that cannot be compiled or launched is given up for torch's operators, with a line in the log,
 and the call is served. What had been launched would have given the same.
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.in_torch import num_pieces
 from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped, unpack
 
@@ -32,7 +32,7 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
 
     @wraps(in_torch)
     def serve(*arguments: P.args, **named: P.kwargs) -> None:
-        if ladder.rung(mechanism) == "triton":
+        if fallbacks.level(mechanism) == "triton":
             try:
                 _in_triton(module or mechanism, in_torch.__name__)(*arguments, **named)
                 return
@@ -70,7 +70,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     if q.device.type != "cuda":  # Triton's interpreter
         return PROGRAMS_ELSEWHERE
     found: int | None = None
-    if ladder.rung("paged_decode") == "triton":
+    if fallbacks.level("paged_decode") == "triton":
         try:
             found = _in_triton("paged_decode", "programs_per_sm")(q, k_cache, v_cache)
         except Exception as error:
@@ -80,7 +80,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
-    """Whether decode attention of a layer is few enough launches, on its present rung, to be kept in a graph.
+    """Whether decode attention of a layer is few enough launches, on its present level, to be kept in a graph.
 
     Args:
         requests: in the batch, padding included.
@@ -88,7 +88,7 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
         head_dim: likewise.
         max_tokens: that a request may attend to.
     """
-    if requests == 0 or ladder.rung("paged_decode") == "triton":
+    if requests == 0 or fallbacks.level("paged_decode") == "triton":
         return True
     return num_pieces(requests, kv_heads, head_dim, max_tokens) <= MAX_PIECES_IN_GRAPH
 
@@ -97,7 +97,7 @@ def _give_up(mechanism: str, error: Exception) -> None:
     """Let torch serve from now on, if that would help against the error; else raise it."""
     if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
         raise error
-    ladder.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
+    fallbacks.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 
 KERNELS = (
     "paged_decode",
@@ -24,16 +24,16 @@ KERNELS = (
     "row_copy",
     "quantised",
     "experts",
-)  # of the ladder
+)  # of the fallbacks
 _GAIN = "which is faster and multiplies weights of 4 bits as they are, in a third of the GPU's memory"
-PATIENCE_S = 60.0  # for a compiler, on a computer that has other things to do
+TIMEOUT_S = 60.0  # for a compiler, on a computer that has other things to do
 PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return Py_IsInitialized(); }\n"
 
 
 def limit_kernels() -> None:
     """Let torch's operators serve for all kernels if Triton cannot; to be called before kernels are used."""
-    if any(ladder.rung(kernel) == "triton" for kernel in KERNELS) and (obstacle := find_obstacle()):
-        ladder.limit_all(KERNELS, "torch", obstacle)
+    if any(fallbacks.level(kernel) == "triton" for kernel in KERNELS) and (obstacle := find_obstacle()):
+        fallbacks.limit_all(KERNELS, "torch", obstacle)
 
 
 def find_obstacle() -> str | None:
@@ -61,7 +61,7 @@ def _compiler_obstacle(named: str | None, include: str) -> str | None:
         command = [compiler, str(source), "-shared", "-fPIC", "-o", library, f"-I{include}"]
         try:
             result = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S, check=False
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             said = str(error)

@@ -1,4 +1,4 @@
-"""The blocks of one place: which are free, which are used by how many, which can be reused by content."""
+"""The blocks of one tier: which are free, which are used by how many, which can be reused by content."""
 
 from array import array
 from collections import OrderedDict

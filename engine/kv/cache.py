@@ -9,14 +9,14 @@ import numpy as np
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 
 
 @dataclass(slots=True)
 class _Table:
     """The blocks of one request, in the order of its tokens."""
 
-    place: Place
+    tier: KVTier
     blocks: IntArray  # of int32, as the kernels read them
     capacity_tokens: int  # that the blocks can hold
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
@@ -25,7 +25,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Blocks of one place: all, those in use, and unused ones kept for reuse by content."""
+    """Blocks of one tier: all, those in use, and unused ones kept for reuse by content."""
 
     num_blocks: int
     num_used_blocks: int
@@ -34,7 +34,7 @@ class PoolUsage:
 
 
 class PoolSize(NamedTuple):
-    """Of one place, in blocks."""
+    """Of one tier, in blocks."""
 
     most: int  # that its memory was taken for
     limit: int  # of them, those that may be used now
@@ -42,25 +42,25 @@ class PoolSize(NamedTuple):
 
 
 class KVCache:
-    """Block tables over one pool per place.
+    """Block tables over one pool per tier.
 
-    Mappings: `request_id -> (place, [block, ...])`, where block `i` holds tokens
-    `i * block_size .. (i + 1) * block_size - 1`. A request lives in one place at a time. Full blocks
+    Mappings: `request_id -> (tier, [block, ...])`, where block `i` holds tokens
+    `i * block_size .. (i + 1) * block_size - 1`. A request lives in one tier at a time. Full blocks
     whose KV is computed may be shared between requests with the same beginning; they are never written
     again. The last, partly filled block always belongs to one request alone.
 
     Args:
-        num_blocks: `place -> size of its pool`.
+        num_blocks: `tier -> size of its pool`.
         block_size: tokens per block.
     """
 
-    def __init__(self, num_blocks: Mapping[Place, int], block_size: int) -> None:
+    def __init__(self, num_blocks: Mapping[KVTier, int], block_size: int) -> None:
         self.block_size = block_size
-        self._pools = {place: _pool(place, count) for place, count in num_blocks.items()}
+        self._pools = {tier: _pool(tier, count) for tier, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def tiers(self) -> tuple[KVTier, ...]:
         """Those that it knows of."""
         return tuple(self._pools)
 
@@ -68,57 +68,57 @@ class KVCache:
         """Return the highest block of a request."""
         return int(np.max(self._tables[request_id].blocks.view(), initial=0))
 
-    def capacity_tokens(self, place: Place) -> int:
-        """Tokens that the place can hold now when nothing else is there."""
-        return self._pools[place].limit * self.block_size
+    def capacity_tokens(self, tier: KVTier) -> int:
+        """Tokens that the tier can hold now when nothing else is there."""
+        return self._pools[tier].limit * self.block_size
 
-    def size(self, place: Place) -> PoolSize:
-        """Return how many blocks a place has, and how many of them are worth giving back."""
-        pool = self._pools[place]
+    def size(self, tier: KVTier) -> PoolSize:
+        """Return how many blocks a tier has, and how many of them are worth giving back."""
+        pool = self._pools[tier]
         return PoolSize(pool.num_blocks, pool.limit, min(pool.num_touched, pool.limit))
 
-    def set_limit(self, place: Place, num_blocks: int) -> bool:
-        """Give away only the first blocks of a place; see `BlockPool.set_limit`."""
-        return self._pools[place].set_limit(num_blocks)
+    def set_limit(self, tier: KVTier, num_blocks: int) -> bool:
+        """Give away only the first blocks of a tier; see `BlockPool.set_limit`."""
+        return self._pools[tier].set_limit(num_blocks)
 
-    def is_drained(self, place: Place) -> bool:
-        """Whether nobody has a block beyond the limit of a place."""
-        pool = self._pools[place]
+    def is_drained(self, tier: KVTier) -> bool:
+        """Whether nobody has a block beyond the limit of a tier."""
+        pool = self._pools[tier]
         return not pool.is_used_from(pool.limit)
 
-    def forget_touched(self, place: Place) -> None:
+    def forget_touched(self, tier: KVTier) -> None:
         """Take in that the memory beyond the limit has been given back."""
-        pool = self._pools[place]
+        pool = self._pools[tier]
         pool.num_touched = min(pool.num_touched, pool.limit)
 
-    def resize(self, place: Place, num_blocks: int) -> None:
-        """Make the pool of a place anew, in which nobody lives: all that it held is forgotten."""
-        assert all(table.place != place for table in self._tables.values())
-        self._pools[place] = _pool(place, num_blocks)
+    def resize(self, tier: KVTier, num_blocks: int) -> None:
+        """Make the pool of a tier anew, in which nobody lives: all that it held is forgotten."""
+        assert all(table.tier != tier for table in self._tables.values())
+        self._pools[tier] = _pool(tier, num_blocks)
 
-    def num_free_blocks(self, place: Place) -> int:
+    def num_free_blocks(self, tier: KVTier) -> int:
         """Blocks that could be allocated there now."""
-        return self._pools[place].num_free_blocks
+        return self._pools[tier].num_free_blocks
 
-    def num_used_blocks(self, place: Place) -> int:
+    def num_used_blocks(self, tier: KVTier) -> int:
         """Blocks that requests have there."""
-        return self._pools[place].num_used_blocks
+        return self._pools[tier].num_used_blocks
 
-    def usage(self) -> dict[Place, PoolUsage]:
-        """Return `place -> how full it is`."""
+    def usage(self) -> dict[KVTier, PoolUsage]:
+        """Return `tier -> how full it is`."""
         return {
-            place: PoolUsage(
+            tier: PoolUsage(
                 pool.limit, pool.num_used_blocks, pool.num_cached_blocks, pool.num_blocks - pool.limit
             )
-            for place, pool in self._pools.items()
+            for tier, pool in self._pools.items()
         }
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tables
 
-    def place_of(self, request_id: str) -> Place:
+    def tier_of(self, request_id: str) -> KVTier:
         """Return where the request's KV lives."""
-        return self._tables[request_id].place
+        return self._tables[request_id].tier
 
     def block_table(self, request_id: str) -> IntView:
         """Return the request's blocks; whatever happens to the request later, the array stays as it is."""
@@ -133,7 +133,7 @@ class KVCache:
         request_id: str,
         num_tokens: int,
         hashes: Sequence[BlockHash],
-        place: Place,
+        tier: KVTier,
         reserve_blocks: int = 0,
     ) -> int | None:
         """Give a new request blocks for all its tokens, reusing the computed KV of an equal beginning.
@@ -146,9 +146,9 @@ class KVCache:
 
         Returns:
             The number of leading tokens whose KV is there already, or None (and nothing changed) when the
-            place has no room.
+            tier has no room.
         """
-        pool = self._pools[place]
+        pool = self._pools[tier]
         shared = _leading(pool, hashes[: (num_tokens - 1) // self.block_size])
         num_new = self.blocks_for(num_tokens) - len(shared)
         num_revived = sum(not pool.is_used(block) for block in shared)
@@ -159,17 +159,17 @@ class KVCache:
             blocks.view()[len(shared) :].tolist(), hashes[len(shared) :], strict=False
         ):
             pool.announce(block, block_hash)
-        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size, len(shared))
+        self._tables[request_id] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
         return len(shared) * self.block_size
 
-    def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], place: Place) -> bool:
+    def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
         """Whether another request in the place is about to compute most of what a new one would have to.
 
         Args:
             num_tokens: of the new request.
             hashes: of its leading full blocks, as many as are known.
         """
-        pool = self._pools[place]
+        pool = self._pools[tier]
         num_there = num_coming = 0
         for block_hash in hashes[: (num_tokens - 1) // self.block_size]:
             if pool.find(block_hash) is None:
@@ -188,7 +188,7 @@ class KVCache:
         if num_tokens <= table.capacity_tokens:
             return True
         num_new = self.blocks_for(num_tokens) - len(table.blocks)
-        pool = self._pools[table.place]
+        pool = self._pools[table.tier]
         if num_new > pool.num_free_blocks:
             return False
         _extend(table.blocks, num_new, pool)
@@ -198,12 +198,12 @@ class KVCache:
     def move(
         self,
         request_id: str,
-        place: Place,
+        tier: KVTier,
         num_tokens: int,
         hashes: Sequence[BlockHash] = (),
         reserve_blocks: int = 0,
     ) -> list[BlockCopy] | None:
-        """Give the request blocks for `num_tokens` in another place, where `reserve_blocks` must stay free.
+        """Give the request blocks for `num_tokens` in another tier, where `reserve_blocks` must stay free.
 
         Leading blocks that are computed and have their equals there, or on their way there, are not copied
         but shared: so the n outputs of a prompt bring it there once.
@@ -213,7 +213,7 @@ class KVCache:
 
         Returns:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
-            None (and nothing changed) when that place has no room. The old blocks are free at once: their
+            None (and nothing changed) when that tier has no room. The old blocks are free at once: their
             next owner writes after the copies. `arrived` says that they have been carried out; if they fail,
             all requests that moved must give their blocks back.
 
@@ -221,9 +221,9 @@ class KVCache:
             ValueError: it lives there already.
         """
         table = self._tables[request_id]
-        if table.place == place:
-            raise ValueError(f"request {request_id!r} lives in place {place} already")
-        source, target = self._pools[table.place], self._pools[place]
+        if table.tier == tier:
+            raise ValueError(f"request {request_id!r} lives in place {tier} already")
+        source, target = self._pools[table.tier], self._pools[tier]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         known = hashes[: max(table.num_published, table.num_arriving)]
         shared = _leading(target, known, with_arriving=True)
@@ -232,13 +232,13 @@ class KVCache:
             return None
         blocks = _with_shared(shared, num_blocks - len(shared), target)
         pairs = list(zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False))
-        copies = [BlockCopy(table.place, old, place, new) for old, new in pairs[len(shared) :]]
+        copies = [BlockCopy(table.tier, old, tier, new) for old, new in pairs[len(shared) :]]
         for (_, block), block_hash in zip(pairs[len(shared) :], known[len(shared) :], strict=False):
             target.expect(block, block_hash)
         _release(table.blocks, source)
         num_published = len(_leading(target, known))
         self._tables[request_id] = _Table(
-            place, blocks, len(blocks) * self.block_size, num_published, num_arriving=len(known)
+            tier, blocks, len(blocks) * self.block_size, num_published, num_arriving=len(known)
         )
         return copies
 
@@ -262,7 +262,7 @@ class KVCache:
         begin, end = table.num_published, min(num_computed_tokens // self.block_size, len(hashes))
         if begin >= end:
             return
-        pool = self._pools[table.place]
+        pool = self._pools[table.tier]
         for block, block_hash in zip(table.blocks.view()[begin:end].tolist(), hashes[begin:end], strict=True):
             pool.publish(block, block_hash)
         table.num_published = end
@@ -270,7 +270,7 @@ class KVCache:
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back."""
         table = self._tables.pop(request_id)
-        _release(table.blocks, self._pools[table.place])
+        _release(table.blocks, self._pools[table.tier])
 
     def check(self) -> None:
         """Check the invariants of every pool against the block tables.
@@ -278,10 +278,10 @@ class KVCache:
         Raises:
             AssertionError: a block is lost, owned twice or in two states.
         """
-        for place, pool in self._pools.items():
+        for tier, pool in self._pools.items():
             num_owners = [0] * pool.num_blocks
             for table in self._tables.values():
-                if table.place == place:
+                if table.tier == tier:
                     for block in table.blocks.view():
                         num_owners[block] += 1
             pool.check(num_owners)
@@ -327,5 +327,5 @@ def _release(blocks: IntArray, pool: BlockPool) -> None:
         pool.release(block)
 
 
-def _pool(place: Place, num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, stays_low=place.is_swapped)
+def _pool(tier: KVTier, num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, stays_low=tier.is_streamed)

@@ -25,7 +25,7 @@ class DeviceLayer(KVLayer):
 
     __slots__ = ("_k", "_num_sms", "_v")
 
-    stores_early = True  # with the rotation
+    fused_kv_append = True  # with the rotation
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One layer's K and V in one place, by rows and slots: how they lie in memory is hidden."""
+"""One layer's K and V in one tier, by rows and slots: how they lie in memory is hidden."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class KVLayer(ABC):
 
     __slots__ = ("block_size", "device", "sinks", "softcap")
 
-    stores_early = False  # whether rows are stored where they are made, and not by `decode`
+    fused_kv_append = False  # whether rows are stored where they are made, and not by `decode`
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The memory behind the KV cache: a pool of blocks per place. Knows blocks, not whose they are."""
+"""The memory behind the KV cache: a pool of blocks per tier. Knows blocks, not whose they are."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
 
 
@@ -23,13 +23,13 @@ def layer_kind(device: torch.device) -> type[KVLayer]:
     return DeviceLayer
 
 
-def memory_of(place: Place, device: torch.device) -> torch.device:
-    """Return in whose memory a place lies, for a model that runs on `device`."""
-    return torch.device("cpu") if place.in_host_memory else device
+def memory_of(tier: KVTier, device: torch.device) -> torch.device:
+    """Return in whose memory a tier lies, for a model that runs on `device`."""
+    return torch.device("cpu") if tier.in_host_memory else device
 
 
 class KVPool:
-    """K and V of all blocks of one place.
+    """K and V of all blocks of one tier.
 
     Args:
         config: the model's.
@@ -83,9 +83,9 @@ class KVPool:
         return self._layers[index]
 
     @property
-    def stores_early(self) -> bool:
+    def fused_kv_append(self) -> bool:
         """Whether rows are stored with the rotation, and not by attention."""
-        return self.kind.stores_early
+        return self.kind.fused_kv_append
 
     def rows_at(self, slots: Tensor) -> "PoolRows":
         """Return the rows at some slots, [n] int64 in host memory, all different."""
@@ -136,7 +136,7 @@ class PoolRows:
 
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
-    """Copies from one place to another that can be carried out in any order."""
+    """Copies from one tier to another that can be carried out in any order."""
 
     source: KVPool
     source_slots: Tensor  # [n] int64 in host memory; target_slots likewise
@@ -147,27 +147,27 @@ class CopyGroup:
 
 
 class KVStorage:
-    """`place -> KVPool`."""
+    """`tier -> KVPool`."""
 
-    def __init__(self, pools: Mapping[Place, KVPool]) -> None:
+    def __init__(self, pools: Mapping[KVTier, KVPool]) -> None:
         self._pools = dict(pools)
 
-    def __getitem__(self, place: Place) -> KVPool:
-        return self._pools[place]
+    def __getitem__(self, tier: KVTier) -> KVPool:
+        return self._pools[tier]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def tiers(self) -> tuple[KVTier, ...]:
         """Those with a pool."""
         return tuple(self._pools)
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, in all places."""
+        """Tokens per block, in all tiers."""
         return next(iter(self._pools.values())).block_size
 
-    def get(self, place: Place) -> KVPool | None:
-        """Return the pool of a place; None if the policy does not use it."""
-        return self._pools.get(place)
+    def get(self, tier: KVTier) -> KVPool | None:
+        """Return the pool of a tier; None if the policy does not use it."""
+        return self._pools.get(tier)
 
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
         """Cut copies that must be carried out in their order into groups to be carried out in theirs.
@@ -176,7 +176,7 @@ class KVStorage:
         """
         groups: list[list[BlockCopy]] = []
         written: set[int] = set()
-        way: tuple[Place, Place] | None = None
+        way: tuple[KVTier, KVTier] | None = None
         for each in copies:
             if way != (each.source, each.target) or each.target_block in written:
                 way = each.source, each.target

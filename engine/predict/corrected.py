@@ -6,8 +6,8 @@ are those of graphs still, and all that the device does takes so many times long
 """
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares, Way
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares, NetworkLatency
 
 
 class CorrectedCostModel:
@@ -65,19 +65,19 @@ class CorrectedCostModel:
         """See `CostModel`."""
         return self._base.prefill_attention_ms(tokens, start) * self.device_factor
 
-    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""
-        factor = self.host_factor if place.host_attends else self.device_factor
-        return self._base.attention_ms(place, requests, context_tokens) * factor
+        factor = self.host_factor if tier.host_attends else self.device_factor
+        return self._base.attention_ms(tier, requests, context_tokens) * factor
 
-    def hand_off_ms(self, requests: int) -> float:
+    def offload_ms(self, requests: int) -> float:
         """See `CostModel`: most of it is the device's work, and launching it."""
-        return self._base.hand_off_ms(requests) * self.device_factor
+        return self._base.offload_ms(requests) * self.device_factor
 
-    def way_ms(self, place: Place, requests: int) -> Way:
+    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
         """See `CostModel`: what an iteration measures of workers has it in it."""
-        way = self._base.way_ms(place, requests)
-        return Way(*(ms * self.host_factor for ms in way))
+        way = self._base.network_ms(tier, requests)
+        return NetworkLatency(*(ms * self.host_factor for ms in way))
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""

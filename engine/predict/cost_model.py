@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
 FILE_VERSION = 9  # of the JSON form of the tables
@@ -25,7 +25,7 @@ class MemoryShares(NamedTuple):
 UNSHARED = MemoryShares()
 
 
-class Way(NamedTuple):
+class NetworkLatency(NamedTuple):
     """What rows take over a network to a worker, and the output back, in ms.
 
     The worker attends for others meanwhile, and rows of others are on their way, too.
@@ -35,7 +35,7 @@ class Way(NamedTuple):
     sending: float  # part of it: others' rows cannot be sent beside it
 
 
-NO_WAY = Way(0.0, 0.0)
+NO_LATENCY = NetworkLatency(0.0, 0.0)
 
 
 class CostModel(Protocol):
@@ -65,17 +65,17 @@ class CostModel(Protocol):
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """T_pf: attention of a prompt chunk of `tokens` tokens that `start` tokens precede."""
 
-    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
-        """T_ga or T_ca: decode attention over KV in a place, with the append of the new K and V.
+    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
+        """T_ga or T_ca: decode attention over KV in a tier, with the append of the new K and V.
 
         `context_tokens` is the sum over the requests. What brings swapped KV to the device is `swap_ms`.
         """
 
-    def hand_off_ms(self, requests: int) -> float:
+    def offload_ms(self, requests: int) -> float:
         """What bringing q, k, v to the host and the attention output back takes; not over a network."""
 
-    def way_ms(self, place: Place, requests: int) -> Way:
-        """What the network to a place takes for these decodes, and back; nothing where there is none."""
+    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
+        """What the network to a tier takes for these decodes, and back; nothing where there is none."""
 
     def transfer_ms(self, tokens: int) -> float:
         """T_x: the KV of this many tokens over the bus, one way, by rows: it lies differently there."""
@@ -116,17 +116,17 @@ class ZeroCostModel:
         """Return 0."""
         return 0.0
 
-    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
         """Return 0."""
         return 0.0
 
-    def hand_off_ms(self, requests: int) -> float:
+    def offload_ms(self, requests: int) -> float:
         """Return 0."""
         return 0.0
 
-    def way_ms(self, place: Place, requests: int) -> Way:
+    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
         """Return 0."""
-        return NO_WAY
+        return NO_LATENCY
 
     def transfer_ms(self, tokens: int) -> float:
         """Return 0."""
@@ -248,13 +248,13 @@ NOTHING = Curve((1,), (0,))
 
 @dataclass(frozen=True)
 class Network:
-    """What the way to a worker and back takes, over requests; see `Way`."""
+    """What the way to a worker and back takes, over requests; see `NetworkLatency`."""
 
     all: Curve
     sending: Curve
 
 
-NO_NETWORKS: Mapping[Place, Network] = MappingProxyType({})
+NO_NETWORKS: Mapping[KVTier, Network] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -272,25 +272,25 @@ class TableCostModel:
     iteration_ms: float
     linear: Curve
     head: Curve
-    hand_off: Curve
+    offload: Curve
     transfer: Curve
     first_chunk_attention: Curve
     later_chunk_attention: Surface
-    attention: Mapping[Place, Surface]
+    attention: Mapping[KVTier, Surface]
     host_linear: Curve = NOTHING
     swap: Curve = NOTHING
     duplex: float = 1.0
     memory_shares: MemoryShares = UNSHARED
-    # How split matrices, and experts in host memory, were divided when this was measured.
+    # How offloaded matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
     # Of workers. Not part of the JSON form: like their attention, it is measured at each start.
-    networks: Mapping[Place, Network] = field(default_factory=dict)
+    networks: Mapping[KVTier, Network] = field(default_factory=dict)
 
     def with_attention(
-        self, more: Mapping[Place, Surface], networks: Mapping[Place, Network] = NO_NETWORKS
+        self, more: Mapping[KVTier, Surface], networks: Mapping[KVTier, Network] = NO_NETWORKS
     ) -> Self:
-        """Return the model with further places, and what the network to them takes."""
+        """Return the model with further tiers, and what the network to them takes."""
         attention = {**self.attention, **more}
         return replace(self, attention=attention, networks={**self.networks, **networks})
 
@@ -308,20 +308,24 @@ class TableCostModel:
         # Noise must not say that a chunk is cheaper after others than without them.
         return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
 
-    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""
         if not requests:
             return 0.0
-        return self.attention[place.as_attended](requests, context_tokens / requests)
+        return self.attention[tier.as_attended](requests, context_tokens / requests)
 
-    def hand_off_ms(self, requests: int) -> float:
+    def offload_ms(self, requests: int) -> float:
         """See `CostModel`."""
-        return self.hand_off(requests)
+        return self.offload(requests)
 
-    def way_ms(self, place: Place, requests: int) -> Way:
+    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
         """See `CostModel`."""
-        network = self.networks.get(place)
-        return NO_WAY if network is None else Way(network.all(requests), network.sending(requests))
+        network = self.networks.get(tier)
+        return (
+            NO_LATENCY
+            if network is None
+            else NetworkLatency(network.all(requests), network.sending(requests))
+        )
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""
@@ -347,7 +351,7 @@ class TableCostModel:
             elif isinstance(value, StreamedShares):
                 value = asdict(value)
             elif isinstance(value, Mapping):
-                value = {place.name: surface.to_json() for place, surface in value.items()}
+                value = {tier.name: surface.to_json() for tier, surface in value.items()}
             data[each.name] = value
         return data
 
@@ -369,19 +373,19 @@ class TableCostModel:
         def surface(value: Any) -> Surface:
             return Surface(value["x"], value["y"], value["ms"])
 
-        def by_place(value: Any) -> dict[Place, Surface]:
-            return {places[name]: surface(each) for name, each in value.items()}
+        def by_tier(value: Any) -> dict[KVTier, Surface]:
+            return {tiers[name]: surface(each) for name, each in value.items()}
 
-        places = {place.name: place for place in PLACES}
+        tiers = {tier.name: tier for tier in MEASURED_TIERS}
         makers: dict[Any, Callable[[Any], Any]] = {
             Curve: curve,
             Surface: surface,
-            Mapping[Place, Surface]: by_place,
+            Mapping[KVTier, Surface]: by_tier,
             MemoryShares: lambda value: MemoryShares(*map(float, value)),
             StreamedShares: lambda value: StreamedShares(tuple(value["rows"]), tuple(value["shares"])),
         }
         try:
-            if missing := places.keys() - data["attention"].keys():
+            if missing := tiers.keys() - data["attention"].keys():
                 raise KeyError(*missing)
             return cls(
                 **{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in _saved_fields()}

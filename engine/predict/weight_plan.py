@@ -1,6 +1,6 @@
 """Which rows of the matrices stay on the GPU where not all of them fit: HeteGen's module scheduler.
 
-See its paper's section 4.5, and `split_product` for what becomes of the others.
+See its paper's section 4.5, and `offloaded_matmul` for what becomes of the others.
 """
 
 from collections import defaultdict
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from neo_desktop.engine.predict.split_product import Rates, Sizes, product_time
+from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes, product_time
 from neo_desktop.models.config import Matrix, ModelConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import StoredForm
 
 EXPERTS = "experts"  # what a layer's are called together; of them some are resident
@@ -52,12 +52,12 @@ class WeightPlan:
         return self.host_bytes > 0
 
 
-def host_form(form: LinearForm) -> Dense:
+def host_form(form: WeightFormat) -> Dense:
     """Return the form that rows in host memory have if others have this one on a GPU."""
     return replace(form, kernels=None) if isinstance(form, StoredForm) else DENSE
 
 
-def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -> dict[str, Sizes]:
+def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> dict[str, Sizes]:
     """Return `name -> sizes` of all that may be divided: not embeddings, head and routers.
 
     A layer's experts are one, "3.experts", with a row for each of them.
@@ -106,7 +106,7 @@ def _with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, i
     return rows
 
 
-def least_gpu_bytes(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -> int:
+def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> int:
     """Return the bytes of what is always on the GPU: embeddings, head, norms, routers and biases."""
     divided = sum(sizes.device_bytes for sizes in layer_matrices(config, form, dtype).values())
     return config.weight_bytes(dtype, form) - divided
@@ -114,7 +114,7 @@ def least_gpu_bytes(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -
 
 def plan_weights(
     config: ModelConfig,
-    form: LinearForm,
+    form: WeightFormat,
     dtype: torch.dtype,
     gpu_bytes: int,
     rates: Rates,
@@ -168,7 +168,7 @@ def plan_weights(
     )
 
 
-def plan_layers(config: ModelConfig, form: LinearForm, dtype: torch.dtype, gpu_bytes: int) -> WeightPlan:
+def plan_layers(config: ModelConfig, form: WeightFormat, dtype: torch.dtype, gpu_bytes: int) -> WeightPlan:
     """Put the first layers on the GPU, as many as fit, and the others in host memory, as llama.cpp does.
 
     Of a mixture all but the experts comes first. Nothing is divided: this is for comparisons.

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take, and how it is divided among the places.
+"""How much memory the KV cache may take, and how it is divided among the tiers.
 
     GPU memory                                    host memory
     | others | weights | KV | activations | reserve |     | others | weights* | KV and buffers | left alone |
@@ -20,19 +20,19 @@ from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, kernel_on
 from neo_desktop.engine.execute.workspace import device_bytes
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.swapped import layers_of
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.kv.streamed import layers_of
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
 # Of a GPU: CUDA context, kernels, libraries, a piece of weights that is dequantised, and the margin.
@@ -43,7 +43,7 @@ HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a c
 MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
 LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
 GIB = 1024**3
-SWAPPED_SHARE = 0.125  # of the GPU's memory for KV, for the layers of swapped KV that are there
+STREAMED_SHARE = 0.125  # of the GPU's memory for KV, for the layers of swapped KV that are there
 SHORT_TOKENS = 1000  # of context: less is no use
 # What files of GGUF are called by -> the type of most of their matrices.
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -96,26 +96,26 @@ def pool_blocks(
     dtype: torch.dtype,
     limits: SchedulerLimits,
     device: torch.device,
-    cache_tokens: Mapping[Place, int | None],
+    cache_tokens: Mapping[KVTier, int | None],
     caps: MemoryCaps | None = None,
     cpu_cache_dtype: torch.dtype | None = None,
     free: FreeMemory | None = None,
     weight_bytes: int | None = None,
-    places: Collection[Place] = PLACES,
+    tiers: Collection[KVTier] = MEASURED_TIERS,
     bus_share: float | None = None,
-) -> dict[Place, int]:
-    """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
+) -> dict[KVTier, int]:
+    """Return `tier -> blocks`, from the memory that is free now that the weights are loaded.
 
-    No place gets more than the most requests with the longest contexts could use. What fits is counted in
+    No tier gets more than the most requests with the longest contexts could use. What fits is counted in
     whole runs of blocks: host memory consists of them.
 
     Args:
-        cache_tokens: `place -> tokens asked for`; None: as many as fit.
+        cache_tokens: `tier -> tokens asked for`; None: as many as fit.
         caps: bounds on what fits.
         cpu_cache_dtype: of KV in host memory; None: the model's.
         free: to reckon with; None: what is.
         weight_bytes: of the loaded model; None: as if all were of `dtype`.
-        places: where KV may live. If some of it is swapped, a part of the others' memory is for that.
+        tiers: where KV may live. If some of it is swapped, a part of the others' memory is for that.
         bus_share: of what the GPU reads of its memory, that comes over the bus in the same time; None: nobody
             knows.
 
@@ -127,43 +127,43 @@ def pool_blocks(
     weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
-    for place in places:
-        if place.is_swapped:
-            blocks[place] = _take_swapped(
-                config, dtype, limits, places, available, free, cache_tokens, weights, bus_share
+    for tier in tiers:
+        if tier.is_streamed:
+            blocks[tier] = _take_streamed(
+                config, dtype, limits, tiers, available, free, cache_tokens, weights, bus_share
             )
-    for place, bytes_ in available.items():
-        if place not in places:
+    for tier, bytes_ in available.items():
+        if tier not in tiers:
             continue
-        kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
+        kv_dtype = (cpu_cache_dtype if tier.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
         bytes_per_token = bytes_per_block // BLOCK_SIZE
         fitting = bytes_ // (BLOCKS_PER_RUN * bytes_per_block) * BLOCKS_PER_RUN * BLOCK_SIZE
-        asked = cache_tokens[place]
+        asked = cache_tokens[tier]
         if asked is not None and asked > fitting:
             raise MemoryError(
-                f"a {place.title} of {asked} tokens needs {asked * bytes_per_token / 1e9:.2f} GB of KV, "
+                f"a {tier.title} of {asked} tokens needs {asked * bytes_per_token / 1e9:.2f} GB of KV, "
                 f"but {bytes_ / 1e9:.2f} GB are free for it: ask for at most {fitting} tokens"
             )
-        blocks[place] = (min(fitting, most_tokens) if asked is None else asked) // BLOCK_SIZE
+        blocks[tier] = (min(fitting, most_tokens) if asked is None else asked) // BLOCK_SIZE
     return blocks
 
 
-def _take_swapped(
+def _take_streamed(
     config: ModelConfig,
     dtype: torch.dtype,
     limits: SchedulerLimits,
-    places: Collection[Place],
-    available: dict[Place, int],
+    tiers: Collection[KVTier],
+    available: dict[KVTier, int],
     free: FreeMemory,
-    cache_tokens: Mapping[Place, int | None],
+    cache_tokens: Mapping[KVTier, int | None],
     weights: int,
     bus_share: float | None,
 ) -> int:
-    """Return the blocks of swapped KV, and take their memory off the other places'.
+    """Return the blocks of swapped KV, and take their memory off the other tiers'.
 
     No more than comes over the bus while the GPU reads weights and its own KV once; nor than its share of the
-    GPU's memory. What was asked for of other places stays theirs. Without a GPU, KV in host memory is where
+    GPU's memory. What was asked for of other tiers stays theirs. Without a GPU, KV in host memory is where
     it is needed already.
     """
     of_layer = block_bytes(config, BLOCK_SIZE, dtype)
@@ -174,19 +174,19 @@ def _take_swapped(
     decodes = 2 * limits.max_batch_requests * config.kv_bytes_per_token(dtype)
     most = limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     device, host = (
-        next(place for place in available if place.in_host_memory is in_host) for in_host in (False, True)
+        next(tier for tier in available if tier.in_host_memory is in_host) for in_host in (False, True)
     )
-    (swapped,) = (place for place in places if place.is_swapped)
-    asked = cache_tokens.get(swapped)
-    if asked is None and free.gpu_bytes is None and any(place.host_attends for place in places):
+    (streamed,) = (tier for tier in tiers if tier.is_streamed)
+    asked = cache_tokens.get(streamed)
+    if asked is None and free.gpu_bytes is None and any(tier.host_attends for tier in tiers):
         return 0
     rest = available[device] - decodes
-    far = available[host] if host not in places or asked is not None else available[host] // 2
+    far = available[host] if host not in tiers or asked is not None else available[host] // 2
     fitting = far // on_host if on_host else most
     if on_device:
         runs = -(-(cache_tokens[device] or 0) // (BLOCKS_PER_RUN * BLOCK_SIZE))
         others = runs * BLOCKS_PER_RUN * config.num_layers * of_layer
-        near = rest if asked is not None else min(int(rest * SWAPPED_SHARE), rest - others)
+        near = rest if asked is not None else min(int(rest * STREAMED_SHARE), rest - others)
         fitting = min(fitting, near // on_device)
         if bus_share is not None and on_host:
             most = min(most, int(bus_share * (weights + rest) / on_host))
@@ -195,7 +195,7 @@ def _take_swapped(
     blocks = min(fitting, most) if asked is None else asked // BLOCK_SIZE
     if blocks > fitting:
         raise MemoryError(
-            f"a {swapped.title} of {asked} tokens needs {blocks * on_device / 1e9:.2f} GB of GPU "
+            f"a {streamed.title} of {asked} tokens needs {blocks * on_device / 1e9:.2f} GB of GPU "
             f"memory and {blocks * on_host / 1e9:.2f} GB of host memory, but {max(rest, 0) / 1e9:.2f} GB and "
             f"{far / 1e9:.2f} GB are free for it: ask for at most {fitting * BLOCK_SIZE} tokens"
         )
@@ -212,21 +212,21 @@ def kv_bytes(
     caps: MemoryCaps,
     weight_bytes: int | None = None,
     device: torch.device | None = None,
-) -> dict[Place, int]:
-    """Return `place -> bytes for KV`; see `pool_blocks`."""
+) -> dict[KVTier, int]:
+    """Return `tier -> bytes for KV`; see `pool_blocks`."""
     host, buffers = free.host_bytes, host_buffer_bytes(config, limits, dtype)
 
-    def bytes_of(place: Place) -> int:
-        cap = caps.cpu_bytes if place.in_host_memory else caps.gpu_bytes
-        if free.gpu_bytes is None:  # the GPU-cache is imitated: all places share the host's memory
-            return _host_bytes(host // len(PLACES), cap)
-        if place.in_host_memory:
+    def bytes_of(tier: KVTier) -> int:
+        cap = caps.cpu_bytes if tier.in_host_memory else caps.gpu_bytes
+        if free.gpu_bytes is None:  # the GPU-cache is imitated: all tiers share the host's memory
+            return _host_bytes(host // len(MEASURED_TIERS), cap)
+        if tier.in_host_memory:
             return max(_host_bytes(host, cap) - buffers, 0)
         weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
         activations = activation_bytes(config, limits, dtype, device)
         return _device_bytes(activations, free.gpu_bytes, free.iteration_bytes, cap, weights)
 
-    return {place: bytes_of(place) for place in PLACES}
+    return {tier: bytes_of(tier) for tier in MEASURED_TIERS}
 
 
 def check_weights_fit(
@@ -235,7 +235,7 @@ def check_weights_fit(
     device: torch.device,
     caps: MemoryCaps,
     free_memory: FreeMemory | None = None,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
 ) -> None:
     """Check before they are loaded.
 
@@ -275,13 +275,15 @@ def smaller_form(
         free: bytes for weights and KV.
         needed: bytes that the model takes as it is.
     """
-    if device.type == "cuda" and ladder.rung("quantised") != "triton":
+    if device.type == "cuda" and fallbacks.level("quantised") != "triton":
         return ""
     for name, type_name in QUANTISATIONS.items():
         form = uniform_form(config, type_name)
         bytes_ = config.loading_bytes(dtype, device, form if device.type == "cpu" else form.on_gpu(dispatch))
         left = free - bytes_
-        room = left - DEVICE_RESERVE_BYTES if device.type == "cuda" else left * HOST_SHARE / len(PLACES)
+        room = (
+            left - DEVICE_RESERVE_BYTES if device.type == "cuda" else left * HOST_SHARE / len(MEASURED_TIERS)
+        )
         tokens = int(min(room // config.kv_bytes_per_token(dtype), config.max_context_tokens))
         if bytes_ < needed and tokens >= min(SHORT_TOKENS, config.max_context_tokens):
             return (
@@ -324,9 +326,9 @@ def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     """Return whether attention of prompts is given masks in any layer."""
     if config.attention_softcap is not None or not torch.cuda.is_available():
         return True
-    rung = ladder.rung("prompt_attention")
+    level = fallbacks.level("prompt_attention")
     return any(
-        kernel_on(device, dtype, config.head_dim, is_windowed, rung)
+        kernel_on(device, dtype, config.head_dim, is_windowed, level)
         in (PrefillKernel.SDPA, PrefillKernel.MATH)
         for is_windowed in {window is not None for window in config.layer_windows}
     )

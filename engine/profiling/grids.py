@@ -40,7 +40,7 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
-    grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)  # soon finds out whether flags serve
+    grids[Stage.OFFLOAD] = _line(Stage.OFFLOAD, requests)  # soon finds out whether flags serve
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
     grids[Stage.SWAP] = _line(Stage.SWAP, tokens)
     return grids
@@ -63,8 +63,8 @@ def _sizes(least: int, most: int) -> list[int]:
 
 def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requests: int) -> Grid:
     """Requests times mean context; only what the pool can hold, and at least two of each."""
-    assert stage.place is not None
-    capacity = timer.capacity_tokens(stage.place)
+    assert stage.tier is not None
+    capacity = timer.capacity_tokens(stage.tier)
     contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
     requests = _axis(1, 4, min(most_requests, capacity // contexts[0]))
     points = [

@@ -20,7 +20,7 @@ import torch
 import neo_desktop
 from neo_desktop import native
 from neo_desktop.engine.cuda.presence import why_unusable
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.wsl import is_wsl
 
 _ROOT = Path("/")
@@ -146,14 +146,14 @@ def machine_info() -> MachineInfo:
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
     """Return the GPUs, why there are none or torch cannot use them, and what the driver would not tell."""
-    if ladder.rung("nvml") == "without":
+    if fallbacks.level("nvml") == "without":
         return _gpus_of_torch()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         if not torch.cuda.is_available():
             return (), f"no NVIDIA driver: {error}", ()
-        ladder.limit("nvml", "without", f"the driver's library for it cannot be used: {error}")
+        fallbacks.limit("nvml", "without", f"the driver's library for it cannot be used: {error}")
         return _gpus_of_torch()
     gpus: list[Gpu] = []
     notes: list[str] = []
@@ -261,7 +261,7 @@ def driver_free_bytes(device: torch.device) -> int:
 
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, or why it cannot be asked."""
-    if ladder.rung("nvml") == "without":
+    if fallbacks.level("nvml") == "without":
         return "unknown: the driver is not asked"
     try:
         pynvml.nvmlInit()

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 
-NEAR = next(place for place in PLACES if not place.host_attends)  # whose KV prompts attend to fastest
+NEAR = next(tier for tier in MEASURED_TIERS if not tier.host_attends)  # whose KV prompts attend to fastest
 
 
 class Stage(StrEnum):
@@ -13,7 +13,7 @@ class Stage(StrEnum):
 
     LINEAR = "linear"  # x: tokens
     HEAD = "head"  # x: rows
-    HAND_OFF = "hand_off"  # x: requests
+    OFFLOAD = "offload"  # x: requests
     TRANSFER = "transfer"  # x: tokens
     SWAP = "swap"  # x: tokens
     FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
@@ -22,15 +22,15 @@ class Stage(StrEnum):
     CPU_ATTENTION = "cpu_attention"  # likewise
 
     @property
-    def place(self) -> Place | None:
+    def tier(self) -> KVTier | None:
         """Where the KV of decode attention lies; None: it is another stage."""
         label = self.value.removesuffix("_attention")
-        return next((place for place in PLACES if place.label == label), None)
+        return next((tier for tier in MEASURED_TIERS if tier.label == label), None)
 
     @property
     def is_attention(self) -> bool:
         """Whether its time depends on the layer's window."""
-        return self.is_prefill or self.place is not None
+        return self.is_prefill or self.tier is not None
 
     @property
     def is_prefill(self) -> bool:

@@ -16,10 +16,10 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, write_json
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.profiler import profile
@@ -78,7 +78,7 @@ def profile_key(
 ) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
-    gpu, host = None, next((storage[place] for place in storage.places if place.cpu_attends), None)
+    gpu, host = None, next((storage[tier] for tier in storage.tiers if tier.cpu_attends), None)
     if decoder.device.type == "cuda":
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {
@@ -93,7 +93,7 @@ def profile_key(
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "gpu": gpu,
-        "rungs": dict(ladder.limits()),
+        "levels": dict(fallbacks.limits()),
         "cpu": hardware.cpu_name(),
         "cores": native.default_num_threads(),
         "isa": native.default_isa(),
@@ -108,7 +108,7 @@ def profile_key(
         "max_batch_tokens": limits.max_batch_tokens,
         "max_batch_requests": limits.max_batch_requests,
         "blocks_log2": {
-            place.name: measured_blocks(decoder, storage, place).bit_length() for place in PLACES
+            tier.name: measured_blocks(decoder, storage, tier).bit_length() for tier in MEASURED_TIERS
         },
     }
 

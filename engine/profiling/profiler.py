@@ -26,9 +26,9 @@ import torch
 from neo_desktop.engine.cuda.errors import StreamMemoryError, is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.predict.cost_model import NOTHING, UNSHARED, Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.grids import Grid, stage_grids
 from neo_desktop.engine.profiling.points import Point, Stage
@@ -60,7 +60,7 @@ _SHARES = {  # of the time; the device's attention is only measured where it dif
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
     Stage.SWAP: 0.03,
-    Stage.HAND_OFF: 0.03,
+    Stage.OFFLOAD: 0.03,
 }
 _WHAT = {
     Stage.LINEAR: "linear layers",
@@ -71,7 +71,7 @@ _WHAT = {
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
     Stage.SWAP: "copies to the GPU",
-    Stage.HAND_OFF: "hand-off",
+    Stage.OFFLOAD: "hand-off",
 }
 
 
@@ -127,7 +127,7 @@ def _tables(
         try:
             times |= measure(timer, grid, seconds_left, decoder.config)
         except (StreamMemoryError, RelayStalledError) as error:  # flags tell nobody anything: threads will
-            ladder.limit("graphs", "device-only", str(error))
+            fallbacks.limit("graphs", "device-only", str(error))
             times |= measure(timer, grid, seconds_left, decoder.config)
         left -= _SHARES[stage]
     if timer.is_cuda:
@@ -145,15 +145,15 @@ def _tables(
         host_ms = {point: typical_ms(values) for point, values in timer.host_linear_ms.items()}
         found = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
         host_linear = Curve([x for x, _ in found], rising([ms for _, ms in found]))
-    attention = dict.fromkeys(PLACES, _surface(Stage.CPU_ATTENTION, times))
-    attention |= {stage.place: _surface(stage, times) for stage in grids if stage.place is not None}
+    attention = dict.fromkeys(MEASURED_TIERS, _surface(Stage.CPU_ATTENTION, times))
+    attention |= {stage.tier: _surface(stage, times) for stage in grids if stage.tier is not None}
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
         iteration_ms=statistics.median(timer.iteration_ms() for _ in range(5)),
         linear=curve(Stage.LINEAR),
         head=curve(Stage.HEAD),
-        hand_off=curve(Stage.HAND_OFF),
+        offload=curve(Stage.OFFLOAD),
         transfer=curve(Stage.TRANSFER),
         first_chunk_attention=curve(Stage.FIRST_CHUNK_ATTENTION),
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),

@@ -15,10 +15,10 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.backend import open_backend
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.cost_model import MemoryShares
-from neo_desktop.engine.predict.split_product import Rates
-from neo_desktop.engine.profiling.hand_off import HandOff
+from neo_desktop.engine.predict.offloaded_matmul import Rates
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.native.relay import RelayStalledError
@@ -52,7 +52,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
             COPY_BYTES / copied_s,
             cpu_bytes_per_s,
             cpu_flops,
-            _hand_off_ms(device),
+            _offload_ms(device),
             read_bytes_per_s,
         )
     gpu_few_s, gpu_many_s, gpu_bytes = _products(device, dtype)
@@ -62,7 +62,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         COPY_BYTES / _least_s(_copy(device), device),
         gpu_bytes / gpu_few_s,
         2 * ROWS * COLUMNS * MANY / gpu_many_s,
-        _hand_off_ms(device),
+        _offload_ms(device),
         read_bytes_per_s,
     )
 
@@ -108,18 +108,18 @@ def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> Memo
     return MemoryShares(*(rate / most for rate in alone))
 
 
-def _hand_off_ms(device: torch.device) -> float:
+def _offload_ms(device: torch.device) -> float:
     """Return what few inputs take to the CPU and its outputs back, as iterations tell each other."""
 
     def least_ms(*, in_graph: bool) -> float:
-        with closing(HandOff(device, open_backend(WholeDevice(device)), in_graph=in_graph)) as hand_off:
-            return 1e3 * min(hand_off.seconds(HANDED_BYTES) for _ in range(_REPEATS))
+        with closing(OffloadTimer(device, open_backend(WholeDevice(device)), in_graph=in_graph)) as offload:
+            return 1e3 * min(offload.seconds(HANDED_BYTES) for _ in range(_REPEATS))
 
-    if device.type == "cuda" and ladder.rung("graphs") == "host-flags":
+    if device.type == "cuda" and fallbacks.level("graphs") == "host-flags":
         try:
             return least_ms(in_graph=True)
         except (StreamMemoryError, RelayStalledError) as error:
-            ladder.limit("graphs", "device-only", str(error))
+            fallbacks.limit("graphs", "device-only", str(error))
     return least_ms(in_graph=False)
 
 

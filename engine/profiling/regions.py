@@ -12,7 +12,7 @@ from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.layer import block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.models.decoder import Decoder
 
@@ -68,9 +68,9 @@ class Region:
         return [table[:width] for table, width in zip(tables, widths, strict=True)]
 
 
-def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
-    """Return how many blocks of a place measurements use in each layer; 0 without such a pool."""
-    pool = storage.get(place)
+def measured_blocks(decoder: Decoder, storage: KVStorage, tier: KVTier) -> int:
+    """Return how many blocks of a tier measurements use in each layer; 0 without such a pool."""
+    pool = storage.get(tier)
     if pool is None:
         return 0
     bytes_per_block = block_bytes(decoder.config, BLOCK_SIZE, pool.dtype)
@@ -78,15 +78,15 @@ def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
     return min(pool.num_blocks, num_runs * BLOCKS_PER_RUN)
 
 
-def choose_region(decoder: Decoder, storage: KVStorage, place: Place) -> Region:
-    """Choose layers and blocks of a place's pool, or of one made for the purpose, and write to them.
+def choose_region(decoder: Decoder, storage: KVStorage, tier: KVTier) -> Region:
+    """Choose layers and blocks of a tier's pool, or of one made for the purpose, and write to them.
 
     Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
     """
-    config, device = decoder.config, memory_of(place, decoder.device)
-    region_bytes, num_blocks = _region_bytes(decoder, device), measured_blocks(decoder, storage, place)
+    config, device = decoder.config, memory_of(tier, decoder.device)
+    region_bytes, num_blocks = _region_bytes(decoder, device), measured_blocks(decoder, storage, tier)
     if num_blocks:
-        pool = storage[place]
+        pool = storage[tier]
     else:
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
         num_runs = min(max(region_bytes // 4 // (BLOCKS_PER_RUN * bytes_per_block), 1), 1024)

@@ -20,24 +20,24 @@ from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal, Work
 from neo_desktop.engine.execute.layout import MAX_DECODES
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
-from neo_desktop.engine.execute.split_products import SplitProducts
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves, TransferMemory
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.dispatch import fits_graph
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.profiling.hand_off import HandOff
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.profiling.points import NEAR, Point, Stage
 from neo_desktop.engine.profiling.regions import Region, choose_region
 from neo_desktop.engine.profiling.shares import measured_shares
@@ -45,7 +45,7 @@ from neo_desktop.engine.profiling.swap_copies import IN_A_ROW, SwapCopies
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.registry import stages_of
@@ -56,7 +56,7 @@ MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the li
 FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 FEW_ROWS = 8
 REPEATS = 3
-PATIENCE_S = 60.0  # with a few layers, of which nothing is seen within a graph
+TIMEOUT_S = 60.0  # with a few layers, of which nothing is seen within a graph
 
 _TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
 _NOTHING: Sequence[Signal] = ()
@@ -93,8 +93,8 @@ class StageTimer:
         self._uses_gpu = self.is_cuda or gpu is not None
         self._stages = stages_of(decoder, dispatch if self._uses_gpu else None)
         self._backend = gpu or open_backend(streams or WholeDevice(decoder.device))
-        self._regions = {place: choose_region(decoder, storage, place) for place in PLACES}
-        # Whether decode attention is the same in all places: the same kind of memory and dtype.
+        self._regions = {tier: choose_region(decoder, storage, tier) for tier in MEASURED_TIERS}
+        # Whether decode attention is the same in all tiers: the same kind of memory and dtype.
         kinds = {(region.pool.kind, region.pool.dtype) for region in self._regions.values()}
         self.attends_alike = not self.is_cuda and len(kinds) == 1
         generator = torch.Generator(decoder.device).manual_seed(0)
@@ -108,7 +108,7 @@ class StageTimer:
         self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
         row_shape = config.num_kv_heads, config.head_dim
         self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
-        self._split = SplitProducts(self._stages, (FEW_ROWS,)) if decoder.has_splits else None
+        self._split = OffloadedMatmuls(self._stages, (FEW_ROWS,)) if decoder.has_splits else None
         # The CPU's part in a layer's linear stages, as often as they were measured.
         self.host_linear_ms: dict[Point, list[float]] = {}
         self._random = random.Random(0)
@@ -116,9 +116,9 @@ class StageTimer:
         # seen a large piece freed, every such piece is new from the system, page fault by page fault.
         torch.empty(FREED_BYTES, dtype=torch.uint8).zero_()
 
-    def capacity_tokens(self, place: Place) -> int:
+    def capacity_tokens(self, tier: KVTier) -> int:
         """Return how many tokens' KV the attention of one layer can be measured over."""
-        return self._regions[place].num_tokens
+        return self._regions[tier].num_tokens
 
     def close(self) -> None:
         """End the backend's threads."""
@@ -136,14 +136,14 @@ class StageTimer:
             torch.OutOfMemoryError: the GPU has not enough memory left for it.
             StreamMemoryError, RelayStalledError: no flags can tell the CPU what to do.
         """
-        if point.stage is Stage.HAND_OFF:
-            return self._hand_off_ms(point.x)
+        if point.stage is Stage.OFFLOAD:
+            return self._offload_ms(point.x)
         if point.stage is Stage.TRANSFER:
             return self._transfer_ms(point.x, turn)
         if point.stage is Stage.SWAP:
             return self._swap_ms(point.x, turn)
         if point.stage is Stage.LINEAR and self._split is not None:
-            ms, host_ms = self._split_linear_ms(self._split, point.x)
+            ms, host_ms = self._offloaded_linear_ms(self._split, point.x)
             self.host_linear_ms.setdefault(point, []).append(host_ms)
             return ms
         call = self._prepare(point, turn)
@@ -156,15 +156,15 @@ class StageTimer:
         return (time.perf_counter() - start) * 1e3
 
     @torch.inference_mode()
-    def split_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
-        """Measure a layer's linear stages once, with split matrices divided like this from now on."""
+    def offloaded_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
+        """Measure a layer's linear stages once, with offloaded matrices divided like this from now on."""
         assert self._split is not None
         self._decoder.streamed_shares = shares
-        return self._split_linear_ms(self._split, tokens)[0]
+        return self._offloaded_linear_ms(self._split, tokens)[0]
 
     @torch.inference_mode()
     def measure_shares(self, max_rows: int, seconds: float) -> None:
-        """Find how split matrices, then experts in host memory, are best divided: so they are from now on.
+        """Find how offloaded matrices, then experts in host memory, are best divided: so they are from now on.
 
         Args:
             max_rows: of a product.
@@ -175,12 +175,12 @@ class StageTimer:
 
         def experts_ms(tokens: int, shares: StreamedShares) -> float:
             decoder.streamed_experts = shares
-            return self._split_linear_ms(split, tokens)[0]
+            return self._offloaded_linear_ms(split, tokens)[0]
 
-        each_s = seconds / (bool(split.splits) + bool(split.mixtures))
+        each_s = seconds / (bool(split.splits) + bool(split.moe_layers))
         if split.splits:
-            decoder.streamed_shares = measured_shares(self.split_linear_ms, max_rows, each_s)
-        if split.mixtures:
+            decoder.streamed_shares = measured_shares(self.offloaded_linear_ms, max_rows, each_s)
+        if split.moe_layers:
             decoder.streamed_experts = measured_shares(experts_ms, max_rows, each_s)
 
     @torch.inference_mode()
@@ -213,11 +213,11 @@ class StageTimer:
 
     @property
     def _has_graphs(self) -> bool:
-        return self._uses_gpu and self._stages.writes_in_place and ladder.rung("graphs") != "eager"
+        return self._uses_gpu and self._stages.writes_in_place and fallbacks.level("graphs") != "eager"
 
     @property
     def _has_flags(self) -> bool:
-        return self._uses_gpu and ladder.rung("graphs") == "host-flags"
+        return self._uses_gpu and fallbacks.level("graphs") == "host-flags"
 
     def _is_graph(self, point: Point) -> bool:
         """Whether iterations have it in a graph."""
@@ -258,7 +258,7 @@ class StageTimer:
         program, backend = SmallProgram("measured", record), self._backend
         try:
             for _ in range(3 if in_graph else 1):  # at once, captured, and launched again
-                watch = Watch(PATIENCE_S)
+                watch = Watchdog(TIMEOUT_S)
                 for product in products:
                     product.busy_ns = 0
                 backend.begin(watch)
@@ -283,35 +283,35 @@ class StageTimer:
             if relays is not None:
                 relays.close()
 
-    def _hand_off_ms(self, requests: int) -> float:
+    def _offload_ms(self, requests: int) -> float:
         """One round trip of a layer's q, k, v and output, without the attention."""
         config = self._config
         row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # on average of both ways
-        hand_off = HandOff(self._decoder.device, self._backend, in_graph=self._has_flags)
-        return hand_off.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
+        offload = OffloadTimer(self._decoder.device, self._backend, in_graph=self._has_flags)
+        return offload.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
 
     def _transfer_ms(self, tokens: int, turn: int) -> float:
         """The KV of a layer of `tokens` tokens in whole blocks; one way and next time the other.
 
         On a GPU those of all layers follow each other, as in an iteration; otherwise one tells of all.
         """
-        places = PLACES if turn % 2 == 0 else PLACES[::-1]
-        regions = [self._regions[place] for place in places]
+        tiers = MEASURED_TIERS if turn % 2 == 0 else MEASURED_TIERS[::-1]
+        regions = [self._regions[tier] for tier in tiers]
         num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
         blocks = zip(*(region.blocks(num_blocks, turn) for region in regions), strict=True)
-        storage = KVStorage({place: self._regions[place].pool_from(turn) for place in places})
-        copies = [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
+        storage = KVStorage({tier: self._regions[tier].pool_from(turn) for tier in tiers})
+        copies = [BlockCopy(tiers[0], source, tiers[1], target) for source, target in blocks]
         num_layers = self._config.num_layers if self._uses_gpu else 1
         self._transfers.begin()
         moves = Moves(storage.copy_groups(copies), self._transfers)
 
-        def record(recorder: Recorder) -> None:
-            moved = moves.submit(recorder, 0)
+        def record(launcher: Launcher) -> None:
+            moved = moves.submit(launcher, 0)
             for layer in range(1, num_layers):
-                ahead = moves.submit(recorder, layer)
-                recorder.wait(moved)
+                ahead = moves.submit(launcher, layer)
+                launcher.wait(moved)
                 moved = ahead
-            recorder.wait(moved)
+            launcher.wait(moved)
 
         relays = Relays(self._config, storage) if self._has_flags else None
         with self._run(record, relays=relays, transfers=moves.transfers) as seconds:
@@ -329,8 +329,8 @@ class StageTimer:
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
-        if point.stage.place is not None:
-            return self._decode(point.stage.place, point.x, point.y, turn)
+        if point.stage.tier is not None:
+            return self._decode(point.stage.tier, point.x, point.y, turn)
         if point.stage.is_prefill:
             return self._prefill(point.x, point.y, turn)
         if point.stage is Stage.LINEAR:
@@ -347,12 +347,12 @@ class StageTimer:
                 (turn * LAYERS_AT_ONCE + step) % self._config.num_layers,
                 region.pool.layer(region.layer(turn + step)),
             )
-            store = cache.store(slots) if cache.stores_early else None
+            store = cache.store(slots) if cache.fused_kv_append else None
             self._stages.advance(layer, layer, state, store)
 
         return call
 
-    def _split_linear_ms(self, split: SplitProducts, tokens: int) -> tuple[float, float]:
+    def _offloaded_linear_ms(self, split: OffloadedMatmuls, tokens: int) -> tuple[float, float]:
         """The linear stages of all layers, which differ in what the device has of them: the mean of one.
 
         Returns:
@@ -365,19 +365,19 @@ class StageTimer:
         start, end = (timed_event(in_graph=in_graph) if self.is_cuda else None for _ in range(2))
         self._fill(state, tokens)
 
-        def record(recorder: Recorder) -> None:
+        def record(launcher: Launcher) -> None:
             stream, after = products.stream(), _NOTHING
-            stream.bring(recorder)
+            stream.bring(launcher)
             if start is not None:
-                recorder.run(Lane.DEVICE, _MEASURED, start.record)
+                launcher.run(Lane.DEVICE, _MEASURED, start.record)
             for turn in range(num_layers + 1):
                 begun = turn if turn < num_layers else None
                 steps = self._stages.steps(turn - 1 if turn else None, begun, state)
                 stage = LaneStage("linear", turn, NO_SUB_BATCH, tokens)
-                after = products.advance(recorder, stream, stage, steps, after)
-            recorder.wait(after)
+                after = products.advance(launcher, stream, stage, steps, after)
+            launcher.wait(after)
             if end is not None:
-                recorder.run(Lane.DEVICE, _MEASURED, end.record)
+                launcher.run(Lane.DEVICE, _MEASURED, end.record)
 
         relays = Relays(self._config, KVStorage({})) if self._has_flags else None
         hosts, staged = products.on_host, products.stream().staged
@@ -425,8 +425,8 @@ class StageTimer:
 
         return self._in_layers(region, turn, attend)
 
-    def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
-        region = self._regions[place]
+    def _decode(self, tier: KVTier, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
+        region = self._regions[tier]
         device, lens = region.pool.device, self._context_lens(requests, mean_context)
         tables = region.tables(lens, turn)
         block_tables = upload(padded_block_tables(tables), torch.int32, device)
@@ -436,7 +436,7 @@ class StageTimer:
 
         def attend(layer: int, scale: float, window: int | None) -> None:
             cache = region.pool.layer(layer)
-            new_k, new_v = (None, None) if cache.stores_early else (k, v)
+            new_k, new_v = (None, None) if cache.fused_kv_append else (k, v)
             cache.decode(q, new_k, new_v, None, block_tables, context_lens, out, scale, window)
 
         return self._in_layers(region, turn, attend)
@@ -464,8 +464,8 @@ class StageTimer:
 def _in_a_row(work: Sequence[Work]) -> Record:
     """Return what gives work to the device's lane."""
 
-    def record(recorder: Recorder) -> None:
+    def record(launcher: Launcher) -> None:
         for each in work:
-            recorder.run(Lane.DEVICE, _MEASURED, each)
+            launcher.run(Lane.DEVICE, _MEASURED, each)
 
     return record

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 
@@ -41,9 +41,9 @@ class SwapCopies:
             for kind in range(2):
                 self._bring(kind, tokens, 2 * (turn * IN_A_ROW + step) + kind)
 
-        def record(recorder: Recorder) -> None:
+        def record(launcher: Launcher) -> None:
             for step in range(IN_A_ROW):
-                recorder.wait((recorder.run(Lane.SWAP_IN, _MEASURED, partial(copy, step)),))
+                launcher.wait((launcher.run(Lane.SWAP_IN, _MEASURED, partial(copy, step)),))
 
         return record
 
@@ -59,10 +59,10 @@ class SwapCopies:
             Lane.SWAP_OUT: partial(self._store, 1, tokens),
         }
 
-        def record(recorder: Recorder) -> None:
+        def record(launcher: Launcher) -> None:
             steps = [(lane, step) for step in range(IN_A_ROW) for lane in lanes]
-            recorder.wait(
-                [recorder.run(lane, _MEASURED, partial(copies[lane], step)) for lane, step in steps]
+            launcher.wait(
+                [launcher.run(lane, _MEASURED, partial(copies[lane], step)) for lane, step in steps]
             )
 
         return record

@@ -24,18 +24,18 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.layout import MAX_DECODES
-from neo_desktop.engine.execute.split_products import splits_of
+from neo_desktop.engine.execute.offloaded_matmuls import splits_of
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv.swapped import make_pool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv.streamed import make_pool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.traced.decoder import TracedDecoder
 
-NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # of each place; all requests share them, since nobody reads the answers
+NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # of each tier; all requests share them, since nobody reads the answers
 
 
 class Gauge(Protocol):
@@ -75,13 +75,13 @@ class TorchGauge:
 
 
 def warm_up(
-    decoder: Decoder, places: Sequence[Place], limits: SchedulerLimits, streams: Streams, gauge: Gauge
+    decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimits, streams: Streams, gauge: Gauge
 ) -> int:
     """Carry out the largest iterations; return how many bytes they take at most beside weights and KV.
 
     Args:
         decoder: the loaded model.
-        places: where KV will live.
+        tiers: where KV will live.
         streams: what the work on the decoder's device runs on.
         gauge: of the device's memory.
 
@@ -90,7 +90,7 @@ def warm_up(
     """
     before = gauge.begin()
     try:
-        _carry_out(_one_layer_of_each_kind(decoder), places, limits, streams)
+        _carry_out(_one_layer_of_each_kind(decoder), tiers, limits, streams)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
@@ -107,21 +107,21 @@ def warm_up(
     )
 
 
-def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimits, streams: Streams) -> None:
+def _carry_out(decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimits, streams: Streams) -> None:
     with streams.on_device():
         storage = KVStorage(
             {
-                place: make_pool(
-                    place, decoder.config, NUM_BLOCKS, decoder.dtype, decoder.device, decoder.sinks
+                tier: make_pool(
+                    tier, decoder.config, NUM_BLOCKS, decoder.dtype, decoder.device, decoder.sinks
                 )
-                for place in places
+                for tier in tiers
             }
         )
     executor = build_executor(
         decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, None, streams
     )
     try:
-        for plan in _largest_plans(places, limits, decoder.config.max_context_tokens):
+        for plan in _largest_plans(tiers, limits, decoder.config.max_context_tokens):
             executor.execute(plan)
             if isinstance(decoder, TracedDecoder):  # its graphs keep memory for tensors that its code makes
                 executor.execute(plan)
@@ -130,21 +130,21 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
 
 
 def _largest_plans(
-    places: Sequence[Place], limits: SchedulerLimits, max_context_tokens: int
+    tiers: Sequence[KVTier], limits: SchedulerLimits, max_context_tokens: int
 ) -> Iterator[IterationPlan]:
-    """Yield many prompts at once, chunks of a long one, and decodes, as many as can be, of each place."""
+    """Yield many prompts at once, chunks of a long one, and decodes, as many as can be, of each tier."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
-    for place in places:
+    for tier in tiers:
         each = min(tokens // requests, max_context_tokens)
-        yield _plan([_sequence(index, place, 0, each) for index in range(requests)])
+        yield _plan([_sequence(index, tier, 0, each) for index in range(requests)])
         chunk = min(tokens, max_context_tokens)
-        yield _plan([_sequence(0, place, 0, chunk)])
-        yield _plan([_sequence(0, place, min(chunk, max_context_tokens - chunk), chunk)])
+        yield _plan([_sequence(0, tier, 0, chunk)])
+        yield _plan([_sequence(0, tier, min(chunk, max_context_tokens - chunk), chunk)])
     # A graph at its second turn: the first one carries its work out piece by piece.
     context = min(max_context_tokens, NUM_BLOCKS * BLOCK_SIZE) - 1
     rows = min(requests, MAX_DECODES)
-    decodes = [_sequence(index, places[index % len(places)], context, 1) for index in range(rows)]
-    decodes.sort(key=lambda sequence: places.index(sequence.place))
+    decodes = [_sequence(index, tiers[index % len(tiers)], context, 1) for index in range(rows)]
+    decodes.sort(key=lambda sequence: tiers.index(sequence.tier))
     for _ in range(2):
         yield _plan(decodes)
 
@@ -153,14 +153,14 @@ def _plan(sequences: Sequence[ScheduledSequence]) -> IterationPlan:
     return IterationPlan((SubBatch(tuple(sequences)),))
 
 
-def _sequence(index: int, place: Place, start: int, tokens: int) -> ScheduledSequence:
+def _sequence(index: int, tier: KVTier, start: int, tokens: int) -> ScheduledSequence:
     no_tokens = IntArray().view()
     num_blocks = -(-(start + tokens) // BLOCK_SIZE)
     table = IntArray((index + number) % NUM_BLOCKS for number in range(num_blocks)).view()
     # The sampler's longest way.
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=1)
     sampling = SamplingInput(params, 0, 0, start + tokens, no_tokens, no_tokens)
-    return ScheduledSequence(str(index), (0,) * tokens, start, place, table, sampling)
+    return ScheduledSequence(str(index), (0,) * tokens, start, tier, table, sampling)
 
 
 def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:

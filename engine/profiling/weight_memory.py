@@ -15,9 +15,9 @@ import torch
 
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     layer_matrices,
@@ -39,7 +39,7 @@ from neo_desktop.engine.profiling.budget import (
 )
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
 CHAT_TOKENS = 4096  # of the chat that a plan is made for
@@ -47,7 +47,7 @@ CHAT_TOKENS = 4096  # of the chat that a plan is made for
 
 def plan_memory(
     config: ModelConfig,
-    form: LinearForm,
+    form: WeightFormat,
     dtype: torch.dtype,
     device: torch.device,
     options: EngineOptions,
@@ -93,7 +93,7 @@ class _Memory:
     def __init__(
         self,
         config: ModelConfig,
-        form: LinearForm,
+        form: WeightFormat,
         dtype: torch.dtype,
         device: torch.device,
         options: EngineOptions,
@@ -111,7 +111,7 @@ class _Memory:
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
         self._weights = config.weight_bytes(dtype, form)
-        self._places = get_policy(options.policy).places
+        self._places = get_policy(options.policy).tiers
         self._matrices = layer_matrices(config, form, dtype)
         self._streaming = streaming_bytes(self._matrices)
 
@@ -124,15 +124,15 @@ class _Memory:
         if self._weights + self._least_gpu_kv() <= self._room:
             return None
         plans: list[tuple[float, WeightPlan]] = []
-        for place in self._places:
-            gpu_kv = self._gpu_kv(place)
+        for tier in self._places:
+            gpu_kv = self._gpu_kv(tier)
             try:
                 plan = self._planned(self._room - self._streaming - gpu_kv)
             except MemoryError:
-                if place is self._places[-1] and not plans:
+                if tier is self._places[-1] and not plans:
                     raise
                 continue
-            ms = weight_times(self._matrices, plan, self._rates, 1).ms + self._attention_ms(place)
+            ms = weight_times(self._matrices, plan, self._rates, 1).ms + self._attention_ms(tier)
             plans.append((ms, plan))
         return min(plans, key=lambda each: each[0])[1]
 
@@ -149,7 +149,7 @@ class _Memory:
 
     def check_host(self, plan: WeightPlan) -> None:
         """Check that host memory holds the others, and some KV where it is to be there."""
-        kv = self._short_kv() + self._buffers if any(place.host_attends for place in self._places) else 0
+        kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._places) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
             smaller = self._smaller(self._room - self._streaming - self._least_gpu_kv() + free - kv)
@@ -171,18 +171,18 @@ class _Memory:
     def _planned(self, gpu_bytes: int) -> WeightPlan:
         return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self._rates)
 
-    def _gpu_kv(self, place: Place) -> int:
-        """What KV takes on the GPU if the chat is in this place."""
+    def _gpu_kv(self, tier: KVTier) -> int:
+        """What KV takes on the GPU if the chat is in this tier."""
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
-        if place.in_host_memory:
+        if tier.in_host_memory:
             return self._least_gpu_kv()
         tokens = min(CHAT_TOKENS, self._config.max_context_tokens)
         run = BLOCK_SIZE * BLOCKS_PER_RUN
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if not any(place.stays_on_device for place in self._places):
+        if not any(tier.stays_on_device for tier in self._places):
             return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
@@ -191,15 +191,15 @@ class _Memory:
     def _short_kv(self) -> int:
         return min(SHORT_TOKENS, self._config.max_context_tokens) * self._token_bytes
 
-    def _attention_ms(self, place: Place) -> float:
+    def _attention_ms(self, tier: KVTier) -> float:
         """What reading the chat's KV takes per token of its answer."""
         nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
-        if place.is_swapped:
+        if tier.is_streamed:
             return 1e3 * nbytes / self._rates.bus_bytes_per_s
-        if not place.host_attends:
+        if not tier.host_attends:
             return 1e3 * nbytes / self._rates.gpu_bytes_per_s
-        hand_offs_ms = self._config.num_layers * self._rates.hand_off_ms
-        return 1e3 * nbytes / self._rates.cpu_bytes_per_s + hand_offs_ms
+        offloads_ms = self._config.num_layers * self._rates.offload_ms
+        return 1e3 * nbytes / self._rates.cpu_bytes_per_s + offloads_ms
 
     @property
     def _token_bytes(self) -> int:

@@ -10,7 +10,7 @@ import time
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface
 from neo_desktop.models.decoder import Decoder
 
@@ -94,27 +94,27 @@ def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
 
 def measured_workers(
     storage: KVStorage, decoder: Decoder
-) -> tuple[dict[Place, Surface], dict[Place, Network]]:
+) -> tuple[dict[KVTier, Surface], dict[KVTier, Network]]:
     """Return what attention takes in each worker, and the way; of absent ones, what others take."""
     config = decoder.config
     sent = config.num_heads + 2 * config.num_kv_heads  # heads of a row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
-    found: dict[Place, Surface] = {}
+    found: dict[KVTier, Surface] = {}
     absent = []
-    for place in storage.places:
-        pool = storage[place]
+    for tier in storage.tiers:
+        pool = storage[tier]
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
+            found[tier] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
         else:
-            absent.append(place)
+            absent.append(tier)
     typical = next(iter(found.values()), UNKNOWN)
     parts = {
-        place: divided(surface, sent_share)
-        for place, surface in (found | dict.fromkeys(absent, typical)).items()
+        tier: divided(surface, sent_share)
+        for tier, surface in (found | dict.fromkeys(absent, typical)).items()
     }
     return (
-        {place: attention for place, (attention, _) in parts.items()},
-        {place: network for place, (_, network) in parts.items()},
+        {tier: attention for tier, (attention, _) in parts.items()},
+        {tier: network for tier, (_, network) in parts.items()},
     )

@@ -1,4 +1,4 @@
-"""Workers that hold a place's KV together: each has some of the heads of all requests (Lamina, section 5).
+"""Workers that hold a tier's KV together: each has some of the heads of all requests (Lamina, section 5).
 
 So all of them attend for every request, and have equally much to do whatever requests there are. Each has all
 blocks, with its own KV heads: the same block tables go to all.
@@ -32,7 +32,7 @@ class HeadGroup:
     When one worker is lost, all KV is: the others hold heads of it that are of no use alone.
 
     Args:
-        name: of the place, which all links have.
+        name: of the tier, which all links have.
         links: one for each worker, in the order of their heads; at least one.
     """
 

@@ -194,7 +194,7 @@ class WorkerLink:
             rows, width = block_tables.shape
             channel.send(Kind.TABLES, *payload, table=number, rows=rows, width=width)
             self._tables[number] = context_lens
-        # Staggered decodes have a table for each layer: those of sub-batches outlast them.
+        # async decodes have a table for each layer: those of sub-batches outlast them.
         self._by_use.remove(number)
         self._by_use.append(number)
         return number

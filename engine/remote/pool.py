@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import WorkerLink
 from neo_desktop.models.config import ModelConfig
@@ -78,7 +78,7 @@ class RemotePool(KVPool):
     """K and V of all blocks of a worker, or of several that divide the heads.
 
     Args:
-        place: the worker's.
+        tier: the worker's.
         config: the model's.
         block_size: tokens per block.
         dtype: the model's.
@@ -87,14 +87,14 @@ class RemotePool(KVPool):
 
     def __init__(
         self,
-        place: Place,
+        tier: KVTier,
         config: ModelConfig,
         block_size: int,
         dtype: torch.dtype,
         link: AnyLink,
     ) -> None:
         # Nothing of what another pool takes is here: no memory, and no parts.
-        self.worker = place.name
+        self.worker = tier.name
         self.link = link
         self.kind = RemoteLayer
         # When it was made: another number may come back with the worker.

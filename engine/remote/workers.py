@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.cluster import Cluster
 from neo_desktop.engine.remote.greeting import RefusedError
 from neo_desktop.engine.remote.heads import HeadGroup, check_heads
@@ -44,7 +44,7 @@ class Workers:
         most_blocks: in a worker's memory; more are of no use.
         retries_s: see `RETRIES_S`.
         cluster: that the workers belong to; closed with them.
-        by_heads: whether all of them are one place, and each has some of the heads of all requests; else
+        by_heads: whether all of them are one tier, and each has some of the heads of all requests; else
             each is a place of its own.
 
     Raises:
@@ -68,24 +68,24 @@ class Workers:
         self._retries_s = retries_s
         self._cluster = cluster
         self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
-        self._reasons: dict[Place, str] = {}  # why those are lost that are
+        self._reasons: dict[KVTier, str] = {}  # why those are lost that are
         self._losses = dict.fromkeys(self._links, 0)
-        self._returned: list[Place] = []  # whom nobody has taken back yet
+        self._returned: list[KVTier] = []  # whom nobody has taken back yet
         self._last_loss_s = 0.0
         self._changes = threading.Lock()
         self._news = threading.Event()  # that somebody has returned since the last loss
         self._closing = threading.Event()
 
-    def _apart(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[Place, AnyLink]:
-        places = [Place.worker(number) for number in range(1, len(addresses) + 1)]
-        links = self._links_to(addresses, trust, [place.name for place in places])
-        return dict(zip(places, links, strict=True))
+    def _apart(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[KVTier, AnyLink]:
+        tiers = [KVTier.worker(number) for number in range(1, len(addresses) + 1)]
+        links = self._links_to(addresses, trust, [tier.name for tier in tiers])
+        return dict(zip(tiers, links, strict=True))
 
-    def _grouped(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[Place, AnyLink]:
+    def _grouped(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[KVTier, AnyLink]:
         check_heads(self._shape.num_kv_heads, len(addresses))
-        place = Place.worker(1)
-        links = self._links_to(addresses, trust, [place.name] * len(addresses))
-        return {place: HeadGroup(place.name, links)}
+        tier = KVTier.worker(1)
+        links = self._links_to(addresses, trust, [tier.name] * len(addresses))
+        return {tier: HeadGroup(tier.name, links)}
 
     def _links_to(
         self, addresses: Sequence[Callable[[], Address]], trust: Trust, names: Sequence[str]
@@ -98,71 +98,71 @@ class Workers:
         Raises:
             ConnectionError: one answers, and refuses.
         """
-        for place, link in self._links.items():
+        for tier, link in self._links.items():
             try:
                 self._open(link)
             except RefusedError as error:
                 self.close()
-                raise RefusedError(f"{place} at {link.address}: {error}") from None
+                raise RefusedError(f"{tier} at {link.address}: {error}") from None
             except OSError as error:
                 where = "" if link.address is None else f" at {link.address}"
-                logger.warning("%s%s cannot be reached, and is tried again: %s", place, where, error)
-                self._await(place, str(error))
+                logger.warning("%s%s cannot be reached, and is tried again: %s", tier, where, error)
+                self._await(tier, str(error))
 
     def _open(self, link: AnyLink) -> None:
         link.open(self._shape, self._sinks, self._most_blocks)
 
     @property
-    def pools(self) -> dict[Place, RemotePool]:
-        """`place -> its memory`, of all of them."""
+    def pools(self) -> dict[KVTier, RemotePool]:
+        """`tier -> its memory`, of all of them."""
         shape = self._shape
         return {
-            place: RemotePool(place, self._config, shape.block_size, shape.dtype, link)
-            for place, link in self._links.items()
+            tier: RemotePool(tier, self._config, shape.block_size, shape.dtype, link)
+            for tier, link in self._links.items()
         }
 
     @property
-    def num_blocks(self) -> dict[Place, int]:
-        """`place -> blocks`; none of those that are lost."""
+    def num_blocks(self) -> dict[KVTier, int]:
+        """`tier -> blocks`; none of those that are lost."""
         with self._changes:
             return {
-                place: 0 if place in self._reasons else link.num_blocks for place, link in self._links.items()
+                tier: 0 if tier in self._reasons else link.num_blocks for tier, link in self._links.items()
             }
 
     @property
-    def states(self) -> Mapping[Place, WorkerState]:
+    def states(self) -> Mapping[KVTier, WorkerState]:
         """What people are told."""
         with self._changes:
             return {
-                place: WorkerState(
-                    str(link.address or "no address yet"), self._reasons.get(place), self._losses[place]
+                tier: WorkerState(
+                    str(link.address or "no address yet"), self._reasons.get(tier), self._losses[tier]
                 )
-                for place, link in self._links.items()
+                for tier, link in self._links.items()
             }
 
-    def lose(self, error: WorkerLostError) -> Place:
-        """Take in that a worker is lost, and try to reach it again; return its place."""
-        (place,) = (place for place in self._links if place.name == error.worker)
-        link = self._links[place]
-        # Several workers may be one place: the reason says which of them.
+    def lose(self, error: WorkerLostError) -> KVTier:
+        """Take in that a worker is lost, and try to reach it again; return its tier."""
+        (tier,) = (tier for tier in self._links if tier.name == error.worker)
+        link = self._links[tier]
+        # Several workers may be one tier: the reason says which of them.
         which = "" if error.address in ("", str(link.address)) else f" ({error.address})"
         reason = error.reason + which
         link.close()
         logger.warning("%s is lost: %s; its requests are computed again", error.worker, reason)
         with self._changes:
-            self._losses[place] += 1
-        self._await(place, reason)
-        return place
+            self._losses[tier] += 1
+        self._await(tier, reason)
+        return tier
 
-    def take_returned(self) -> dict[Place, int]:
-        """Return `place -> blocks` of those that have come back since the last call, empty."""
+    def take_returned(self) -> dict[KVTier, int]:
+        """Return `tier -> blocks` of those that have come back since the last call, empty."""
         if not self._returned:  # nearly always
             return {}
         with self._changes:
             returned, self._returned = self._returned, []
-            for place in returned:
-                del self._reasons[place]
-            return {place: self._links[place].num_blocks for place in returned}
+            for tier in returned:
+                del self._reasons[tier]
+            return {tier: self._links[tier].num_blocks for tier in returned}
 
     def wait_for_return(self, longest_s: float) -> bool:
         """Wait a moment for a lost worker; return whether it is worth going on to wait.
@@ -175,25 +175,25 @@ class Workers:
         self._news.wait(GLANCE_S)
         return bool(self._returned) or time.monotonic() < self._last_loss_s + longest_s
 
-    def _await(self, place: Place, reason: str) -> None:
+    def _await(self, tier: KVTier, reason: str) -> None:
         with self._changes:
-            self._reasons[place] = reason
+            self._reasons[tier] = reason
             self._last_loss_s = time.monotonic()
             self._news.clear()
-        threading.Thread(target=self._reach, args=(place,), name=f"reach {place}", daemon=True).start()
+        threading.Thread(target=self._reach, args=(tier,), name=f"reach {tier}", daemon=True).start()
 
-    def _reach(self, place: Place) -> None:
-        link, count, since_s = self._links[place], 0, time.monotonic()
+    def _reach(self, tier: KVTier) -> None:
+        link, count, since_s = self._links[tier], 0, time.monotonic()
         while not self._closing.wait(self._retries_s[min(count, len(self._retries_s) - 1)]):
             count += 1
             try:
                 self._open(link)
             except OSError as error:
-                logger.debug("%s at %s cannot be reached: %s", place, link.address, error)
+                logger.debug("%s at %s cannot be reached: %s", tier, link.address, error)
                 continue
-            logger.warning("%s is back after %.0f s", place, time.monotonic() - since_s)
+            logger.warning("%s is back after %.0f s", tier, time.monotonic() - since_s)
             with self._changes:
-                self._returned.append(place)
+                self._returned.append(tier)
                 self._news.set()
             break
         if self._closing.is_set():

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from neo_desktop.engine.batch import MAX_STAGGERED, BlockCopy, IterationTiming
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, Load, predict, timing_of
+from neo_desktop.engine.predict.estimate import NO_DECODES, BatchShape, Decodes, predict, timing_of
 from neo_desktop.engine.predict.estimate import joined as joined_decodes
 from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.schedule.cohorts import Cohorts
-from neo_desktop.engine.schedule.draft import Draft, HostQueue, SchedulerLimits
-from neo_desktop.engine.schedule.mix import Mix
+from neo_desktop.engine.schedule.async_groups import AsyncGroups
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue, SchedulerLimits
+from neo_desktop.engine.schedule.partition import Partition
 from neo_desktop.engine.schedule.policies import Policy
-from neo_desktop.engine.schedule.regime import Demand, Regime, RegimeFinder
-from neo_desktop.engine.schedule.residency import Residency
-from neo_desktop.engine.schedule.split import Split
+from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.schedule.steady_state import SteadyState, SteadyStateFinder, Workload
+from neo_desktop.engine.schedule.workload_stats import WorkloadStats
 
-PATIENCE = 128  # iterations that a decode on the host waits before it joins at any price
+TIMEOUT = 128  # iterations that a decode on the host waits before it joins at any price
 MOST_WAITS = 16  # iterations that take nobody along who goes at their own pace; then their tokens begin again
-USED_SHARE = 0.95  # of a place's memory: requests leave room for others to grow
+USED_SHARE = 0.95  # of a tier's memory: requests leave room for others to grow
 BUDGET_GROWTH = 1 + 1 / 32  # of the tokens of an iteration, after the device had no memory for more
 
 R = TypeVar("R", bound=RequestState)
@@ -37,16 +37,16 @@ class Decision(Generic[R]):
     host_decodes: list[R]  # those of them that the host attends for
     waiting_decodes: list[R]  # that neither host nor bus had time for: they wait for the next iteration
     copies: list[BlockCopy]
-    loads: tuple[Load, ...]  # of the sub-batches
+    shapes: tuple[BatchShape, ...]  # of the sub-batches
     moved_tokens: int  # whose KV crosses the bus beside them
     predicted: IterationTiming
-    beginners: list[R] = field(default_factory=list)  # who begins to go at his own pace
-    staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # all who go on by a layer
+    new_async: list[R] = field(default_factory=list)  # who begins to go at his own pace
+    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # all who go on by a layer
 
     @property
-    def is_turn(self) -> bool:
+    def is_async_step(self) -> bool:
         """Whether anybody does."""
-        return bool(self.staggered)
+        return bool(self.async_decodes)
 
 
 @dataclass(slots=True)
@@ -55,27 +55,27 @@ class _Chosen(Generic[R]):
 
     decodes: list[R] = field(default_factory=list)  # that the device attends for
     queue: list[R] = field(default_factory=list)  # that the host attends for, who waited longest first
-    swapped: list[R] = field(default_factory=list)  # whose KV comes to the device: who may join, as above
+    streamed: list[R] = field(default_factory=list)  # whose KV comes to the device: who may join, as above
     unfinished: list[R] = field(default_factory=list)  # prompts that live somewhere
     chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, old and new
 
 
 class Decider(Generic[R]):
-    """Continuous batching over several places, as in NEO (section 3.2).
+    """Continuous batching over several tiers, as in NEO (section 3.2).
 
     NOTE on the algorithm. There is no prefill phase and no decode phase: a request has some tokens (prompt
     and output), some of them have their KV computed, and an iteration computes more of the rest. Each one:
 
-    1. Room: every decode needs a slot for its new token. Where a place is full, its youngest request moves
-       to another place that has room, or is preempted: its blocks are freed and it waits again, to be
+    1. Room: every decode needs a slot for its new token. Where a tier is full, its youngest request moves
+       to another tier that has room, or is preempted: its blocks are freed and it waits again, to be
        recomputed.
     2. The decodes that the device attends for join sub-batch 0. If there is ample room in the preferred
-       place, the oldest requests of others move there, as many as the bus can bring behind the linear stages,
+       tier, the oldest requests of others move there, as many as the bus can bring behind the linear stages,
        at least one.
     3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
-       stays in the preferred place if it fits, else it goes to another one layer by layer.
+       stays in the preferred tier if it fits, else it goes to another one layer by layer.
        So do decodes whose KV lies in host memory, if it comes to the device behind the layers' work.
-    4. Decodes that the host attends for join sub-batch 0 or 1, or go on at their own pace (see `Cohorts`), or
+    4. Decodes that the host attends for join sub-batch 0 or 1, or go on at their own pace (see `AsyncGroups`), or
        wait. Those that waited longest come first.
     5. As long as the host has more decodes than it can do, no prompt joins it.
     6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
@@ -100,14 +100,14 @@ class Decider(Generic[R]):
         num_layers: int | None = None,
     ) -> None:
         self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
-        places = tuple(place for place in policy.places if place in kv_cache.places)
-        self.residency: Residency[R] = Residency(kv_cache, places)
-        self.cohorts: Cohorts[R] = Cohorts(num_layers or self._cost.num_layers)
-        self._mix = Mix()
+        tiers = tuple(tier for tier in policy.tiers if tier in kv_cache.tiers)
+        self.queues: RequestQueues[R] = RequestQueues(kv_cache, tiers)
+        self.async_groups: AsyncGroups[R] = AsyncGroups(num_layers or self._cost.num_layers)
+        self._workload_stats = WorkloadStats()
         self._kv = kv_cache
         self._policy = policy
         self._limits = limits
-        self._regimes = RegimeFinder(self._cost)
+        self._steady_states = SteadyStateFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
         self.waits_for_prompt = (
@@ -122,18 +122,18 @@ class Decider(Generic[R]):
 
     def add(self, request: R) -> None:
         """Let a request wait for memory."""
-        self.residency.add(request)
-        self._mix.add(request.num_prompt_tokens)
+        self.queues.add(request)
+        self._workload_stats.add(request.num_prompt_tokens)
 
     def remove(self, request: R) -> None:
         """Forget a request that has ended, and free its blocks."""
-        self.residency.remove(request)
-        self.cohorts.drop(request)
-        self._mix.end()
+        self.queues.remove(request)
+        self.async_groups.drop(request)
+        self._workload_stats.end()
 
-    def set_limit(self, place: Place, num_blocks: int) -> None:
-        """Use only the first blocks of a place."""
-        self.residency.set_limit(place, num_blocks, self._may_spill)
+    def set_limit(self, tier: KVTier, num_blocks: int) -> None:
+        """Use only the first blocks of a tier."""
+        self.queues.set_limit(tier, num_blocks, self._may_spill)
         self._refused = None
 
     def shrink_to(self, num_tokens: int) -> None:
@@ -145,308 +145,314 @@ class Decider(Generic[R]):
 
         A decision that is not carried out is replaced by the next one: moves and admissions stay.
         """
-        residency = self.residency
+        queues = self.queues
         self.waits_for_prompt = False
-        has_room = residency.make_room(self._may_spill)  # 1
+        has_room = queues.make_room(self._may_spill)  # 1
         # Requests that wait take free room first, unless host or bus have more to do than they can.
-        if has_room and (self._is_behind or not residency.waiting):
+        if has_room and (self._is_behind or not queues.waiting):
             self._promote()  # 2
-        self._check_cohorts()
-        chosen, draft = self._collect_decodes()
-        self._join_chunks(chosen, draft, may_admit=has_room)  # 3, 5
-        self._join_swapped(chosen, draft)
-        if not draft.load.tokens and not chosen.queue:
-            if not len(self.cohorts):
+        self._check_async_groups()
+        chosen, builder = self._collect_decodes()
+        self._join_chunks(chosen, builder, may_admit=has_room)  # 3, 5
+        self._join_streamed(chosen, builder)
+        if not builder.shape.tokens and not chosen.queue:
+            if not len(self.async_groups):
                 # Who had to give way for want of room begins again, if nobody else is there.
-                return None if has_room or not self.residency.waiting else self.decide()
-            self.cohorts.clear()  # nothing is left that they could go along with
-            chosen, draft = self._collect_decodes()
-        return self._decision(chosen, draft, self._policy.divide(draft))  # 4, 6
+                return None if has_room or not self.queues.waiting else self.decide()
+            self.async_groups.clear()  # nothing is left that they could go along with
+            chosen, builder = self._collect_decodes()
+        return self._decision(chosen, builder, self._policy.partition(builder))  # 4, 6
 
     def advance(self, decision: Decision[R]) -> list[R]:
         """Book an iteration as carried out; return those who get their next token by it, already counted."""
-        self.residency.start_moves()
+        self.queues.start_moves()
         for request in decision.waiting_decodes:
-            request.num_skipped += 1
-        self.cohorts.num_waits += 1
+            request.iterations_waited += 1
+        self.async_groups.num_waits += 1
         self._is_behind = bool(decision.waiting_decodes)
-        counters = self.residency.counters
+        counters = self.queues.counters
         counters.num_cpu_decodes += len(decision.host_decodes)
         counters.num_double_iterations += len(decision.sub_batches) == 2
         sampled = []
         for batch in decision.sub_batches:
             for request, num_tokens in batch:
-                request.num_skipped = 0
+                request.iterations_waited = 0
                 request.num_computed_tokens += num_tokens
                 if request.num_computed_tokens == request.num_tokens:
                     request.num_tokens += 1
                     sampled.append(request)
-        for request in self.cohorts.turn(decision.beginners) if decision.is_turn else ():
-            request.num_skipped = 0
+        for request in self.async_groups.turn(decision.new_async) if decision.is_async_step else ():
+            request.iterations_waited = 0
             request.num_computed_tokens += 1
             request.num_tokens += 1
             sampled.append(request)
             counters.num_cpu_decodes += 1
-            counters.num_staggered_decodes += 1
-        self._mix.count_tokens(len(sampled))
+            counters.num_async_decodes += 1
+        self._workload_stats.count_tokens(len(sampled))
         self._grow_budget()
         return sampled
 
-    def _check_cohorts(self) -> None:
+    def _check_async_groups(self) -> None:
         """Let tokens begin again of those whose KV is elsewhere now, or of all if nobody takes them along."""
-        if self.cohorts.num_waits >= MOST_WAITS:
-            self.cohorts.clear()
-        moved = {request.request_id for request in self.residency.moved}
-        for request in list(self.cohorts):
+        if self.async_groups.num_waits >= MOST_WAITS:
+            self.async_groups.clear()
+        moved = {request.request_id for request in self.queues.moved}
+        for request in list(self.async_groups):
             if request.request_id not in self._kv or request.request_id in moved:
-                self.cohorts.drop(request)
+                self.async_groups.drop(request)
 
-    def _regime(self) -> Regime:
+    def _steady_state(self) -> SteadyState:
         """Return what is best in the long run for requests like those that there were."""
-        residency, most = self.residency, self._most_in
-        context_tokens = self._mix.context_tokens
-        there = min(residency.num_running + len(residency.waiting), self._limits.max_batch_requests)
-        device = next((place for place in residency.places if not place.host_attends), None)
-        host = next((place for place in residency.places if place.cpu_attends), None)
-        workers = [place for place in residency.places if place.is_remote]
-        swapped = next((place for place in residency.places if place.is_swapped and place != device), None)
+        queues, most = self.queues, self._most_in
+        context_tokens = self._workload_stats.context_tokens
+        there = min(queues.num_running + len(queues.waiting), self._limits.max_batch_requests)
+        device = next((tier for tier in queues.tiers if not tier.host_attends), None)
+        host = next((tier for tier in queues.tiers if tier.cpu_attends), None)
+        workers = [tier for tier in queues.tiers if tier.is_remote]
+        streamed = next((tier for tier in queues.tiers if tier.is_streamed and tier != device), None)
         most_on_device = min(most(device), there)
-        return self._regimes.best(
-            Demand(
+        return self._steady_states.best(
+            Workload(
                 device,
                 host,
                 most_on_device,
                 min(most(host), there - most_on_device),
-                self._mix.prompt_tokens,
+                self._workload_stats.prompt_tokens,
                 context_tokens,
-                self._mix.prompt_tokens / self._mix.output_tokens,
+                self._workload_stats.prompt_tokens / self._workload_stats.output_tokens,
                 self._limits.max_batch_tokens,
                 self._limits.max_token_ms,
                 tuple(
-                    (place, count) for place in workers if (count := min(most(place), there - most_on_device))
+                    (tier, count) for tier in workers if (count := min(most(tier), there - most_on_device))
                 ),
-                most_swapped=min(most(swapped), there - most_on_device),
+                most_streamed=min(most(streamed), there - most_on_device),
                 most_elsewhere=there - most_on_device,
             )
         )
 
-    def _most_in(self, place: Place | None) -> int:
-        """Return how many requests like those that came a place has memory for."""
-        if place is None or not self._kv.capacity_tokens(place):
+    def _most_in(self, tier: KVTier | None) -> int:
+        """Return how many requests like those that came a tier has memory for."""
+        if tier is None or not self._kv.capacity_tokens(tier):
             return 0
-        return max(int(USED_SHARE * self._kv.capacity_tokens(place) / self._mix.context_tokens), 1)
+        return max(int(USED_SHARE * self._kv.capacity_tokens(tier) / self._workload_stats.context_tokens), 1)
 
     def _num_on_host(self) -> int:
-        running = self.residency.running
-        return sum(len(requests) for place, requests in running.items() if place.host_attends)
+        running = self.queues.running
+        return sum(len(requests) for tier, requests in running.items() if tier.host_attends)
 
-    def _may_spill(self, victim: R, place: Place) -> bool:
-        """Whether a request may go on in a less preferred place; one that fits nowhere else must."""
-        best = self.residency.places[0]
+    def _may_spill(self, victim: R, tier: KVTier) -> bool:
+        """Whether a request may go on in a less preferred tier; one that fits nowhere else must."""
+        best = self.queues.tiers[0]
         if victim.num_tokens >= self._kv.capacity_tokens(best):
             return True
-        rest = [request.num_tokens for request in self.residency.running[best] if request is not victim]
-        draft = self._draft({best: Decodes(len(rest), sum(rest))} if rest else {})
-        draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
-        return self._policy.spills(draft, place, victim.num_tokens)
+        rest = [request.num_tokens for request in self.queues.running[best] if request is not victim]
+        builder = self._builder({best: Decodes(len(rest), sum(rest))} if rest else {})
+        builder.residents = self.queues.typical_decodes(self._workload_stats.output_tokens)
+        return self._policy.spills(builder, tier, victim.num_tokens)
 
     def _promote(self) -> None:
-        """Move requests to the preferred place, if it has room, as long as that hides their way there.
+        """Move requests to the preferred tier, if it has room, as long as that hides their way there.
 
         If nothing moves, one that the host attends for moves to where KV is swapped, if it will hide there.
         """
-        best, *others = self.residency.places
-        layer_ms, num_tokens = self._cost.linear_ms(self.residency.num_running), 0
+        best, *others = self.queues.tiers
+        layer_ms, num_tokens = self._cost.linear_ms(self.queues.num_running), 0
         while not num_tokens or self._cost.transfer_ms(num_tokens) < layer_ms:
-            request = self.residency.next_to_promote(best)
-            if request is None or not self.residency.promote(request, best):
+            request = self.queues.next_to_promote(best)
+            if request is None or not self.queues.promote(request, best):
                 break
             num_tokens += request.num_tokens
-        for place in others:
-            if place.is_swapped and not self.residency.copies:
-                request = self.residency.next_to_promote(place)
-                if request is not None and self._may_swap(request, place):
-                    self.residency.promote(request, place)
+        for tier in others:
+            if tier.is_streamed and not self.queues.copies:
+                request = self.queues.next_to_promote(tier)
+                if request is not None and self._may_stream(request, tier):
+                    self.queues.promote(request, tier)
 
-    def _may_swap(self, request: R, place: Place) -> bool:
-        draft = self._draft({})
-        draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
-        return self._policy.admits(draft, place, request.num_tokens)
+    def _may_stream(self, request: R, tier: KVTier) -> bool:
+        builder = self._builder({})
+        builder.residents = self.queues.typical_decodes(self._workload_stats.output_tokens)
+        return self._policy.admits(builder, tier, request.num_tokens)
 
-    def _draft(self, decodes: dict[Place, Decodes]) -> Draft:
+    def _builder(self, decodes: dict[KVTier, Decodes]) -> BatchBuilder:
         """Return an iteration with decodes that the device attends for."""
-        load = Load().plus(decodes)
-        moved_tokens = len(self.residency.copies) * self._kv.block_size
-        return Draft(
+        shape = BatchShape().plus(decodes)
+        moved_tokens = len(self.queues.copies) * self._kv.block_size
+        return BatchBuilder(
             self._cost,
             self._limits,
-            int(self._batch_tokens) - load.tokens,
-            load,
+            int(self._batch_tokens) - shape.tokens,
+            shape,
             moved_tokens=moved_tokens,
-            num_waiting=len(self.residency.waiting),
-            mean_prompt_tokens=self._mix.prompt_tokens,
-            num_running=self.residency.num_running,
+            num_waiting=len(self.queues.waiting),
+            mean_prompt_tokens=self._workload_stats.prompt_tokens,
+            num_running=self.queues.num_running,
             num_on_host=self._num_on_host(),
-            most_on_device=self._most_in(self.residency.places[0]),
-            num_swapped=sum(len(r) for place, r in self.residency.running.items() if place.is_swapped),
-            regime=self._regime() if self._policy.needs_regime else None,
+            most_on_device=self._most_in(self.queues.tiers[0]),
+            num_streamed=sum(len(r) for tier, r in self.queues.running.items() if tier.is_streamed),
+            steady_state=self._steady_state() if self._policy.needs_steady_state else None,
         )
 
-    def _collect_decodes(self) -> tuple[_Chosen[R], Draft]:
+    def _collect_decodes(self) -> tuple[_Chosen[R], BatchBuilder]:
         """Step 2: sub-batch 0 gets what the device attends for; the rest of what can be decoded queues up."""
         chosen: _Chosen[R] = _Chosen()
-        queue: list[tuple[Place, R]] = []
-        swapped: list[R] = []
-        at_device: dict[Place, Decodes] = {}
-        for place, running in self.residency.running.items():
+        queue: list[tuple[KVTier, R]] = []
+        streamed: list[R] = []
+        at_device: dict[KVTier, Decodes] = {}
+        for tier, running in self.queues.running.items():
             decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and not r.is_complete]
             if len(decodes) < len(running):
                 chosen.unfinished += [r for r in running if r.num_uncomputed_tokens > 1]
-            if place.host_attends:
-                queue += [(place, r) for r in decodes if r not in self.cohorts]
-            elif place.is_swapped:
-                swapped += decodes
+            if tier.host_attends:
+                queue += [(tier, r) for r in decodes if r not in self.async_groups]
+            elif tier.is_streamed:
+                streamed += decodes
             elif decodes:
                 decodes = decodes[: int(self._batch_tokens) - len(chosen.decodes)]
                 chosen.decodes += decodes
-                at_device[place] = Decodes(len(decodes), sum([request.num_tokens for request in decodes]))
-        draft = self._draft(at_device)
-        draft.staggered = self._decodes_of(self.cohorts)
-        queue.sort(key=_num_skipped, reverse=True)  # stable
-        del queue[draft.budget :]
+                at_device[tier] = Decodes(len(decodes), sum([request.num_tokens for request in decodes]))
+        builder = self._builder(at_device)
+        builder.async_decodes = self._decodes_of(self.async_groups)
+        queue.sort(key=_iterations_waited, reverse=True)  # stable
+        del queue[builder.budget :]
         chosen.queue = [request for _, request in queue]
-        draft.queue = HostQueue([(place, request.num_tokens) for place, request in queue])
-        draft.num_due = bisect_right(queue, -PATIENCE, key=lambda item: -_num_skipped(item))
-        draft.budget -= len(queue)
-        swapped.sort(key=lambda request: -request.num_skipped)
-        chosen.swapped = swapped[: draft.budget]
-        draft.budget -= len(chosen.swapped)
-        return chosen, draft
+        builder.queue = HostQueue([(tier, request.num_tokens) for tier, request in queue])
+        builder.num_starved = bisect_right(queue, -TIMEOUT, key=lambda item: -_iterations_waited(item))
+        builder.budget -= len(queue)
+        streamed.sort(key=lambda request: -request.iterations_waited)
+        chosen.streamed = streamed[: builder.budget]
+        builder.budget -= len(chosen.streamed)
+        return chosen, builder
 
-    def _join_swapped(self, chosen: _Chosen[R], draft: Draft) -> None:
+    def _join_streamed(self, chosen: _Chosen[R], builder: BatchBuilder) -> None:
         """Let those swapped decodes join whose KV comes while the device is busy.
 
         Those at the front of the memory come first, once nobody has waited too long: so the blocks that come
         lie together, and few copies bring them.
         """
-        if not chosen.swapped:
+        if not chosen.streamed:
             return
-        num_due = bisect_right(chosen.swapped, -PATIENCE, key=lambda request: -request.num_skipped)
-        last_block = {id(r): self._kv.last_block(r.request_id) for r in chosen.swapped}
-        chosen.swapped[num_due:] = sorted(chosen.swapped[num_due:], key=lambda r: last_block[id(r)])
-        decodes = [(self.residency.place_of(r), r.num_tokens) for r in chosen.swapped]
-        positions = set(self._policy.swap(draft, decodes, num_due))
-        draft.load = draft.load.plus(HostQueue(decodes).decodes(sorted(positions)))
-        chosen.decodes += [request for i, request in enumerate(chosen.swapped) if i in positions]
-        chosen.swapped = [request for i, request in enumerate(chosen.swapped) if i not in positions]
+        num_starved = bisect_right(chosen.streamed, -TIMEOUT, key=lambda request: -request.iterations_waited)
+        last_block = {id(r): self._kv.last_block(r.request_id) for r in chosen.streamed}
+        chosen.streamed[num_starved:] = sorted(chosen.streamed[num_starved:], key=lambda r: last_block[id(r)])
+        decodes = [(self.queues.tier_of(r), r.num_tokens) for r in chosen.streamed]
+        positions = set(self._policy.swap(builder, decodes, num_starved))
+        builder.shape = builder.shape.plus(HostQueue(decodes).decodes(sorted(positions)))
+        chosen.decodes += [request for i, request in enumerate(chosen.streamed) if i in positions]
+        chosen.streamed = [request for i, request in enumerate(chosen.streamed) if i not in positions]
 
-    def _join_chunks(self, chosen: _Chosen[R], draft: Draft, may_admit: bool) -> None:
+    def _join_chunks(self, chosen: _Chosen[R], builder: BatchBuilder, may_admit: bool) -> None:
         """Step 3: chunks of running prompts, then of waiting ones."""
-        residency = self.residency
+        queues = self.queues
         chosen.unfinished.sort(key=attrgetter("arrival"))
-        may_admit = may_admit and bool(residency.waiting) and residency.may_have_room(residency.waiting[0])
+        may_admit = may_admit and bool(queues.waiting) and queues.may_have_room(queues.waiting[0])
         if not chosen.unfinished and not may_admit:
             return
-        draft.budget = self._policy.pace(draft)
+        builder.budget = self._policy.prefill_budget(builder)
         for request in chosen.unfinished:
-            self._join_chunk(chosen, draft, request)
-        while may_admit and draft.budget and residency.waiting:
-            request = residency.waiting[0]
-            if residency.num_running >= self._limits.max_batch_requests or not self._admit(draft, request):
+            self._join_chunk(chosen, builder, request)
+        while may_admit and builder.budget and queues.waiting:
+            request = queues.waiting[0]
+            if queues.num_running >= self._limits.max_batch_requests or not self._admit(builder, request):
                 break
-            self._join_chunk(chosen, draft, request)
+            self._join_chunk(chosen, builder, request)
 
-    def _join_chunk(self, chosen: _Chosen[R], draft: Draft, request: R) -> None:
-        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
-        if draft.most_per_prompt is not None:
-            num_tokens = min(num_tokens, draft.most_per_prompt)
+    def _join_chunk(self, chosen: _Chosen[R], builder: BatchBuilder, request: R) -> None:
+        num_tokens = min(request.num_uncomputed_tokens, builder.budget)
+        if builder.most_per_prompt is not None:
+            num_tokens = min(num_tokens, builder.most_per_prompt)
         if num_tokens:
             chosen.chunks.append((request, num_tokens))
-            place = self.residency.place_of(request)
-            draft.add_chunk(place, num_tokens, request.num_computed_tokens, request.num_tokens)
+            tier = self.queues.tier_of(request)
+            builder.add_chunk(tier, num_tokens, request.num_computed_tokens, request.num_tokens)
 
-    def _admit(self, draft: Draft, request: R) -> bool:
+    def _admit(self, builder: BatchBuilder, request: R) -> bool:
         """Let the request that waited longest live in the first place that has room for it."""
-        draft.num_waiting = len(self.residency.waiting)
-        draft.num_on_host = self._num_on_host()
-        best = self.residency.places[0]
+        builder.num_waiting = len(self.queues.waiting)
+        builder.num_on_host = self._num_on_host()
+        best = self.queues.tiers[0]
         if self._admit_to(best):
             return True
         if self.waits_for_prompt:
             return False
-        others = self.residency.less_preferred
+        others = self.queues.less_preferred
         if request.num_tokens < self._kv.capacity_tokens(best):  # it can wait
-            state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.chunks)
+            state = request.arrival, self.queues.num_running, len(builder.queue), len(builder.chunks)
             if state == self._refused:
                 return False
-            if any(place.is_swapped for place in others):
-                draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
-            others = [place for place in others if self._policy.admits(draft, place, request.num_tokens)]
+            if any(tier.is_streamed for tier in others):
+                builder.residents = self.queues.typical_decodes(self._workload_stats.output_tokens)
+            others = [tier for tier in others if self._policy.admits(builder, tier, request.num_tokens)]
             self._refused = None if others else state
-        return any(self._admit_to(place) for place in others)
+        return any(self._admit_to(tier) for tier in others)
 
-    def _admit_to(self, place: Place) -> bool:
-        """Let it live there, unless another is about to compute its beginning there or in a place before."""
-        self.waits_for_prompt = self.waits_for_prompt or self.residency.is_mostly_coming(place)
-        return not self.waits_for_prompt and self.residency.admit(place)
+    def _admit_to(self, tier: KVTier) -> bool:
+        """Let it live there, unless another is about to compute its beginning there or in a tier before."""
+        self.waits_for_prompt = self.waits_for_prompt or self.queues.is_mostly_coming(tier)
+        return not self.waits_for_prompt and self.queues.admit(tier)
 
-    def _decision(self, chosen: _Chosen[R], draft: Draft, split: Split) -> Decision[R]:
-        first, second = ([chosen.queue[i] for i in part] for part in (split.first, split.second))
-        joined = {*split.first, *split.second}
+    def _decision(self, chosen: _Chosen[R], builder: BatchBuilder, partition: Partition) -> Decision[R]:
+        first, second = ([chosen.queue[i] for i in part] for part in (partition.first, partition.second))
+        joined = {*partition.first, *partition.second}
         rest = [request for i, request in enumerate(chosen.queue) if i not in joined]
-        num_first_chunks = len(chosen.chunks) - split.num_chunks_second
+        num_first_chunks = len(chosen.chunks) - partition.num_chunks_second
         chunks, second_chunks = chosen.chunks[:num_first_chunks], chosen.chunks[num_first_chunks:]
         sub_batches = [chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
         if second or second_chunks:
             sub_batches.append(second_chunks + [(r, 1) for r in second])
         # What a prompt's last token is asked for may be more than the next one.
         may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
-        beginners = self._beginners(may_begin, split, draft.staggered)
-        staggered = NO_DECODES
-        if split.num_staggered:
-            staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
-        loads = split.loads
+        new_async = self._new_async(may_begin, partition, builder.async_decodes)
+        async_decodes = NO_DECODES
+        if partition.num_async:
+            async_decodes = joined_decodes(builder.async_decodes, self._decodes_of(new_async))
+        shapes = partition.shapes
         return Decision(
-            beginners=beginners,
-            staggered=staggered,
+            new_async=new_async,
+            async_decodes=async_decodes,
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
-            waiting_decodes=[request for request in rest if request not in beginners] + chosen.swapped,
-            copies=self.residency.copies,
-            loads=loads,
-            moved_tokens=draft.moved_tokens,
-            predicted=self._predicted(split, draft, staggered),
+            waiting_decodes=[request for request in rest if request not in new_async] + chosen.streamed,
+            copies=self.queues.copies,
+            shapes=shapes,
+            moved_tokens=builder.moved_tokens,
+            predicted=self._predicted(partition, builder, async_decodes),
         )
 
-    def _predicted(self, split: Split, draft: Draft, staggered: Mapping[Place, Decodes]) -> IterationTiming:
+    def _predicted(
+        self, partition: Partition, builder: BatchBuilder, async_decodes: Mapping[KVTier, Decodes]
+    ) -> IterationTiming:
         """Predict it as it is: a split reckons with as many at their own pace as there could be."""
-        if staggered:
-            return predict(self._cost, *split.loads, moved_tokens=draft.moved_tokens, staggered=staggered)
-        return timing_of(self._cost, split.predicted_ms, split.loads)
+        if async_decodes:
+            return predict(
+                self._cost, *partition.shapes, moved_tokens=builder.moved_tokens, async_decodes=async_decodes
+            )
+        return timing_of(self._cost, partition.predicted_ms, partition.shapes)
 
-    def _beginners(self, requests: Iterable[R], split: Split, under_way: Mapping[Place, Decodes]) -> list[R]:
+    def _new_async(
+        self, requests: Iterable[R], partition: Partition, under_way: Mapping[KVTier, Decodes]
+    ) -> list[R]:
         """Return who joins those at their own pace, so that all layers have about as many of them."""
         room = {
-            place: count - under_way[place].requests if place in under_way else count
-            for place, count in split.staggered.items()
+            tier: count - under_way[tier].requests if tier in under_way else count
+            for tier, count in partition.async_decodes.items()
         }
-        most = min(-(-split.num_staggered // self.cohorts.num_layers), MAX_STAGGERED)
-        beginners: list[R] = []
+        most = min(-(-partition.num_async // self.async_groups.num_layers), MAX_ASYNC_DECODES)
+        new_async: list[R] = []
         for request in requests:
-            if len(beginners) >= most:
+            if len(new_async) >= most:
                 break
-            place = self.residency.place_of(request)
-            if room.get(place, 0) > 0:
-                room[place] -= 1
-                beginners.append(request)
-        return beginners
+            tier = self.queues.tier_of(request)
+            if room.get(tier, 0) > 0:
+                room[tier] -= 1
+                new_async.append(request)
+        return new_async
 
-    def _decodes_of(self, requests: Iterable[R]) -> Mapping[Place, Decodes]:
-        found: dict[Place, Decodes] = {}
+    def _decodes_of(self, requests: Iterable[R]) -> Mapping[KVTier, Decodes]:
+        found: dict[KVTier, Decodes] = {}
         for request in requests:
-            place = self.residency.place_of(request)
-            count, context_tokens = found.get(place, (0, 0))
-            found[place] = Decodes(count + 1, context_tokens + request.num_tokens)
+            tier = self.queues.tier_of(request)
+            count, context_tokens = found.get(tier, (0, 0))
+            found[tier] = Decodes(count + 1, context_tokens + request.num_tokens)
         return found
 
     def _grow_budget(self) -> None:
@@ -457,5 +463,5 @@ class Decider(Generic[R]):
         self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)
 
 
-def _num_skipped(item: tuple[Place, RequestState]) -> int:
-    return item[1].num_skipped
+def _iterations_waited(item: tuple[KVTier, RequestState]) -> int:
+    return item[1].iterations_waited

@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import (
     UNKNOWN_TOKEN,
-    Cohort,
+    AsyncGroup,
     IterationPlan,
     IterationResult,
     ScheduledSequence,
     SubBatch,
 )
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.decider import Decider, Decision
-from neo_desktop.engine.schedule.draft import SchedulerLimits
 from neo_desktop.engine.schedule.policies import Policy
-from neo_desktop.engine.schedule.residency import Residency
+from neo_desktop.engine.schedule.request_queues import RequestQueues
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -50,8 +50,8 @@ class Scheduler:
     ) -> None:
         self._kv = kv_cache
         self._decider: Decider[Request] = Decider(kv_cache, policy, limits, cost_model, num_layers)
-        self._residency: Residency[Request] = self._decider.residency
-        self.counters = self._residency.counters
+        self._queues: RequestQueues[Request] = self._decider.queues
+        self.counters = self._queues.counters
         self._requests: dict[str, Request] = {}
         self._under_way: deque[list[_Scheduled]] = deque()  # one iteration, or two
         self._stays_on_device = False  # the newest of them
@@ -65,34 +65,34 @@ class Scheduler:
 
     @property
     def max_context_tokens(self) -> int:
-        """The longest context that some place can hold alone."""
-        return self._residency.max_context_tokens
+        """The longest context that some tier can hold alone."""
+        return self._queues.max_context_tokens
 
     @property
     def num_waiting(self) -> int:
         """Requests without KV."""
-        return len(self._residency.waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that own KV."""
-        return self._residency.num_running
+        return self._queues.num_running
 
     @property
-    def num_running_at(self) -> dict[Place, int]:
+    def num_running_at(self) -> dict[KVTier, int]:
         """Requests that own KV, by where it lives."""
-        return self._residency.num_running_at
+        return self._queues.num_running_at
 
     @property
-    def running(self) -> list[tuple[Place, Request]]:
+    def running(self) -> list[tuple[KVTier, Request]]:
         """Requests that own KV, and where it lives."""
-        running = self._residency.running
-        return [(place, request) for place, requests in running.items() for request in requests]
+        running = self._queues.running
+        return [(tier, request) for tier, requests in running.items() for request in requests]
 
     @property
-    def own_pace(self) -> frozenset[str]:
+    def async_case_engine(self) -> frozenset[str]:
         """The ids of the requests whose next token is under way at its own pace."""
-        return frozenset(request.request_id for request in self._decider.cohorts)
+        return frozenset(request.request_id for request in self._decider.async_groups)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -139,11 +139,11 @@ class Scheduler:
         return (
             self._stays_on_device
             and not decision.copies
-            and not decision.is_turn
+            and not decision.is_async_step
             and all(
                 num_tokens == 1
                 and request.num_uncomputed_tokens == 1
-                and self._residency.place_of(request).stays_on_device
+                and self._queues.tier_of(request).stays_on_device
                 and not (request.needs_tokens and request.request_id in under_way)
                 for request, num_tokens in members
             )
@@ -155,10 +155,10 @@ class Scheduler:
             tuple(decision.copies),
             decision.predicted,
             is_ahead,
-            self._staggered(decision) if decision.is_turn else (),
+            self._async_decodes(decision) if decision.is_async_step else (),
         )
         on_their_way = {
-            each.request_id for stage in plan.staggered[:-1] for each in stage if each is not None
+            each.request_id for stage in plan.async_decodes[:-1] for each in stage if each is not None
         }
         requests = [self._requests[sequence.request_id] for sequence in plan.all_sequences]
         self._under_way.append(
@@ -185,16 +185,16 @@ class Scheduler:
         batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
         decision.sub_batches = [batch for batch in batches if batch]
         decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
-        decision.beginners = [request for request in decision.beginners if not request.is_finished]
-        if not decision.beginners and not len(self._decider.cohorts):
-            decision.staggered = {}
-        if not decision.sub_batches and decision.is_turn:
+        decision.new_async = [request for request in decision.new_async if not request.is_finished]
+        if not decision.new_async and not len(self._decider.async_groups):
+            decision.async_decodes = {}
+        if not decision.sub_batches and decision.is_async_step:
             decision.sub_batches = [[]]
         return decision if decision.sub_batches else None
 
-    def _staggered(self, decision: Decision[Request]) -> tuple[Cohort, ...]:
+    def _async_decodes(self, decision: Decision[Request]) -> tuple[AsyncGroup, ...]:
         """Return those who go on by a layer, by the linear stage that they join."""
-        stages = self._decider.cohorts.stages(decision.beginners)
+        stages = self._decider.async_groups.stages(decision.new_async)
         return tuple(
             tuple(
                 None if request is None else self._sequence(request, 1, is_sampled=stage is stages[-1])
@@ -204,9 +204,9 @@ class Scheduler:
         )
 
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
-        """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
-        rank = {place: index for index, place in enumerate(self._residency.places)}
-        placed = [(self._residency.place_of(request), request, num_tokens) for request, num_tokens in batch]
+        """Yield a sub-batch in the one order for all readers: by tier; there, prompts before decodes."""
+        rank = {tier: index for index, tier in enumerate(self._queues.tiers)}
+        placed = [(self._queues.tier_of(request), request, num_tokens) for request, num_tokens in batch]
         placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
         for _, request, num_tokens in placed:
             is_last = request.num_computed_tokens + num_tokens == request.num_tokens
@@ -220,7 +220,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
             start=start,
-            place=self._residency.place_of(request),
+            tier=self._queues.tier_of(request),
             block_table=self._kv.block_table(request.request_id),
             sampling=request.sampling_input() if is_sampled else None,
             num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
@@ -229,8 +229,8 @@ class Scheduler:
     def update(self, result: IterationResult) -> list[Request]:
         """Take in what the first iteration under way brought; return those who gained something by it."""
         gained = []
-        self._residency.end_moves()
-        moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
+        self._queues.end_moves()
+        moving = {request.request_id for request in self._queues.moved}  # their KV has not arrived yet
         block_size = self._kv.block_size
         for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():
             if is_on_its_way:
@@ -287,45 +287,45 @@ class Scheduler:
         """
         num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way[0])
         self._num_shrinks += 1
-        if (num_tokens == 1 and not self._residency.has_moves) or self._num_shrinks > MOST_SHRINKS:
+        if (num_tokens == 1 and not self._queues.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
         self._decider.shrink_to(num_tokens // 2)
         self.take_back()
         self._give_up_moves()
         return True
 
-    def lose(self, place: Place) -> None:
-        """Book the iteration under way as not done, since what a place held is lost.
+    def lose(self, tier: KVTier) -> None:
+        """Book the iteration under way as not done, since what a tier held is lost.
 
-        Who lived there waits, and is computed again, elsewhere until the place is open again.
+        Who lived there waits, and is computed again, elsewhere until the tier is open again.
         """
         self.take_back()
         self._give_up_moves()
-        self._residency.close(place)
+        self._queues.close(tier)
 
-    def open(self, place: Place, num_blocks: int) -> None:
-        """Use a place that was lost again; it is empty."""
+    def open(self, tier: KVTier, num_blocks: int) -> None:
+        """Use a tier that was lost again; it is empty."""
         self._ahead = None
-        self._residency.open(place, num_blocks)
+        self._queues.open(tier, num_blocks)
 
-    def set_limit(self, place: Place, num_blocks: int) -> None:
-        """Use only the first blocks of a place, while no iteration is under way.
+    def set_limit(self, tier: KVTier, num_blocks: int) -> None:
+        """Use only the first blocks of a tier, while no iteration is under way.
 
-        Who has others moves to another place in the next iteration, or waits and is computed again.
+        Who has others moves to another tier in the next iteration, or waits and is computed again.
 
         Args:
-            num_blocks: whole runs, or all blocks that the place was made with.
+            num_blocks: whole runs, or all blocks that the tier was made with.
         """
         assert not self._under_way
         self._ahead = None
-        self._decider.set_limit(place, num_blocks)
+        self._decider.set_limit(tier, num_blocks)
 
-    def is_drained(self, place: Place) -> bool:
+    def is_drained(self, tier: KVTier) -> bool:
         """Whether nobody needs what lies behind those blocks any more, while no iteration is under way."""
-        return self._residency.is_drained(place, self._kv.size(place).limit)
+        return self._queues.is_drained(tier, self._kv.size(tier).limit)
 
-    def least_blocks(self, place: Place) -> int:
-        """Return the blocks that a place must keep for the oldest request, so that it goes on.
+    def least_blocks(self, tier: KVTier) -> int:
+        """Return the blocks that a tier must keep for the oldest request, so that it goes on.
 
         It is that of all which is never preempted for others; it has some room to grow.
         """
@@ -335,14 +335,14 @@ class Scheduler:
         num_blocks = self._kv.blocks_for(oldest.num_tokens)
         room_to_grow = num_blocks // 4 + 1
         if oldest.request_id in self._kv:
-            is_here = self._residency.place_of(oldest) == place
+            is_here = self._queues.tier_of(oldest) == tier
             return self._kv.last_block(oldest.request_id) + 1 + room_to_grow if is_here else 0
-        largest = max(self._kv.places, key=lambda each: self._kv.size(each).most)
-        return num_blocks + room_to_grow if place == largest else 0
+        largest = max(self._kv.tiers, key=lambda each: self._kv.size(each).most)
+        return num_blocks + room_to_grow if tier == largest else 0
 
     def refuse_first(self, why: str) -> list[RequestOutput]:
         """End the request that has waited longest, since no place that is left can hold it."""
-        request = self._residency.waiting[0]
+        request = self._queues.waiting[0]
         self._finish(request, FinishReason.ERROR, why)
         return [request.take_output()]
 
@@ -350,7 +350,7 @@ class Scheduler:
         """Book the newest iteration under way as not done: its requests are where they were before it."""
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
-            self._decider.cohorts.clear()
+            self._decider.async_groups.clear()
         for request, sequence, num_preemptions, is_last, _ in undone:
             if is_last:
                 request.num_tokens -= 1
@@ -360,7 +360,7 @@ class Scheduler:
 
     def _give_up_moves(self) -> None:
         self._ahead = None
-        self._residency.give_up_moved()
+        self._queues.give_up_moved()
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish(reason, error)

@@ -8,7 +8,7 @@ import torch
 
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import ALL_PLACES, PLACES, Place
+from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import (
     NOTHING,
     CostModel,
@@ -17,16 +17,16 @@ from neo_desktop.engine.predict.cost_model import (
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Decodes, Load
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.schedule.swapping import hides
-from neo_desktop.engine.simulation.divided import CPU_CALL_MS, HAND_OFF_MS, DividedWeights
+from neo_desktop.engine.schedule.streamed import hides
+from neo_desktop.engine.simulation.divided import CPU_CALL_MS, OFFLOAD_MS, DividedWeights
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 
 # What the software costs. Measured on an H200: a kernel replayed from a CUDA graph starts every 2 µs or so, a
 # hand-off GPU -> CPU -> GPU by stream memory operations takes 22 µs, any small copy over the bus 10.7 µs.
@@ -45,35 +45,35 @@ CHUNK_STEP = 1.1  # between the points of prompt chunks: a chord is within 0.5 %
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Tokens of KV that the places hold."""
+    """Tokens of KV that the tiers hold."""
 
     gpu_tokens: int
     cpu_tokens: int
-    swapped_tokens: int = 0
+    streamed_tokens: int = 0
 
-    def num_blocks(self, workers: Place | None = None) -> dict[Place, int]:
-        """Return `place -> blocks`.
+    def num_blocks(self, workers: KVTier | None = None) -> dict[KVTier, int]:
+        """Return `tier -> blocks`.
 
         Args:
             workers: who has the CPU-cache in place of this computer; None: it has it itself.
         """
 
-        def tokens(place: Place) -> int:
-            if place.is_swapped:
-                return self.swapped_tokens
-            return self.cpu_tokens if place.in_host_memory else self.gpu_tokens
+        def tokens(tier: KVTier) -> int:
+            if tier.is_streamed:
+                return self.streamed_tokens
+            return self.cpu_tokens if tier.in_host_memory else self.gpu_tokens
 
-        found = {place: tokens(place) // BLOCK_SIZE for place in ALL_PLACES}
+        found = {tier: tokens(tier) // BLOCK_SIZE for tier in ALL_TIERS}
         if workers is None:
             return found
-        return {workers if place.cpu_attends else place: count for place, count in found.items()}
+        return {workers if tier.cpu_attends else tier: count for tier, count in found.items()}
 
     def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
         """Return the same memory with host memory for swapped layers, as much as an iteration hides at most.
 
         The GPU's memory then holds a few layers of those tokens, too.
         """
-        (swapped,) = (place for place in ALL_PLACES if place.is_swapped)
+        (streamed,) = (tier for tier in ALL_TIERS if tier.is_streamed)
 
         def divided(num_blocks: int) -> KVBudget:
             tokens = num_blocks * BLOCK_SIZE
@@ -86,10 +86,10 @@ class KVBudget:
             if 2 * budget.gpu_tokens < self.gpu_tokens:
                 return True
             decodes = {
-                swapped.as_attended: Decodes(limits.max_batch_requests, budget.gpu_tokens),
-                swapped: Decodes(1, budget.swapped_tokens),
+                streamed.as_attended: Decodes(limits.max_batch_requests, budget.gpu_tokens),
+                streamed: Decodes(1, budget.streamed_tokens),
             }
-            return not hides(cost, Load().plus(decodes))
+            return not hides(cost, BatchShape().plus(decodes))
 
         counts = range(1, self.cpu_tokens // BLOCK_SIZE + 1)
         return divided(bisect_left(counts, True, key=is_too_much))
@@ -101,7 +101,7 @@ def kv_budget(
     config: ModelConfig,
     dtype: torch.dtype,
     limits: SchedulerLimits,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
     plan: WeightPlan | None = None,
 ) -> KVBudget:
     """Return what is left for KV beside weights of this form, activations and reserve, and the host's share.
@@ -129,7 +129,7 @@ def kv_budget(
     return KVBudget(tokens // BLOCK_SIZE * BLOCK_SIZE, host_tokens // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def bytes_read(config: ModelConfig, dtype: torch.dtype, form: LinearForm) -> tuple[float, float]:
+def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> tuple[float, float]:
     """Return the bytes of weights that a layer and the head read, with matrices of this form."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = form.embedding_bytes(vocab, hidden, dtype)
@@ -206,7 +206,7 @@ def analytic_cost_model(
     steps = range(int(math.log(LONGEST_CHUNK, CHUNK_STEP)) + 1)
     chunks = sorted({round(CHUNK_STEP**step) for step in steps} | {LONGEST_CHUNK})
     contexts = (*chunks, LONGEST_CONTEXT)
-    hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
+    offload_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
     most = LONGEST_CHUNK
     device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
     host_token_ms = host_attention_ms(host, config, dtype)
@@ -226,7 +226,7 @@ def analytic_cost_model(
         linear=linear,
         host_linear=host_linear,
         head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
-        hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
+        offload=Curve((1, 1024), [OFFLOAD_MS + n * offload_bytes / bus * 1e3 for n in (1, 1024)]),
         transfer=transfer,
         swap=transfer,
         memory_shares=MemoryShares(bus / memory, kv_bytes / (host_token_ms / 1e3) / memory),
@@ -234,5 +234,5 @@ def analytic_cost_model(
         later_chunk_attention=Surface(
             chunks, contexts, [[chunk_ms(tokens, context) for context in contexts] for tokens in chunks]
         ),
-        attention={place: on_host if place.host_attends else on_device for place in PLACES},
+        attention={tier: on_host if tier.host_attends else on_device for tier in MEASURED_TIERS},
     )

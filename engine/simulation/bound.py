@@ -86,8 +86,8 @@ class LeastTimes:
             layers
             * min(
                 _least_per_product(surface)
-                for place, surface in cost.attention.items()
-                if place.host_attends is host_attends and not place.is_remote
+                for tier, surface in cost.attention.items()
+                if tier.host_attends is host_attends and not tier.is_remote
             )
             for host_attends in (False, True)
         )

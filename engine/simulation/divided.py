@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.predict.cost_model import Curve
-from neo_desktop.engine.predict.split_product import Rates, Sizes
+from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
@@ -16,9 +16,9 @@ from neo_desktop.engine.predict.weight_plan import (
 )
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 
-HAND_OFF_MS = 0.022  # GPU -> CPU -> GPU by stream memory operations, measured on an H200
+OFFLOAD_MS = 0.022  # GPU -> CPU -> GPU by stream memory operations, measured on an H200
 CPU_CALL_MS = 0.005  # waking the pool's threads
 ROWS_STEP = 1.1  # between the points of a curve
 
@@ -34,7 +34,7 @@ def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
         bus_bytes_per_s=gpu.bus_bytes_per_s * gpu.bus_share,
         gpu_bytes_per_s=gpu.memory_bytes_per_s * gpu.streaming_share,
         gpu_flops=gpu.tensor_flops * gpu.matmul_share,
-        hand_off_ms=HAND_OFF_MS + CPU_CALL_MS,
+        offload_ms=OFFLOAD_MS + CPU_CALL_MS,
         host_bytes_per_s=host.memory_bytes_per_s * host.read_share,
     )
 
@@ -53,7 +53,7 @@ class DividedWeights:
         plan: WeightPlan | None,
         rates: Rates,
         config: ModelConfig,
-        form: LinearForm,
+        form: WeightFormat,
         dtype: torch.dtype,
     ) -> Self | None:
         """Return what is to be known of a model's weights; None: each product reads all, on the GPU.

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, predict
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Reality:
     def carry_out(
         self,
         predicted: IterationTiming,
-        *loads: Load,
+        *shapes: BatchShape,
         moved_tokens: int,
-        staggered: Mapping[Place, Decodes],
+        async_decodes: Mapping[KVTier, Decodes],
     ) -> float:
         """Return how long an iteration truly takes, in ms; the scheduler's beliefs are corrected by it.
 
@@ -56,12 +56,12 @@ class Reality:
             predicted: what the scheduler believes.
             loads: of its sub-batches.
             moved_tokens: see `iteration_ms`.
-            staggered: likewise.
+            async_decodes: likewise.
         """
         # The time of prompts is in the loads already, as the scheduler believes it.
         factor = self.true.device_factor / self.believed.device_factor
-        truly = [load._replace(prefill_ms=load.prefill_ms * factor) for load in loads]
-        timing = predict(self.true, *truly, moved_tokens=moved_tokens, staggered=staggered)
+        truly = [shape._replace(prefill_ms=shape.prefill_ms * factor) for shape in shapes]
+        timing = predict(self.true, *truly, moved_tokens=moved_tokens, async_decodes=async_decodes)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
         measured = replace(

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import attending_ms, copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
+from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.decider import Decider, Decision
-from neo_desktop.engine.schedule.draft import SchedulerLimits
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.reality import Mismatch, Reality
@@ -31,7 +31,7 @@ def simulate(
     requests: Sequence[WorkloadRequest],
     policy: Policy,
     cost: CostModel,
-    num_blocks: Mapping[Place, int],
+    num_blocks: Mapping[KVTier, int],
     block_size: int,
     limits: SchedulerLimits,
     *,
@@ -44,12 +44,12 @@ def simulate(
     """Run a workload to its end.
 
     Iterations take exactly what the scheduler's cost model predicts, unless there is a mismatch. Requests
-    whose prompt and output exceed `max_context_tokens`, or what the policy's places can hold, are refused on
+    whose prompt and output exceed `max_context_tokens`, or what the policy's tiers can hold, are refused on
     arrival and counted.
 
     Args:
         requests: by arrival.
-        num_blocks: `place -> size of its pool`.
+        num_blocks: `tier -> size of its pool`.
         block_size: tokens per block.
         mismatch: how the machine differs from the cost model.
         seed: of the mismatch's noise.
@@ -64,8 +64,8 @@ def simulate(
     if reality is not None:
         cost = reality.believed
     decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, limits, cost)
-    residency = decider.residency
-    longest = residency.max_context_tokens
+    queues = decider.queues
+    longest = queues.max_context_tokens
     if max_context_tokens is not None:
         longest = min(longest, max_context_tokens)
     coming = [
@@ -96,9 +96,9 @@ def simulate(
             true_cost = reality.true
             iteration_ms = reality.carry_out(
                 decision.predicted,
-                *decision.loads,
+                *decision.shapes,
                 moved_tokens=decision.moved_tokens,
-                staggered=decision.staggered,
+                async_decodes=decision.async_decodes,
             )
         clock_ms += iteration_ms
         _count(totals, decision, cost, true_cost)
@@ -121,30 +121,30 @@ def simulate(
         if progress is not None and totals.num_iterations % PROGRESS_EVERY == 0:
             progress(len(finished), len(coming))
     _check_empty(kv_cache)
-    totals.num_preemptions = residency.counters.num_preemptions
-    totals.num_moves = residency.counters.num_moves
+    totals.num_preemptions = queues.counters.num_preemptions
+    totals.num_moves = queues.counters.num_moves
     return SimulationResult(policy.name, finished, len(requests) - len(coming), longest, totals)
 
 
 def _count(
     totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel, true_cost: CostModel
 ) -> None:
-    predicted, loads = decision.predicted, decision.loads
+    predicted, shapes = decision.predicted, decision.shapes
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
-    totals.num_pipelined += len(loads) == 2
+    totals.num_pipelined += len(shapes) == 2
     totals.iterating_ms += predicted.total_ms
-    totals.cpu_busy_ms += attending_ms(cost, loads, decision.staggered)
+    totals.cpu_busy_ms += attending_ms(cost, shapes, decision.async_decodes)
     totals.copy_wait_ms += copy_wait_ms(
-        true_cost, *loads, moved_tokens=decision.moved_tokens, staggered=decision.staggered
+        true_cost, *shapes, moved_tokens=decision.moved_tokens, async_decodes=decision.async_decodes
     )
-    products_ms = sum(cost.host_linear_ms(load.tokens) for load in loads)
+    products_ms = sum(cost.host_linear_ms(load.tokens) for load in shapes)
     totals.cpu_busy_ms += cost.num_layers * products_ms
-    layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in loads)
-    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in loads))
+    layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in shapes)
+    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in shapes))
 
 
 def _check_empty(kv_cache: KVCache) -> None:
-    for place, usage in kv_cache.usage().items():
+    for tier, usage in kv_cache.usage().items():
         if usage.num_used_blocks:
-            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {place.title} were never given back")
+            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {tier.title} were never given back")

@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, host_ms
 from neo_desktop.engine.simulation.analytic import LONGEST_CONTEXT, host_attention_ms
@@ -21,7 +21,7 @@ from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.machine import HostPreset
 from neo_desktop.models.config import ModelConfig
 
-WORKERS = Place.worker(1)  # all of them together
+WORKERS = KVTier.worker(1)  # all of them together
 MOST_ROWS = 1024  # per worker; the last point of the tables, beyond which they go on
 
 
@@ -84,7 +84,7 @@ def with_workers(
         contexts,
         [[CPU_CALL_MS + max(n / count, 1) * c * token_ms for c in contexts] for n in requests],
     )
-    rows = cost.hand_off.x
+    rows = cost.offload.x
     network = Network(
         Curve(rows, [link.round_trip_ms + n * row_ms for n in rows]),
         Curve(rows, [n * sent_ms for n in rows]),
@@ -97,7 +97,7 @@ def with_workers(
             tokens, [max(cost.transfer(n), n * kv_bytes / link.bytes_per_s * 1e3) for n in tokens]
         ),
         attention={
-            place: attention if place.host_attends else surface for place, surface in cost.attention.items()
+            tier: attention if tier.host_attends else surface for tier, surface in cost.attention.items()
         }
         | {WORKERS: attention},
         networks={WORKERS: network},

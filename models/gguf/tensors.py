@@ -135,8 +135,8 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
     """
     architecture = files[0].metadata.get("general.architecture")
     rotated_heads = head_dim if architecture == "llama" else None
-    mixtures = {"llama": "MixtralForCausalLM", "gpt-oss": "GptOssForCausalLM"}
-    names = expert_names(mixtures.get(str(architecture), ""))
+    moe_layers = {"llama": "MixtralForCausalLM", "gpt-oss": "GptOssForCausalLM"}
+    names = expert_names(moe_layers.get(str(architecture), ""))
 
     def named() -> Iterator[tuple[str, GGUFTensor]]:
         for file in files:

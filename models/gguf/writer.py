@@ -66,8 +66,8 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[decoder.config.architecture])
     try:
         _add_metadata(writer, gguf, decoder)
-        outline = Decoder(decoder.config, dtype=decoder.dtype, device=torch.device("meta"))
-        for name, tensor in _tensors(outline):
+        spec = Decoder(decoder.config, dtype=decoder.dtype, device=torch.device("meta"))
+        for name, tensor in _tensors(spec):
             kind = gguf.GGMLQuantizationType[_type(tensor, type_name)]
             shape, num_bytes = tensor.shape, tensor.nbytes
             if type_name is not None:  # a shape in bytes is what the writer wants of quantised tensors

@@ -14,7 +14,7 @@ from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """See `protocol.LinearForm`.
+    """See `protocol.WeightFormat`.
 
     Args:
         uses_tiles: on a CPU, where they serve.
@@ -25,7 +25,7 @@ class Dense:
     room: Room = huge_pages
 
     def named(self, name: str) -> "Dense":
-        """See `LinearForm`, likewise the others: all are alike."""
+        """See `WeightFormat`, likewise the others: all are alike."""
         return self
 
     def of_rows(self, rows: slice) -> "Dense":  # noqa: D102

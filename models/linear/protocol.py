@@ -50,13 +50,13 @@ class Embedding(Linear, Protocol):
         """Put some rows `[n]` into `out` `[n, in]`, of the model's dtype."""
 
 
-class LinearForm(Protocol):
+class WeightFormat(Protocol):
     """How the matrices of a model are kept."""
 
-    def named(self, name: str) -> "LinearForm":
+    def named(self, name: str) -> "WeightFormat":
         """Return the form of one matrix: "3.qkv", or "head"; all may have the same."""
 
-    def of_rows(self, rows: slice) -> "LinearForm":
+    def of_rows(self, rows: slice) -> "WeightFormat":
         """Return the form of some rows of the matrix that is meant, from the first to the last of them."""
 
     def embedding(

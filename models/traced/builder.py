@@ -31,7 +31,7 @@ class _LookUp(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         rows, width = (
             token_ids.flatten(),
-            self._decoder.outline.parameters[self._decoder.outline.embedding][1],
+            self._decoder.spec.parameters[self._decoder.spec.embedding][1],
         )
         out = torch.empty(len(rows), width, dtype=self._decoder.dtype, device=token_ids.device)
         self._decoder.embed(rows, out)
@@ -59,19 +59,19 @@ class Builder:
         self._root = nn.Module()
         self._constants: dict[fx.Node, Tensor] = {}
         self._number_of = 0
-        self._outline = decoder.outline
+        self._spec = decoder.spec
         self._products: dict[str | None, tuple[Linear, tuple[int, ...], int]] = {
             weight: (linear, fused.rows, index)
             for fused, linear in decoder.fused
             for index, weight in enumerate(fused.weights)
         }
         linears = {fused.name: linear for fused, linear in decoder.fused}
-        self._mixtures = {
+        self._moe_layers = {
             each.gate_up: ExpertsProduct(each, [linears[fused.name] for fused in each.matrices], operators)
-            for each in decoder.outline.mixtures
+            for each in decoder.spec.moe_layers
         }
-        if decoder.outline.head is None:
-            self._products[decoder.outline.embedding] = (decoder.lm_head, (decoder.config.vocab_size,), 0)
+        if decoder.spec.head is None:
+            self._products[decoder.spec.embedding] = (decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
         self._patterns = self._found_patterns()
         self._sines = {
@@ -318,7 +318,7 @@ class Builder:
                     place = (-1, sum(rows_of[:part]), rows_of[part])
                     known[node] = graph.call_function(torch.narrow, (result, *place))
                 bias = _nodes_of(node)[2:3]
-                if bias and self._product(node) is self._products.get(self._outline.embedding):
+                if bias and self._product(node) is self._products.get(self._spec.embedding):
                     known[node] = graph.call_function(torch.add, (result, find(bias[0])))
             else:
                 copied = graph.node_copy(node, find)
@@ -329,10 +329,10 @@ class Builder:
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return what computes a node that is not torch's, and what it is given."""
         name, given = name_of(node), _nodes_of(node)
-        if name == "embedding" and self._graph.parameters.get(given[0]) == self._outline.embedding:
+        if name == "embedding" and self._graph.parameters.get(given[0]) == self._spec.embedding:
             return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
         if name == "experts":
-            return self._attribute("experts", self._mixtures[self._graph.parameters[given[3]]]), given[:3]
+            return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
         return None
 
     def _operate(

@@ -20,7 +20,7 @@ from neo_desktop.models.limits import (
 )
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
-from neo_desktop.models.traced.sizes import NOTHING, Outline
+from neo_desktop.models.traced.sizes import NOTHING, TracedSpec
 from neo_desktop.models.traced.source import Source
 
 ROTATIONS = 4  # heads for which there is room in what depends on positions: cos and sin of two rotations
@@ -31,7 +31,7 @@ class TracedConfig(ModelConfig):
     """See `ModelConfig`; what only the written decoders have is empty."""
 
     source: Source = Source(Path())  # noqa: RUF009 - frozen
-    of_model: Outline = NOTHING
+    of_model: TracedSpec = NOTHING
 
     @property
     def attention_scale(self) -> float:  # noqa: D102
@@ -52,9 +52,9 @@ class TracedConfig(ModelConfig):
             fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None)
             for fused in self.of_model.matrices
         }
-        for mixture in self.of_model.mixtures:
-            for fused in mixture.matrices:
-                table[fused.name] = Matrix(sum(fused.rows), fused.columns, False, None, mixture.count)
+        for moe in self.of_model.moe_layers:
+            for fused in moe.matrices:
+                table[fused.name] = Matrix(sum(fused.rows), fused.columns, False, None, moe.count)
         if head is not None:
             table["head"] = Matrix(head.rows[0], head.columns, bool(head.biases), None)
         return table
@@ -69,10 +69,10 @@ class TracedConfig(ModelConfig):
 
     @property
     def active_parameters(self) -> int:  # noqa: D102
-        mixtures = self.of_model.mixtures
+        moe_layers = self.of_model.moe_layers
         idle = sum(
             sum(fused.rows) * fused.columns * (each.count - each.per_token) // each.count
-            for each in mixtures
+            for each in moe_layers
             for fused in each.matrices
         )
         return self.num_parameters - idle
@@ -123,10 +123,10 @@ def read_traced(path: Path) -> TracedConfig:
         for each in (file, text):
             if key in each:
                 each.integer(key, maximum=most)
-    from neo_desktop.models.traced.outline import description, outline  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import description, spec  # noqa: PLC0415 - rarely needed
 
     source, modified_ns = Source(path), config_json.stat().st_mtime_ns
-    outline(source, modified_ns)  # complains of what is not supported
+    spec(source, modified_ns)  # complains of what is not supported
     described = description(source, modified_ns)
     generation = generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
@@ -163,9 +163,9 @@ def traced_config(
     Raises:
         ModelError: transformers is not installed or does not know the model, or it cannot be cut into stages.
     """
-    from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    found = outline(source, modified_ns)
+    found = spec(source, modified_ns)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
     max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(

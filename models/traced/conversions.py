@@ -45,7 +45,7 @@ class Conversions:
         self.ignored = tuple(re.compile(pattern) for pattern in patterns)
 
     def apply(
-        self, tensors: Mapping[str, StoredTensor], mixtures: Sequence[Mixed]
+        self, tensors: Mapping[str, StoredTensor], moe_layers: Sequence[Mixed]
     ) -> dict[str, StoredTensor]:
         """Return tensors by the names of parameters; those of no parameter keep their names.
 
@@ -73,12 +73,12 @@ class Conversions:
                 )
             else:
                 found[target] = tensors[name]
-        of_mixtures = {name: each for each in mixtures for name in (each.gate_up, each.down)}
+        of_moe = {name: each for each in moe_layers for name in (each.gate_up, each.down)}
         for target, group in groups.items():
             converter = next(each for each in self._converters if next(iter(group)) in each.source_patterns)
             steps = [type(step).__name__ for step in converter.operations]
-            if target in of_mixtures and steps in _OF_EXPERTS:
-                for name, stored in _of_experts(of_mixtures[target], target, converter, group):
+            if target in of_moe and steps in _OF_EXPERTS:
+                for name, stored in _of_experts(of_moe[target], target, converter, group):
                     found[name] = tensors[stored]
                 continue
             sources = {
@@ -100,12 +100,12 @@ class Conversions:
 
 
 def _of_experts(
-    mixture: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
+    moe: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield, for each stored matrix of one expert, what it is called here, and there."""
-    kinds = KINDS[:2] if target == mixture.gate_up else KINDS[2:]
+    kinds = KINDS[:2] if target == moe.gate_up else KINDS[2:]
     for kind, pattern in zip(kinds, converter.source_patterns, strict=True):
-        names = mixture.matrices[KINDS.index(kind)].weights
+        names = moe.matrices[KINDS.index(kind)].weights
         for stored in group.get(pattern, ()):
             number = int(_NUMBER.findall(stored)[-1])
             yield (names[number] if number < len(names) else stored), stored

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import Linear, LinearForm
+from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.sizes import Fused
+from neo_desktop.models.traced.sizes import FusedSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class TracedDecoder(Decoder):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        form: LinearForm = DENSE,
+        form: WeightFormat = DENSE,
     ) -> None:
         of_model = config.of_model
         self.config: TracedConfig = config
         self.dtype = dtype
         self.device = device
-        self.outline = of_model
+        self.spec = of_model
         rows, columns = of_model.parameters[of_model.embedding]
         self.embedding = form.embedding(rows, columns, dtype, device)
         self.tensors = {
@@ -50,7 +50,7 @@ class TracedDecoder(Decoder):
             for name, shape in of_model.parameters.items()
             if name != of_model.embedding
         }
-        self.fused: list[tuple[Fused, Linear]] = [
+        self.fused: list[tuple[FusedSizes, Linear]] = [
             (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.all_matrices
         ]
         if of_model.head is not None:
@@ -66,7 +66,7 @@ class TracedDecoder(Decoder):
         self.streamed_shares = self.streamed_experts = UNMEASURED
         self.stages: Any = None  # `TracedStages`, made once
 
-    def _linear(self, fused: Fused, form: LinearForm) -> Linear:
+    def _linear(self, fused: FusedSizes, form: WeightFormat) -> Linear:
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
         return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
 
@@ -74,9 +74,9 @@ class TracedDecoder(Decoder):
         memory = Counter[torch.device]()
         for linear in self.linears():
             memory.update(linear.memory())
-        if self.outline.head is not None and not isinstance(self.embedding, Tensor):
+        if self.spec.head is not None and not isinstance(self.embedding, Tensor):
             memory.update(self.embedding.memory())
-        elif self.outline.head is not None:
+        elif self.spec.head is not None:
             memory[self.device] += self.embedding.nbytes  # type: ignore[union-attr]
         memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
         return dict(memory)

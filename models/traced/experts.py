@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
-from neo_desktop.models.experts import multiply_of
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.moe import multiply_of
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
-from neo_desktop.models.traced.sizes import Fused, Mixed
+from neo_desktop.models.traced.sizes import FusedSizes, Mixed
 
 KINDS = ("gate", "up", "down")
 
@@ -55,7 +55,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         count,
         call.per_token,
         tuple(
-            Fused(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
+            FusedSizes(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
             for kind, (rows, columns) in rows_columns.items()
         ),
     )

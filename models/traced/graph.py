@@ -10,10 +10,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
-from neo_desktop.models.traced.outline import empty_model, is_wide, parameters_of, run
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.spec import empty_model, is_wide, parameters_of, run
 
 ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
@@ -155,7 +155,7 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
 
 
 def _is_stored(spec: Any, node: fx.Node) -> bool:
-    """Return whether checkpoints have a buffer; see `outline`."""
+    """Return whether checkpoints have a buffer; see `spec`."""
     return spec.kind is InputKind.BUFFER and spec.persistent and node.meta["val"].is_floating_point()
 
 

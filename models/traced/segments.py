@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from neo_desktop.models.decoder import TURN
-from neo_desktop.models.linear.split import Split
+from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.traced.fused import Product
 
 
@@ -25,16 +25,16 @@ class Segment:
     result: str = ""  # the name of what comes of it, [.., rows]
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> OffloadedLinear | None:
         """The matrix that is multiplied, if it is split."""
         linear = self.product.linear if self.product is not None else None
-        return linear if isinstance(linear, Split) else None
+        return linear if isinstance(linear, OffloadedLinear) else None
 
 
 def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
     """Cut the code of stages before and after products that are split.
 
-    Products with split matrices get the names in `TURN` by their order alone: the last one before an
+    Products with offloaded matrices get the names in `TURN` by their order alone: the last one before an
     attention is "qkv". Those of one name have to be as wide everywhere; others, and those for which no name
     is left, are not cut out: stages compute them at once, while nothing overlaps.
 
@@ -54,7 +54,7 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
         splits = {
             node: (name, split.columns)
             for node, name in zip(nodes, names, strict=True)
-            if isinstance(split := linears[node], Split)
+            if isinstance(split := linears[node], OffloadedLinear)
         }
         for name, columns in splits.values():
             widths[name][columns] += 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedSizes:
     """Matrices that multiply the same numbers, one below the other."""
 
     weights: tuple[str, ...]
@@ -27,17 +27,17 @@ class Mixed:
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[Fused, ...]  # gate, up and down: of all experts, one below the other
+    matrices: tuple[FusedSizes, ...]  # gate, up and down: of all experts, one below the other
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class TracedSpec:
     """What a checkpoint holds, and what attention is like; nothing of it depends on a dtype."""
 
     # name -> shape, of those that are not matrices
     parameters: dict[str, tuple[int, ...]] = field(hash=False)
-    matrices: tuple[Fused, ...]  # in the order of their use, without the head
-    head: Fused | None  # None: it is the embeddings
+    matrices: tuple[FusedSizes, ...]  # in the order of their use, without the head
+    head: FusedSizes | None  # None: it is the embeddings
     embedding: str  # whose rows the tokens look up
     vocab_size: int
     hidden_size: int  # that the head multiplies
@@ -49,19 +49,19 @@ class Outline:
     windows: tuple[int | None, ...]
     softcap: float | None = None
     sinks: tuple[str, ...] = ()  # names of parameters, by layer; none: there are no sinks
-    mixtures: tuple[Mixed, ...] = ()
+    moe_layers: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
     unread: frozenset[str] = frozenset()  # the model's tensors that text does not need, as those of images
     # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
     most_tokens: int | None = None
 
     @property
-    def all_matrices(self) -> tuple[Fused, ...]:
+    def all_matrices(self) -> tuple[FusedSizes, ...]:
         """Those of experts, too, without the head."""
-        return (*self.matrices, *(fused for each in self.mixtures for fused in each.matrices))
+        return (*self.matrices, *(fused for each in self.moe_layers for fused in each.matrices))
 
 
-NOTHING = Outline({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
+NOTHING = TracedSpec({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
 
 
 @dataclass(frozen=True, slots=True)

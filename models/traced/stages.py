@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
-from neo_desktop.models.linear.split import Split
+from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.operators import Operators, Store
 from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
@@ -41,10 +41,10 @@ class TracedStages(Stages):
         self.decoder = decoder
         self.config = config = decoder.config
         self.has_head = True
-        self.mixtures = {}
+        self.moe_layers = {}
         self._reduce = None
         self._weights = decoder
-        graph = exported(config.source, decoder.dtype, decoder.outline.aliases)
+        graph = exported(config.source, decoder.dtype, decoder.spec.aliases)
         try:
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
@@ -216,11 +216,11 @@ class TracedStages(Stages):
         self._store(state, store)
 
     @property
-    def split_matrices(self) -> dict[tuple[int, str], Split]:  # noqa: D102
+    def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:  # noqa: D102
         return {
             (turn, segment.name): segment.split
-            for turn, of_turn in self._segments.items()
-            for segment in of_turn
+            for turn, of_async_step in self._segments.items()
+            for segment in of_async_step
             if segment.split is not None
         }
 

@@ -168,12 +168,12 @@ RelayItem relay_item(const Copies& copies) {
 
 void start(Relay& relay,
            const std::vector<std::variant<Batch, Transfer, Product, ExpertsInTurns, Copies>>& items,
-           double patience_s) {
+           double timeout_s) {
   std::vector<RelayItem> views;
   for (const auto& item : items) {
     views.push_back(std::visit([](const auto& each) { return relay_item(each); }, item));
   }
-  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(patience_s * 1e9)));
+  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
 }
 
 // [(layer, item, start, end)], times in nanoseconds of the monotonic clock.
@@ -377,7 +377,7 @@ PYBIND11_MODULE(_native, m) {
   py::register_exception<RelayStalledError>(m, "RelayStalledError", PyExc_RuntimeError);
   py::class_<Relay>(m, "Relay")
       .def(py::init(&make_relay))
-      .def("start", &start, py::arg("items"), py::arg("patience_s") = 0.0, without_gil)
+      .def("start", &start, py::arg("items"), py::arg("timeout_s") = 0.0, without_gil)
       .def("finish", &finish, without_gil)
       .def("cancel", &Relay::cancel, without_gil)
       .def("close", &Relay::close, without_gil);

@@ -50,7 +50,7 @@ bool alike(const PagedCache& a, const PagedCache& b) {
 class Relay::State {
  public:
   State(const std::vector<RelayLayer>& layers, int64_t num_layers, int num_threads, Isa isa);
-  void start(std::vector<RelayItem> items, std::chrono::nanoseconds patience);
+  void start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout);
   std::vector<RelayStep> finish();
   void cancel();
   bool end();  // whether the thread that serves has ended
@@ -73,7 +73,7 @@ class Relay::State {
   bool goes_on(size_t layer, size_t index, Doing doing);
   std::string where(Doing doing) const;
   std::chrono::nanoseconds look() const {
-    return std::clamp(patience_ / kLooks, kShortestLook, kLongestLook);
+    return std::clamp(timeout_ / kLooks, kShortestLook, kLongestLook);
   }
   bool wait_until_ready(const RelayItem& item, size_t layer) const;
   void release_all();
@@ -88,7 +88,7 @@ class Relay::State {
   bool rests_ = false;  // between two looks at a flag
   std::vector<RelayStep> steps_;
   std::exception_ptr error_;
-  std::chrono::nanoseconds patience_{};
+  std::chrono::nanoseconds timeout_{};
   std::atomic<bool> cancelled_{false};
 
   // What the guard looks at.
@@ -128,8 +128,8 @@ Relay::Relay(std::shared_ptr<State> made) : state_(std::move(made)) {
 
 Relay::~Relay() { close(); }
 
-void Relay::start(std::vector<RelayItem> items, std::chrono::nanoseconds patience) {
-  state_->start(std::move(items), patience);
+void Relay::start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout) {
+  state_->start(std::move(items), timeout);
 }
 
 std::vector<RelayStep> Relay::finish() { return state_->finish(); }
@@ -165,7 +165,7 @@ bool Relay::State::end() {
   return changed_.wait_for(lock, kEndPatience, [this] { return ended_; });
 }
 
-void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds patience) {
+void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout) {
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
@@ -178,7 +178,7 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   steps_.clear();
   error_ = nullptr;
   cancelled_ = false;
-  patience_ = patience;
+  timeout_ = timeout;
   stalled_.clear();
   doing_ = Doing::kWaiting;
   goes_on(0, 0, Doing::kWaiting);
@@ -189,7 +189,7 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
     }
   }
   running_ = !items_.empty();
-  const bool wakes_guard = patience.count() > 0 && now_ns() + look().count() < guard_wakes_ns_;
+  const bool wakes_guard = timeout.count() > 0 && now_ns() + look().count() < guard_wakes_ns_;
   lock.unlock();
   changed_.notify_all();
   if (wakes_guard) guard_changed_.notify_one();
@@ -273,7 +273,7 @@ void Relay::State::guard() {
   int looks = 0;  // in which nothing went on
   std::unique_lock lock(mutex_);
   while (!closed_) {
-    if (!running_ || patience_.count() == 0 || !stalled_.empty()) {
+    if (!running_ || timeout_.count() == 0 || !stalled_.empty()) {
       guard_wakes_ns_ = kNever;
       guard_changed_.wait(lock);
       looks = 0;
@@ -287,7 +287,7 @@ void Relay::State::guard() {
     if (const uint64_t now = progress_.load(std::memory_order_relaxed); now != seen) {
       seen = now;
       looks = 0;
-    } else if (++looks * look() >= patience_ && running_ && stalled_.empty()) {
+    } else if (++looks * look() >= timeout_ && running_ && stalled_.empty()) {
       const Doing doing = doing_.exchange(Doing::kGivenUp);
       stalled_ = where(doing);
       in_step_ = doing == Doing::kWorking;
@@ -311,7 +311,7 @@ bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
 std::string Relay::State::where(Doing doing) const {
   const RelayItem& item = items_[item_];
   const bool is_waiting = doing == Doing::kWaiting && is_awaited(item, layer_);
-  const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
+  const std::string seconds = std::to_string(timeout_.count() / 1'000'000'000.0);
   return words(item, layer_, is_waiting) + " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
 }
 

@@ -12,8 +12,8 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.models.config import GenerationDefaults, ModelConfig
@@ -141,7 +141,7 @@ def make_engine(
         generation=generation or GenerationDefaults(),
     )
     policy = get_policy("gpu-only")
-    kv_cache = KVCache({Place.DEVICE: num_blocks}, BLOCK_SIZE)
+    kv_cache = KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
     scheduler = Scheduler(kv_cache, policy, SchedulerLimits(max_batch_tokens=256, max_batch_requests=32))
     decoder = cast("Decoder", _NoDecoder())
     model = LoadedModel(MODEL, config, decoder, tokenizer, WholeDevice(decoder.device))

@@ -34,10 +34,10 @@ def server(data: Path) -> Iterator[RunningServer]:
         yield running_server
 
 
-def raw(server: RunningServer, request: bytes, patience_s: float = 30) -> bytes:
+def raw(server: RunningServer, request: bytes, timeout_s: float = 30) -> bytes:
     """Send bytes as they are; return what comes back until the server closes, or says nothing for a while."""
     received = b""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=patience_s)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=timeout_s)
     with client, contextlib.suppress(ConnectionError, TimeoutError):
         client.sendall(request)
         while data := client.recv(65536):

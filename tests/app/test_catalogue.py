@@ -23,15 +23,15 @@ from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel,
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
 
@@ -275,8 +275,8 @@ def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtyp
         stats = engine.stats()
         pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
         assert stats.dtype == found.dtype
-    assert found.gpu_tokens == pools[Place.DEVICE]
-    assert found.cpu_tokens == pools.get(Place.HOST, 0)
+    assert found.gpu_tokens == pools[KVTier.DEVICE]
+    assert found.cpu_tokens == pools.get(KVTier.HOST, 0)
     assert found.gpu_tokens > 0
 
 
@@ -344,7 +344,7 @@ def figures(read: float) -> MachineFigures:
 
 @pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3.1-8b"])
 def test_predictions_follow_the_memory_and_never_prefer_a_slower_batch(name: str) -> None:
-    config, chats = shape(name), tuple(zip(PLACES, (4, 9), strict=True))
+    config, chats = shape(name), tuple(zip(MEASURED_TIERS, (4, 9), strict=True))
     slow, fast = (predict(figures(read), config, torch.bfloat16, chats, 4096) for read in (20, 80))
     assert slow.one_chat_tokens_per_s < fast.one_chat_tokens_per_s
     for each in (slow, fast):
@@ -359,7 +359,7 @@ def test_predictions_follow_the_memory_and_never_prefer_a_slower_batch(name: str
 def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> None:
     config = shape("llama-3.1-8b")
 
-    def of(form: LinearForm) -> Fit:
+    def of(form: WeightFormat) -> Fit:
         free = FreeMemory(64 * GIB, None)
         return fit(config, EngineOptions(device="cpu", dtype="bfloat16"), free, figures(20), form)
 
@@ -396,7 +396,7 @@ def test_what_becomes_of_quantised_weights_is_told_for_the_device_that_is_there(
     assert told(FreeMemory(64 * GIB, None)) == on_cpu
     monkeypatch.setattr(fits, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(ladder, "rung", lambda ladder_name: "triton")
+    monkeypatch.setattr(fallbacks, "level", lambda ladder_name: "triton")
     monkeypatch.setattr(fits, "find_tables", lambda *args: None)
     assert told(FreeMemory(64 * GIB, 24 * GIB)) == on_gpu
 
@@ -437,7 +437,11 @@ def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(
         assert found.gpu.name == preset
         assert (
             predict(
-                found, shape("llama-3.1-8b"), torch.float16, tuple(zip(PLACES, (3, 20), strict=True)), 4096
+                found,
+                shape("llama-3.1-8b"),
+                torch.float16,
+                tuple(zip(MEASURED_TIERS, (3, 20), strict=True)),
+                4096,
             ).best_chats
             >= 3
         )

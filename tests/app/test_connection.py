@@ -112,10 +112,10 @@ def test_a_client_with_little_patience_outlasts_a_long_prompt(
     """The prompt takes longer than the client waits for the next byte."""
     monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.1)
     executor.open.clear()
-    patience = httpx.Timeout(30, read=3)
+    timeout = httpx.Timeout(30, read=3)
     url = f"{server.url}/v1/chat/completions"
     begun, last = time.monotonic(), ""
-    with httpx.stream("POST", url, json=CHAT | {"stream": True}, trust_env=False, timeout=patience) as answer:
+    with httpx.stream("POST", url, json=CHAT | {"stream": True}, trust_env=False, timeout=timeout) as answer:
         for line in answer.iter_lines():
             if time.monotonic() > begun + 4:
                 executor.open.set()

@@ -20,8 +20,8 @@ from neo_desktop.app.shelf.hosting import EngineGoneError, ModelHost, Restarting
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.restarts import Restarts
 from neo_desktop.app.web.server import create_app
-from neo_desktop.engine.doctor.safe_start import careful_rungs
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.doctor.safe_start import careful_levels
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -108,7 +108,7 @@ async def test_whatever_ends_it_the_next_request_is_answered(
     token: int, said: str, loader: FragileLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if token == HUNG:
-        monkeypatch.setattr(processes, "PATIENCE_S", {"cpu": 2.0})
+        monkeypatch.setattr(processes, "TIMEOUT_S", {"cpu": 2.0})
     host = ModelHost(load=loader)
     await host.begin("alpha")
     beside = await host.service.submit(["beside"], SamplingParams(max_tokens=9000))
@@ -161,7 +161,7 @@ async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
 async def test_an_engine_that_has_nothing_to_do_is_not_taken_for_hung(
     loader: FragileLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "PATIENCE_S", {"cpu": 0.05})
+    monkeypatch.setattr(processes, "TIMEOUT_S", {"cpu": 0.05})
     host = ModelHost(load=loader)
     await host.begin("alpha")
     await asyncio.sleep(1.0)
@@ -178,13 +178,13 @@ async def test_from_the_second_time_on_it_is_started_with_less(loader: FragileLo
         with pytest.raises(EngineRestartingError):
             await text_of(await host.service.submit([[KILLED]], SamplingParams(max_tokens=9000)))
         await loaded(host)
-        found.append(dict(ladder.limits()))
+        found.append(dict(fallbacks.limits()))
         assert await ask(host.service) == "fgh"
     await host.stop()
     first, second, third = found
     assert not first
-    assert second == careful_rungs("cpu", 1)
-    assert third == careful_rungs("cpu", 2)
+    assert second == careful_levels("cpu", 1)
+    assert third == careful_levels("cpu", 2)
 
 
 async def test_after_too_many_ends_it_is_left_and_said_why(loader: FragileLoader) -> None:

@@ -20,9 +20,9 @@ from neo_desktop.app.shelf.hosting import (
     NoModelError,
 )
 from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up
-from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
@@ -224,7 +224,7 @@ async def test_weights_and_caches_are_free_after_unloading() -> None:
 
     def load(name: str, progress: Progress) -> EngineService:
         parts = set_up(EngineOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu"))
-        weights, pools = parts.model.decoder, [parts.storage[place] for place in PLACES]
+        weights, pools = parts.model.decoder, [parts.storage[place] for place in MEASURED_TIERS]
         watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
         engine = Engine.from_parts(parts, "neo", cost_model=ZeroCostModel())
         return EngineService(engine)

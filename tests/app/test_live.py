@@ -17,8 +17,8 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Phase, Rates
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
@@ -26,13 +26,13 @@ from neo_desktop.engine.stats import EngineStats
 
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
-GPU, CPU = Place.DEVICE, Place.HOST
-NO_WORKERS: Mapping[Place, WorkerState] = {}
+GPU, CPU = KVTier.DEVICE, KVTier.HOST
+NO_WORKERS: Mapping[KVTier, WorkerState] = {}
 
 
-def request(arrival: int, place: Place, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
+def request(arrival: int, tier: KVTier, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
     phase = Phase.PREFILLING if prefilling else Phase.DECODING
-    return LiveRequest(arrival, place, phase, 100, 40 if prefilling else 99, is_held=held)
+    return LiveRequest(arrival, tier, phase, 100, 40 if prefilling else 99, is_held=held)
 
 
 def make_view(
@@ -44,11 +44,11 @@ def make_view(
     imitated: bool = False,
     spans: tuple[Span, ...] = (),
     iterations: tuple[LiveIteration, ...] = (),
-    workers: Mapping[Place, WorkerState] = NO_WORKERS,
-    others: Sequence[Place] = (),
+    workers: Mapping[KVTier, WorkerState] = NO_WORKERS,
+    others: Sequence[KVTier] = (),
 ) -> LiveView:
-    local = [place for place in get_policy(policy).places if not place.is_swapped]
-    pools = {place: PoolUsage(64, 4, 2) for place in (*local, *others, *workers)}
+    local = [tier for tier in get_policy(policy).tiers if not tier.is_streamed]
+    pools = {tier: PoolUsage(64, 4, 2) for tier in (*local, *others, *workers)}
     stats = EngineStats(
         model="m",
         policy=policy,
@@ -67,12 +67,12 @@ def make_view(
         num_preemptions=1,
         num_moves=2,
         num_cpu_decodes=20,
-        num_staggered_decodes=1,
+        num_async_decodes=1,
         num_double_iterations=3,
         outside_s=0.1,
         pools=pools,
     )
-    on_gpu = sum(one.place == GPU for one in requests)
+    on_gpu = sum(one.tier == GPU for one in requests)
     return LiveView(
         stats=stats,
         requests=tuple(requests),
@@ -250,7 +250,7 @@ async def feeding(executor: FakeExecutor) -> AsyncIterator[tuple[EngineFeed, Eng
 
 
 def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(feeds, "TIMEOUT_S", 0.05)
     monkeypatch.setattr(feeds, "PERIOD_S", 0.0)
 
     async def run() -> None:
@@ -300,13 +300,13 @@ def test_who_asks_while_the_engine_ends_gets_an_answer() -> None:
 
 
 WORKERS = {
-    Place.worker(1): WorkerState("10.0.0.2:7455", None, 0),
-    Place.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),
+    KVTier.worker(1): WorkerState("10.0.0.2:7455", None, 0),
+    KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),
 }
 
 
 def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
-    requests = [request(0, GPU), request(1, CPU), request(2, Place.worker(1)), request(3, Place.worker(1))]
+    requests = [request(0, GPU), request(1, CPU), request(2, KVTier.worker(1)), request(3, KVTier.worker(1))]
     view = engine_view(make_view(requests, workers=WORKERS))
     assert view.sentence.startswith(
         "4 chats at once: 1 with their memory on the GPU, 1 in main memory, 2 on workers, which attend for "
@@ -318,10 +318,10 @@ def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
         "elsewhere, and it is used again as soon as it answers.",
     ]
     assert view.running is not None
-    assert [line.place for line in view.running.requests] == ["gpu", "cpu", "worker", "worker"]
+    assert [line.tier for line in view.running.requests] == ["gpu", "cpu", "worker", "worker"]
     first, second = view.running.workers
     assert (first.used_tokens, first.total_tokens, first.lost) == (64, 1024, None)
-    assert (second.losses, second.lost) == (2, WORKERS[Place.worker(2)].lost)
+    assert (second.losses, second.lost) == (2, WORKERS[KVTier.worker(2)].lost)
     alone = engine_view(make_view(requests[2:3], workers=WORKERS))
     assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone.sentence
     nobody = engine_view(make_view(workers=WORKERS))

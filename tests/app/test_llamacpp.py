@@ -102,7 +102,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def answer_of(engine: LlamaCppEngine, prompt: Any, **params: Any) -> tuple[str, list[int]]:
-    engine.add("alone", engine.intake.prepare(prompt, SamplingParams(**params)))
+    engine.add("alone", engine.input_processor.prepare(prompt, SamplingParams(**params)))
     outputs = []
     while engine.has_work:
         engine.collect()
@@ -203,7 +203,7 @@ def test_the_queue_is_shown(api: Any, file: Path) -> None:
     engine = LlamaCppRecipe("strange", file, CPU)(nothing)
     assert engine_view(engine.live_view()).sentence.startswith("No chat is waiting")
     for name in "abc":
-        engine.add(name, engine.intake.prepare("hello", SamplingParams(max_tokens=5)))
+        engine.add(name, engine.input_processor.prepare("hello", SamplingParams(max_tokens=5)))
     engine.collect()
     view = engine_view(engine.live_view())
     assert "its answer is being written. 2 more wait for their turn" in view.sentence
@@ -368,7 +368,7 @@ def test_a_real_model_writes_what_llama_cpp_writes() -> None:
     for prompt in ("The capital of France is", "def fibonacci(n):", "Die Hauptstadt von"):
         text, _ = answer_of(engine, prompt, temperature=0, max_tokens=24)
         told = own.create_completion(
-            engine.intake.tokenizer.encode(prompt), max_tokens=24, temperature=0, repeat_penalty=1.0
+            engine.input_processor.tokenizer.encode(prompt), max_tokens=24, temperature=0, repeat_penalty=1.0
         )
         assert text == told["choices"][0]["text"]
         sampled = answer_of(engine, prompt, seed=7, max_tokens=12)
@@ -431,7 +431,7 @@ def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
     text, token_ids = answer_of(engine, "abc", temperature=0, max_tokens=8)
     engine.close()
     own = pytest.importorskip("llama_cpp").Llama(str(file), n_ctx=256, flash_attn=True, verbose=False)
-    told = own.generate(engine.intake.tokenizer.encode("abc"), temp=0, repeat_penalty=1.0)
+    told = own.generate(engine.input_processor.tokenizer.encode("abc"), temp=0, repeat_penalty=1.0)
     assert token_ids == list(itertools.islice(told, 8))
     assert len(set(token_ids)) > 1
     loader = ModelLoader(Catalogue([tmp_path]), CPU)

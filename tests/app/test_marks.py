@@ -111,7 +111,7 @@ def template_of(source: str | None) -> ChatTemplate:
 
 
 def a_chat(texts: list[str], role: str = "user") -> tuple[list[Any], list[Any]]:
-    """A chat with these texts in every place for text."""
+    """A chat with these texts in every tier for text."""
     asked, thought, name, key, value, result, described, answer = texts
     call = {"id": "a", "type": "function", "function": {"name": name or "f", "arguments": {key: value}}}
     parameters = {"type": "object", "properties": {key: {"type": "string", "description": described}}}

@@ -37,9 +37,9 @@ def test_requests_are_counted_and_timed(server: RunningServer) -> None:
     assert figure("time_to_first_token_seconds_count") == 4
     assert figure("time_per_output_token_seconds_count") == 4
     assert figure("iteration_seconds_count") >= 5
-    assert figure("running_requests", place="gpu") == 0
+    assert figure("running_requests", tier="gpu") == 0
     assert figure("waiting_requests") == figure("queued_outputs") == 0
-    assert figure("cache_size_tokens", place="gpu") == 64 * 16
+    assert figure("cache_size_tokens", tier="gpu") == 64 * 16
     assert figure("http_requests_total", method="POST", path="/v1/completions", status="200") == 1
     assert figure("http_requests_total", method="GET", path="other", status="404") == 1
     assert figure("http_request_seconds_count", path="/v1/completions") == 1

@@ -23,7 +23,7 @@ from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
-from neo_desktop.engine.intake import PreparedRequest
+from neo_desktop.engine.input_processor import PreparedRequest
 from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.tokenizer import ByteTokenizer
@@ -146,12 +146,12 @@ def test_a_cancelled_reader_frees_its_blocks(executor: FakeExecutor) -> None:
 def test_readers_that_leave_at_random_leak_nothing(executor: FakeExecutor, seed: int) -> None:
     random_source = random.Random(seed)
 
-    async def reader(service: EngineService, length: int, patience: int) -> None:
+    async def reader(service: EngineService, length: int, timeout: int) -> None:
         params = SamplingParams(max_tokens=40, n=random_source.choice([1, 1, 3]))
         async with await service.submit([[length] * length], params) as generation:
             async for _ in generation:
-                patience -= 1
-                if patience == 0:
+                timeout -= 1
+                if timeout == 0:
                     return
 
     async def scenario() -> None:

@@ -21,7 +21,7 @@ from neo_desktop.engine.remote import cluster
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="needs Ray: pip install 'neo-desktop[workers]'"
 )
-PATIENCE_S = 400.0  # a cluster starts a dozen processes
+TIMEOUT_S = 400.0  # a cluster starts a dozen processes
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,10 @@ def test_workers_join_die_and_come_back(checkpoint: Path, secret: Path, port: in
         for _ in range(2):
             with joined(port, secret) as process:
                 answers = Answers(engine, batch)
-                answers.until_back(ONE, PATIENCE_S)
+                answers.until_back(ONE, TIMEOUT_S)
                 kill_all(process)
                 assert answers.end() == expected(checkpoint, batch)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while engine.live_view().workers[ONE].lost is None and time.monotonic() < deadline:
             Answers(engine, batch).end()  # it is noticed when it is needed
         assert engine.live_view().workers[ONE].num_losses == 2

@@ -27,8 +27,8 @@ from neo_desktop.app.bench.section import Section, Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.profiling.hand_off import CHAIN, HandOff
 from neo_desktop.engine.profiling.hardware import find_gpus
+from neo_desktop.engine.profiling.offload import CHAIN, OffloadTimer
 
 MIB = 1 << 20
 SMALL = HardwareOptions(
@@ -39,7 +39,7 @@ SMALL = HardwareOptions(
     gpu_memory_bytes=64 * MIB,
     gpu_matrix_sizes=(256, 1024),
     transfer_bytes=(4096, 16 * MIB),
-    hand_off_bytes=(4096,),
+    offload_bytes=(4096,),
 )
 
 
@@ -62,7 +62,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
     monkeypatch.setattr(suite, "fitting_sizes", lambda sizes: tuple(n for n in sizes if n <= 1024))
-    monkeypatch.setattr(suite, "hand_off_of", lambda _, *, in_graph: hand_off(in_graph=in_graph))
+    monkeypatch.setattr(suite, "offload_of", lambda _, *, in_graph: offload(in_graph=in_graph))
 
 
 def figures(report: HardwareReport, what: str) -> list[float]:
@@ -216,14 +216,14 @@ def lane_threads() -> int:
     return sum(thread.name.startswith("neo-desktop") for thread in threading.enumerate())
 
 
-def hand_off(*, in_graph: bool = True, backend: Backend | None = None) -> HandOff:
+def offload(*, in_graph: bool = True, backend: Backend | None = None) -> OffloadTimer:
     made = backend or (ImitatedBackend() if in_graph else ThreadBackend(None))
-    return HandOff(torch.device("cpu"), made, in_graph=in_graph)
+    return OffloadTimer(torch.device("cpu"), made, in_graph=in_graph)
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_hand_off_takes_time(in_graph: bool) -> None:
-    with closing(hand_off(in_graph=in_graph)) as made:
+    with closing(offload(in_graph=in_graph)) as made:
         assert made.seconds(4096) > 0
 
 
@@ -236,7 +236,7 @@ def test_a_hand_off_that_loses_data_is_an_error() -> None:
             super().enqueue(operations)
 
     with pytest.raises(RuntimeError, match="lost data"):
-        hand_off(backend=Lossy()).seconds(4096)
+        offload(backend=Lossy()).seconds(4096)
 
 
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 3, 8])
@@ -245,7 +245,7 @@ def test_a_hand_off_in_a_graph_does_not_hang_on_a_gpu_with_few_queues(num_queues
         def forget(self) -> None:
             assert self.check_flags() == CHAIN
 
-    hand_off(backend=Kept(num_queues=num_queues)).seconds(4096)
+    offload(backend=Kept(num_queues=num_queues)).seconds(4096)
 
 
 def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

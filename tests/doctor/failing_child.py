@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from neo_desktop.engine.doctor.outcome import Figures
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.trial.check import Check, serve
-from neo_desktop.engine.trial.rig import on_rungs, require
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.selfcheck.check import Check, serve
+from neo_desktop.engine.selfcheck.rig import on_levels, require
 
 
 def well() -> Figures:
@@ -55,14 +55,14 @@ def full() -> Figures:
 
 
 def replaced() -> Figures:
-    with on_rungs({"norm": "triton"}):
-        ladder.limit("norm", "torch", "no compiler")
+    with on_levels({"norm": "triton"}):
+        fallbacks.limit("norm", "torch", "no compiler")
     return {}
 
 
 def where_it_stands() -> Figures:
     return {"count": counts[0]} | {
-        name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm", "rope_append")
+        name: fallbacks.level(name) for name in ("graphs", "paged_decode", "norm", "rope_append")
     }
 
 
@@ -71,13 +71,13 @@ def checks_of(subject: Subject) -> Iterator[Check]:
         raise ValueError("there is no such model")
 
     def check(
-        name: str, run: Callable[[], Figures], mechanism: str | None = None, rung: str | None = None
+        name: str, run: Callable[[], Figures], mechanism: str | None = None, level: str | None = None
     ) -> Check:
         return Check(
             name,
             name.capitalize(),
             mechanism,
-            rung,
+            level,
             5.0 if run is hang else 100.0,
             run,
             is_needed=run is needed,
@@ -87,8 +87,8 @@ def checks_of(subject: Subject) -> Iterator[Check]:
         yield check("well", well, "activation", "triton")
         return
     if subject.model == "bad":
-        for rung in ("triton", "torch"):
-            yield check(f"norm-{rung}", wrong, "norm", rung)
+        for level in ("triton", "torch"):
+            yield check(f"norm-{level}", wrong, "norm", level)
         return
     yield check("needed", needed)
     yield check("well", well, "activation", "triton")

@@ -15,22 +15,22 @@ from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.ladder import MECHANISMS, ladder
-from neo_desktop.engine.trial import answers, expert_checks, hand_off_checks, kernel_checks, kv_checks
-from neo_desktop.engine.trial.answers import alone, quick_shape
-from neo_desktop.engine.trial.check import Check
-from neo_desktop.engine.trial.hand_off_checks import (
+from neo_desktop.engine.selfcheck import answers, expert_checks, kernel_checks, kv_checks, offload_checks
+from neo_desktop.engine.selfcheck.answers import alone, quick_shape
+from neo_desktop.engine.selfcheck.check import Check
+from neo_desktop.engine.selfcheck.offload_checks import (
     check_copies,
     check_relay,
     check_replay,
     check_swap,
     check_trips,
 )
-from neo_desktop.engine.trial.rig import Rig, on_rungs
+from neo_desktop.engine.selfcheck.rig import Rig, on_levels
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.shapes import SHAPES, shape
@@ -54,8 +54,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kv_checks, "MANY", 2)
     monkeypatch.setattr(kernel_checks, "ROWS", (1, 3, 6))
     monkeypatch.setattr(expert_checks, "ROWS", (1, 5))
-    monkeypatch.setattr(hand_off_checks, "SECONDS", {False: 0.1, True: 0.1})
-    with ladder.standing_on({}):
+    monkeypatch.setattr(offload_checks, "SECONDS", {False: 0.1, True: 0.1})
+    with fallbacks.at_levels({}):
         yield
 
 
@@ -69,10 +69,10 @@ def checks(rig: Rig) -> dict[str, Check]:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("rung", ["triton", "torch"])
+@pytest.mark.parametrize("level", ["triton", "torch"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_right_kernels_pass(rig: SmallRig, kernel: str, rung: str) -> None:
-    figures = checks(rig)[f"{kernel}-{rung}"].run()
+def test_right_kernels_pass(rig: SmallRig, kernel: str, level: str) -> None:
+    figures = checks(rig)[f"{kernel}-{level}"].run()
     if kernel != "row_copy":
         assert 0 < float(figures["error"]) < 1e-5
         assert float(figures["ms"]) > 0
@@ -84,9 +84,9 @@ def test_right_kernels_of_16_bits_pass(kernel: str, dtype: str) -> None:
     checks(SmallRig(Subject(shape="tiny", device="cpu", dtype=dtype)))[f"{kernel}-torch"].run()
 
 
-@pytest.mark.parametrize("rung", [rung.name for rung in MECHANISMS["prompt_attention"].rungs])
-def test_right_prompt_attention_passes(rig: SmallRig, rung: str) -> None:
-    assert float(checks(rig)[f"prompt_attention-{rung}"].run()["error"]) < 1e-5
+@pytest.mark.parametrize("level", [level.name for level in MECHANISMS["prompt_attention"].levels])
+def test_right_prompt_attention_passes(rig: SmallRig, level: str) -> None:
+    assert float(checks(rig)[f"prompt_attention-{level}"].run()["error"]) < 1e-5
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -124,7 +124,7 @@ def test_a_kernel_that_gave_up_fails_although_another_served(
     monkeypatch.setattr(dispatch, "_in_triton", without_triton)
     with pytest.raises(CheckError, match="ptxas died"):
         checks(rig)["norm-triton"].run()
-    assert ladder.rung("norm") == "triton"  # the check says what follows, not the dispatcher
+    assert fallbacks.level("norm") == "triton"  # the check says what follows, not the dispatcher
 
 
 def no_pause(rng: random.Random) -> None:
@@ -141,8 +141,8 @@ def test_flags_and_relay_pass(rig: SmallRig, queues: int | None) -> None:
 def test_streams_copies_and_swaps_pass(rig: SmallRig) -> None:
     check_trips(rig, ThreadBackend(None), no_pause, in_graphs=False)
     check_replay(rig, ImitatedBackend(1))
-    for rung in ("pinned", "pageable"):
-        check_copies(rig, rung)
+    for level in ("pinned", "pageable"):
+        check_copies(rig, level)
     check_swap(rig)
 
 
@@ -175,13 +175,13 @@ def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "rung"),
-    [(name, rung.name) for name, mechanism in MECHANISMS.items() for rung in mechanism.rungs],
+    ("mechanism", "level"),
+    [(name, level.name) for name, mechanism in MECHANISMS.items() for level in mechanism.levels],
 )
-def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, rung: str) -> None:
-    """All else is on its lowest rung, but for what the rung cannot do without."""
-    with on_rungs(alone(mechanism, rung, MECHANISMS)):
-        assert ladder.rung(mechanism) == rung
+def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, level: str) -> None:
+    """All else is on its lowest level, but for what the level cannot do without."""
+    with on_levels(alone(mechanism, level, MECHANISMS)):
+        assert fallbacks.level(mechanism) == level
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))

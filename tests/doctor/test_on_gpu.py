@@ -8,10 +8,10 @@ from imitated_device import imitated_device
 
 from neo_desktop.engine import parts
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.profiling import warm_up
-from neo_desktop.engine.trial import answers, hand_off_checks, kernel_checks, kv_checks
-from neo_desktop.engine.trial.__main__ import checks_of
+from neo_desktop.engine.selfcheck import answers, kernel_checks, kv_checks, offload_checks
+from neo_desktop.engine.selfcheck.__main__ import checks_of
 
 
 @pytest.mark.gpu
@@ -19,12 +19,12 @@ from neo_desktop.engine.trial.__main__ import checks_of
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_works_passes_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
-    monkeypatch.setattr(hand_off_checks, "SECONDS", {True: 0.1, False: 0.1})
+    monkeypatch.setattr(offload_checks, "SECONDS", {True: 0.1, False: 0.1})
     if imitated_device() is not None:  # which takes milliseconds for every program of a kernel
         monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1)))
         monkeypatch.setattr(kv_checks, "MANY", 2)
         monkeypatch.setattr(kernel_checks, "ROWS", (1, 3))
-        monkeypatch.setattr(hand_off_checks, "CHAIN", 4)
+        monkeypatch.setattr(offload_checks, "CHAIN", 4)
         monkeypatch.setattr(answers, "PROMPT_TOKENS", (1, 17))
         monkeypatch.setattr(answers, "ANSWER_TOKENS", 4)
         monkeypatch.setattr(answers, "CACHE_TOKENS", 256)
@@ -32,7 +32,7 @@ def test_a_gpu_that_works_passes_all_checks(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(parts, "MAX_BATCH_TOKENS", {"cuda": 64})
         monkeypatch.setattr(warm_up, "NUM_BLOCKS", 16)
     failed, names = {}, []
-    with ladder.standing_on({}):
+    with fallbacks.at_levels({}):
         for check in checks_of(Subject(shape="tiny", device="cuda", dtype="float32", is_quick=True)):
             names.append(check.name)
             try:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ladder_rungs import restored_ladder
+from fallback_levels import restored_fallbacks
 
 from neo_desktop.engine.doctor import machine, safe_start
-from neo_desktop.engine.doctor.safe_start import begin_start, careful_rungs, forgive, start_in_full, steps
+from neo_desktop.engine.doctor.safe_start import begin_start, careful_levels, forgive, start_in_full, steps
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.ladder import MECHANISMS, Ladder, ladder
+from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, fallbacks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DYING = """
@@ -34,8 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_ladder() -> Iterator[None]:
-    with ladder.standing_on({}):
+def _own_fallbacks() -> Iterator[None]:
+    with fallbacks.at_levels({}):
         yield
 
 
@@ -58,7 +58,7 @@ def test_a_start_that_ends_well_leaves_nothing(folder: Path) -> None:
         with safe_start.safe_start(CPU):
             assert len(list(folder.iterdir())) == 1
     assert not list(folder.iterdir())
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 def test_an_error_told_in_a_sentence_leaves_nothing(folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_an_error_told_in_a_sentence_leaves_nothing(folder: Path) -> None:
 def test_a_killed_start_makes_the_next_one_careful(caplog: pytest.LogCaptureFixture) -> None:
     killed_start()
     with caplog.at_level(logging.WARNING), safe_start.safe_start(CPU):
-        assert ladder.limits().items() >= {"huge_pages": "small", "affinity": "free"}.items()
+        assert fallbacks.limits().items() >= {"huge_pages": "small", "affinity": "free"}.items()
     (line,) = caplog.messages
     assert "neo-desktop doctor --refresh" in line
     assert "pages of the usual size" in line
@@ -80,19 +80,19 @@ def test_a_careful_start_that_is_killed_makes_the_next_one_more_careful() -> Non
     killed_start()
     killed_start()
     with safe_start.safe_start(CPU):
-        assert ladder.rung("isa") == MECHANISMS["isa"].rungs[-1].name
+        assert fallbacks.level("isa") == MECHANISMS["isa"].levels[-1].name
     killed_start()  # there is nothing below
     with safe_start.safe_start(CPU):
         pass
 
 
 def limits_of_a_start(device: torch.device = CPU) -> dict[str, str]:
-    with ladder.standing_on({}), safe_start.safe_start(device):
-        return dict(ladder.limits())
+    with fallbacks.at_levels({}), safe_start.safe_start(device):
+        return dict(fallbacks.limits())
 
 
 def crashed_start(device: torch.device = CPU) -> None:
-    with ladder.standing_on({}):
+    with fallbacks.at_levels({}):
         begin_start(device).crash()
 
 
@@ -108,7 +108,7 @@ def test_care_is_kept_after_the_second_time_until_it_is_forgotten() -> None:
     limits_of_a_start()
     killed_start()  # in full again, and again
     for _ in range(3):
-        assert limits_of_a_start() == careful_rungs("cpu", 1)
+        assert limits_of_a_start() == careful_levels("cpu", 1)
     start_in_full()
     assert not limits_of_a_start()
 
@@ -117,7 +117,7 @@ def test_another_version_starts_in_full(monkeypatch: pytest.MonkeyPatch) -> None
     killed_start()
     monkeypatch.setattr(machine, "__version__", "99.0")
     with safe_start.safe_start(CPU):
-        assert not ladder.limits()
+        assert not fallbacks.limits()
 
 
 def test_programs_that_start_at_once_do_not_disturb_each_other(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_programs_that_start_at_once_do_not_disturb_each_other(folder: Path) -> 
             assert len(list(folder.glob("*.mark"))) == 2
             start_in_full()
             assert len(list(folder.glob("*.mark"))) == 2
-        assert not ladder.limits()
+        assert not fallbacks.limits()
         assert len(list(folder.glob("*.mark"))) == 1
     finally:
         other.kill()
@@ -141,8 +141,8 @@ def test_two_that_die_of_the_same_count_once(monkeypatch: pytest.MonkeyPatch, tm
         for process in [begun() for _ in range(number)]:
             process.kill()
             process.communicate()
-        with restored_ladder(), safe_start.safe_start(CPU):
-            limits.append(dict(ladder.limits()))
+        with restored_fallbacks(), safe_start.safe_start(CPU):
+            limits.append(dict(fallbacks.limits()))
     assert limits[0] == limits[1] != {}
 
 
@@ -152,7 +152,7 @@ def test_a_process_that_was_ended_on_purpose_is_forgiven() -> None:
     process.communicate()
     forgive(process.pid)
     with safe_start.safe_start(CPU):
-        assert not ladder.limits()
+        assert not fallbacks.limits()
 
 
 @pytest.mark.parametrize(("code", "is_careful"), [(700, True), (2, False)])
@@ -162,7 +162,7 @@ def test_a_gpu_left_unusable_counts_as_a_crash_and_full_memory_does_not(code: in
     with pytest.raises(torch.AcceleratorError), safe_start.safe_start(CPU):
         raise error
     with safe_start.safe_start(CPU):
-        assert bool(ladder.limits()) is is_careful
+        assert bool(fallbacks.limits()) is is_careful
 
 
 def test_damaged_marks_do_no_harm(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_damaged_marks_do_no_harm(folder: Path) -> None:
     (folder / "1-0.mark").write_text("{")
     (folder / "2-0.mark").write_text('{"process": "2@0"}')
     begin_start(CPU).end()
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 def test_a_folder_that_cannot_be_written_to_stops_no_start(
@@ -184,14 +184,14 @@ def test_a_folder_that_cannot_be_written_to_stops_no_start(
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_steps_only_lead_down_and_end_at_the_lowest(device_type: str) -> None:
-    descending = Ladder()
+    descending = Fallbacks()
     for step in steps(device_type):
-        for mechanism, rung in step.items():
-            descending.limit(mechanism, rung, "a step", is_told=True)
-            assert descending.rung(mechanism) == rung
+        for mechanism, level in step.items():
+            descending.limit(mechanism, level, "a step", is_told=True)
+            assert descending.level(mechanism) == level
     for name, each in MECHANISMS.items():
         if device_type == "cuda" or not each.is_for_gpu:
-            assert descending.rung(name) == each.rungs[-1].name
+            assert descending.level(name) == each.levels[-1].name
 
 
 def test_on_a_gpu_graphs_come_first(
@@ -204,9 +204,9 @@ def test_on_a_gpu_graphs_come_first(
     for _ in range(len(steps("cuda")) + 1):
         crashed_start(CUDA)
     with safe_start.safe_start(CUDA):
-        assert ladder.rung("paged_decode") == "torch"
+        assert fallbacks.level("paged_decode") == "torch"
     assert "--device cpu" in caplog.messages[-1]
-    with ladder.standing_on({}), safe_start.safe_start(CPU):  # another device
+    with fallbacks.at_levels({}), safe_start.safe_start(CPU):  # another device
         pass
 
 
@@ -223,6 +223,6 @@ Engine.from_pretrained(shape="tiny", device="cpu")
     with Engine.from_pretrained(
         shape="tiny", policy="gpu-only", device="cpu", gpu_cache_tokens=256
     ) as engine:
-        assert ladder.limits()
+        assert fallbacks.limits()
         assert engine.stats().num_iterations == 0
     assert not list(folder.glob("*.mark"))

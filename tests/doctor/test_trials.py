@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
-from neo_desktop.engine.doctor.trials import Subject, run_trials
+from neo_desktop.engine.doctor.trials import Subject, run_selfchecks
 
 ORDER = ["needed", "well", "hang", "crash", "leave", "wrong", "right", "refused", "full", "replaced", "where"]
 CHILD = (sys.executable, str(Path(__file__).with_name("failing_child.py")))
@@ -19,7 +19,9 @@ def told() -> list[tuple[str, Outcome | None]]:
 
 @pytest.fixture(scope="module")
 def outcomes(told: list[tuple[str, Outcome | None]]) -> dict[str, Outcome]:
-    found = run_trials(Subject(), child=CHILD, listener=lambda title, outcome: told.append((title, outcome)))
+    found = run_selfchecks(
+        Subject(), child=CHILD, listener=lambda title, outcome: told.append((title, outcome))
+    )
     return {outcome.name: outcome for outcome in found}
 
 
@@ -76,7 +78,7 @@ def test_the_listener_is_told_of_begins_and_ends(
 
 def test_limits_follow_from_outcomes(outcomes: dict[str, Outcome]) -> None:
     limits = {limit.mechanism: limit for limit in limits_of(list(outcomes.values()))}
-    assert {name: limit.rung for name, limit in limits.items()} == {
+    assert {name: limit.level for name, limit in limits.items()} == {
         "graphs": "eager",
         "paged_decode": "torch",
         "norm": "torch",
@@ -86,19 +88,21 @@ def test_limits_follow_from_outcomes(outcomes: dict[str, Outcome]) -> None:
 
 
 def test_where_all_rungs_failed_nothing_serves() -> None:
-    failed = [Outcome(rung, rung, "norm", rung, Result.FAILED, "it is wrong") for rung in ("triton", "torch")]
-    assert [limit.rung for limit in limits_of(failed)] == ["torch"]
+    failed = [
+        Outcome(level, level, "norm", level, Result.FAILED, "it is wrong") for level in ("triton", "torch")
+    ]
+    assert [limit.level for limit in limits_of(failed)] == ["torch"]
     assert unserved(failed) == failed[1:]
 
 
 def test_a_subject_that_cannot_be_had_is_told() -> None:
-    (outcome,) = run_trials(Subject(model="nothing"), child=CHILD)
+    (outcome,) = run_selfchecks(Subject(model="nothing"), child=CHILD)
     assert outcome.result is Result.FAILED
     assert outcome.reason == "ValueError: there is no such model"
 
 
 def test_a_child_that_cannot_start_ends_the_checks() -> None:
-    (outcome,) = run_trials(Subject(), child=(*CHILD, "dead"))
+    (outcome,) = run_selfchecks(Subject(), child=(*CHILD, "dead"))
     assert outcome.result is Result.CRASHED
     assert "exit code 3" in str(outcome.reason)
 

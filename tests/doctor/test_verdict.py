@@ -1,4 +1,4 @@
-"""What was found is kept for exactly what it belongs to, and limits the ladder of later starts."""
+"""What was found is kept for exactly what it belongs to, and limits the fallbacks of later starts."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_path
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.ladder import MECHANISMS, ladder
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CHILD = (sys.executable, str(Path(__file__).with_name("failing_child.py")))
@@ -28,7 +28,7 @@ SUBJECT = Subject(shape="tiny", dtype="float32", is_quick=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
     monkeypatch.delenv("NEO_DESKTOP_DOCTOR")
-    with ladder.standing_on({}):
+    with fallbacks.at_levels({}):
         yield
 
 
@@ -40,8 +40,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return properties
 
 
-def verdict(key: Key, *, rung: str = "triton") -> Verdict:
-    failed = Outcome("norm", "Norm", "norm", rung, Result.CRASHED, "it ended its process: SIGSEGV")
+def verdict(key: Key, *, level: str = "triton") -> Verdict:
+    failed = Outcome("norm", "Norm", "norm", level, Result.CRASHED, "it ended its process: SIGSEGV")
     return new_verdict(key, [failed], is_quick=False)
 
 
@@ -53,8 +53,8 @@ def test_a_verdict_is_found_again_and_limits_the_ladder(caplog: pytest.LogCaptur
     assert found is not None
     assert found.outcomes == verdict(key).outcomes
     with caplog.at_level(logging.WARNING):
-        found.apply(ladder)
-    assert ladder.limits() == {"norm": "torch"}
+        found.apply(fallbacks)
+    assert fallbacks.limits() == {"norm": "torch"}
     assert [message.count("SIGSEGV") for message in caplog.messages] == [1]
 
 
@@ -62,8 +62,8 @@ def test_what_there_was_no_memory_for_is_tried_again_by_the_next_start() -> None
     key = subject_key(SUBJECT, CPU)
     full = Outcome("norm", "Norm", "norm", "triton", Result.NO_MEMORY, "there was too little GPU memory")
     found = new_verdict(key, [full], is_quick=True)
-    found.apply(ladder)
-    assert not ladder.limits()
+    found.apply(fallbacks)
+    assert not fallbacks.limits()
     assert not found.failed
     keep(found)
     assert read_verdict(key) is None
@@ -129,12 +129,12 @@ def test_what_fails_at_the_first_start_is_done_without(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         check_at_first_start(SUBJECT, CUDA, None, CHILD)
-    assert ladder.limits() == {"graphs": "eager", "paged_decode": "torch", "norm": "torch"}
+    assert fallbacks.limits() == {"graphs": "eager", "paged_decode": "torch", "norm": "torch"}
     for title in ("Iterations of decodes", "Decode attention", "Residual and normalisation", "Leave"):
         assert [title in message for message in caplog.messages].count(True) == 1
-    with ladder.standing_on(dict.fromkeys(["norm", "paged_decode"], "triton")):
+    with fallbacks.at_levels(dict.fromkeys(["norm", "paged_decode"], "triton")):
         check_at_first_start(SUBJECT, CUDA, None, ("no such program",))
-        assert ladder.rung("norm") == "torch"
+        assert fallbacks.level("norm") == "torch"
 
 
 def test_a_gpu_that_fails_on_every_rung_is_refused_with_what_to_do(gpu: SimpleNamespace) -> None:
@@ -159,10 +159,10 @@ def test_a_cpu_is_not_checked_at_a_start_and_the_checks_can_be_left_out(
 
 
 def test_an_engine_knows_of_the_verdict() -> None:
-    isas = MECHANISMS["isa"].rungs
+    isas = MECHANISMS["isa"].levels
     failed = Outcome("isa", "ISA", "isa", isas[0].name, Result.FAILED, "it is wrong")
     keep(new_verdict(subject_key(SUBJECT, CPU), [failed], is_quick=False))
     if len(isas) == 1:
         pytest.skip("this CPU has one instruction set only")
     with Engine.from_pretrained(shape="tiny", device="cpu", dtype="float32", policy="gpu-only"):
-        assert ladder.rung("isa") == isas[1].name
+        assert fallbacks.level("isa") == isas[1].name

@@ -14,7 +14,7 @@ from neo_desktop.engine.execute import transfers
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.shapes import shape
 
 CONFIG = shape("qwen3-0.6b")
@@ -27,11 +27,11 @@ SCALE = HEAD_DIM**-0.5
 def make_storage(
     num_blocks: int, block_size: int = BLOCK_SIZE, device_kind: type[KVLayer] = TorchLayer
 ) -> KVStorage:
-    kinds = {Place.DEVICE: device_kind, Place.HOST: HostLayer}
+    kinds = {KVTier.DEVICE: device_kind, KVTier.HOST: HostLayer}
     return KVStorage(
         {
-            place: spoiled(KVPool(CONFIG, num_blocks, block_size, torch.float32, CPU, kind))
-            for place, kind in kinds.items()
+            tier: spoiled(KVPool(CONFIG, num_blocks, block_size, torch.float32, CPU, kind))
+            for tier, kind in kinds.items()
         }
     )
 
@@ -44,11 +44,13 @@ def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pyt
     storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])
     shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     before = {
-        (place, block): float(4 * index + block) for index, place in enumerate(PLACES) for block in range(4)
+        (tier, block): float(4 * index + block)
+        for index, tier in enumerate(MEASURED_TIERS)
+        for block in range(4)
     }
-    for layer, ((place, block), value) in product((0, 2), before.items()):
+    for layer, ((tier, block), value) in product((0, 2), before.items()):
         slots = slots_of(torch.tensor([block]), BLOCK_SIZE)
-        storage[place].layer(layer).write(torch.full(shape, value), torch.full(shape, -value), slots)
+        storage[tier].layer(layer).write(torch.full(shape, value), torch.full(shape, -value), slots)
     expected = dict(before)
     copies = []
     for _ in range(rng.randint(0, 12)):
@@ -58,19 +60,19 @@ def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pyt
     carry_out_copies(CONFIG, torch.float32, storage, copies)
     found = torch.empty(2, *shape)
     for layer in (0, 2):
-        for (place, block), value in expected.items():
-            storage[place].layer(layer).read(slots_of(torch.tensor([block]), BLOCK_SIZE), found)
+        for (tier, block), value in expected.items():
+            storage[tier].layer(layer).read(slots_of(torch.tensor([block]), BLOCK_SIZE), found)
             assert (found[0] == value).all()
             assert (found[1] == -value).all()
 
 
 def test_a_move_of_many_blocks_is_one_group() -> None:
     storage = make_storage(8)
-    swapped = [BlockCopy(Place.DEVICE, block, Place.HOST, 7 - block) for block in range(8)]
-    assert len(storage.copy_groups(swapped)) == 1
+    streamed = [BlockCopy(KVTier.DEVICE, block, KVTier.HOST, 7 - block) for block in range(8)]
+    assert len(storage.copy_groups(streamed)) == 1
 
 
 def test_blocks_written_twice_are_not_written_at_once() -> None:
     """Which of two writes at the same time wins is undefined on a GPU."""
-    copies = [BlockCopy(Place.DEVICE, 0, Place.HOST, 1), BlockCopy(Place.DEVICE, 2, Place.HOST, 1)]
+    copies = [BlockCopy(KVTier.DEVICE, 0, KVTier.HOST, 1), BlockCopy(KVTier.DEVICE, 2, KVTier.HOST, 1)]
     assert len(make_storage(3).copy_groups(copies)) == 2

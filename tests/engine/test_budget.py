@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ladder_rungs import Rungs
+from fallback_levels import Levels
 
 from neo_desktop.engine.execute.prefill_kernels import choose_kernel
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import (
     DEVICE_MARGIN_BYTES,
@@ -29,8 +29,8 @@ CONFIG = shape("llama-2-7b")
 DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-ALL_THAT_FITS: dict[Place, int | None] = {Place.DEVICE: None, Place.HOST: None}
-PLACE_OF = {place.name: place for place in (Place.DEVICE, Place.HOST, Place.SWAPPED)}
+ALL_THAT_FITS: dict[KVTier, int | None] = {KVTier.DEVICE: None, KVTier.HOST: None}
+PLACE_OF = {tier.name: tier for tier in (KVTier.DEVICE, KVTier.HOST, KVTier.STREAMED)}
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 ITERATION = activation_bytes(CONFIG, LIMITS, DTYPE) + DEVICE_RESERVE_BYTES
 
@@ -45,12 +45,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return free
 
 
-def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]:
+def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[KVTier, int]:
     return budget.kv_bytes(CONFIG, DTYPE, LIMITS, FreeMemory.now(device), caps or MemoryCaps())
 
 
 @pytest.mark.parametrize(
-    ("capability", "name", "rung", "has_masks"),
+    ("capability", "name", "level", "has_masks"),
     [
         ((8, 6), "llama-3.1-8b", "flash", False),
         ((8, 6), "gpt-oss-20b", "flash", False),  # with windows
@@ -63,12 +63,12 @@ def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]
 def test_masks_count_where_a_kernel_is_given_some(
     capability: tuple[int, int],
     name: str,
-    rung: str,
+    level: str,
     has_masks: bool,
     monkeypatch: pytest.MonkeyPatch,
-    rungs: Rungs,
+    levels: Levels,
 ) -> None:
-    rungs(prompt_attention=rung)
+    levels(prompt_attention=level)
     config = shape(name)
     monkeypatch.setattr(budget, "kernel_on", lambda device, *rest: choose_kernel(capability, *rest))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -80,20 +80,20 @@ def test_masks_count_where_a_kernel_is_given_some(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
     free = FreeMemory.now(CUDA)
     gained = [
-        budget.kv_bytes(config, DTYPE, LIMITS, free, MemoryCaps(), device=device)[Place.DEVICE]
+        budget.kv_bytes(config, DTYPE, LIMITS, free, MemoryCaps(), device=device)[KVTier.DEVICE]
         for device in (CUDA, None)
     ]
     assert gained[0] - gained[1] == less
 
 
 def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:
-    assert kv(CUDA)[Place.DEVICE] == machine.gpu - ITERATION
+    assert kv(CUDA)[KVTier.DEVICE] == machine.gpu - ITERATION
 
 
 def test_what_other_programs_take_is_missing_in_the_gpu_cache(machine: SimpleNamespace) -> None:
-    before = kv(CUDA)[Place.DEVICE]
+    before = kv(CUDA)[KVTier.DEVICE]
     machine.gpu -= 3 * GIB
-    assert before - kv(CUDA)[Place.DEVICE] == 3 * GIB
+    assert before - kv(CUDA)[KVTier.DEVICE] == 3 * GIB
 
 
 def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: SimpleNamespace) -> None:
@@ -101,12 +101,12 @@ def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: Si
 
     def kv_after(iteration_bytes: int, caps: MemoryCaps | None = None) -> int:
         free = FreeMemory.now(CUDA, iteration_bytes)
-        return budget.kv_bytes(CONFIG, DTYPE, LIMITS, free, caps or MemoryCaps())[Place.DEVICE]
+        return budget.kv_bytes(CONFIG, DTYPE, LIMITS, free, caps or MemoryCaps())[KVTier.DEVICE]
 
     reckoned = activation_bytes(CONFIG, LIMITS, DTYPE)
     assert kv_after(0) == machine.gpu - reckoned - DEVICE_MARGIN_BYTES
     assert kv_after(reckoned + GIB) == machine.gpu - reckoned - GIB - DEVICE_MARGIN_BYTES
-    assert kv_after(0) > kv(CUDA)[Place.DEVICE]
+    assert kv_after(0) > kv(CUDA)[KVTier.DEVICE]
     # A cap is for all that the program takes.
     cap = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + 2 * GIB)
     assert kv_after(0, cap) == 2 * GIB
@@ -118,9 +118,9 @@ def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: Si
 
 def test_a_gpu_cap_bounds_weights_activations_kv_and_reserve_together(machine: SimpleNamespace) -> None:
     cap = WEIGHTS + ITERATION + 2 * GIB
-    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[Place.DEVICE] == 2 * GIB
+    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[KVTier.DEVICE] == 2 * GIB
     machine.gpu = ITERATION + GIB  # less is free than the cap would allow
-    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[Place.DEVICE] == GIB
+    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[KVTier.DEVICE] == GIB
 
 
 def test_a_generous_cap_changes_nothing(machine: SimpleNamespace) -> None:
@@ -140,16 +140,16 @@ def test_a_full_gpu_is_refused_instead_of_failing_later(machine: SimpleNamespace
 
 def test_host_kv_is_half_of_what_is_available_unless_a_cap_allows_more(machine: SimpleNamespace) -> None:
     buffers = budget.host_buffer_bytes(CONFIG, LIMITS, DTYPE)
-    assert kv(CUDA)[Place.HOST] == 32 * GIB - buffers
-    assert kv(CUDA, MemoryCaps(cpu_bytes=10 * GIB))[Place.HOST] == 10 * GIB - buffers
-    assert kv(CUDA, MemoryCaps(cpu_bytes=48 * GIB))[Place.HOST] == 48 * GIB - buffers
-    assert kv(CUDA, MemoryCaps(cpu_bytes=640 * GIB))[Place.HOST] == int(0.9 * 64 * GIB) - buffers
+    assert kv(CUDA)[KVTier.HOST] == 32 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=10 * GIB))[KVTier.HOST] == 10 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=48 * GIB))[KVTier.HOST] == 48 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=640 * GIB))[KVTier.HOST] == int(0.9 * 64 * GIB) - buffers
 
 
 def test_without_a_gpu_both_pools_share_the_host_and_each_cap_is_for_its_kv(machine: SimpleNamespace) -> None:
-    assert kv(CPU) == {Place.DEVICE: 16 * GIB, Place.HOST: 16 * GIB}
+    assert kv(CPU) == {KVTier.DEVICE: 16 * GIB, KVTier.HOST: 16 * GIB}
     capped = kv(CPU, MemoryCaps(gpu_bytes=2 * GIB, cpu_bytes=1000 * GIB))
-    assert capped[Place.DEVICE] == 2 * GIB
+    assert capped[KVTier.DEVICE] == 2 * GIB
     assert sum(capped.values()) < 64 * GIB
 
 
@@ -158,102 +158,107 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps)
     block_bytes = BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
     available = kv(CUDA, caps)
-    for place, count in blocks.items():
+    for tier, count in blocks.items():
         assert count % BLOCKS_PER_RUN == 0  # host memory consists of whole runs
-        assert count * block_bytes <= available[place] < (count + BLOCKS_PER_RUN) * block_bytes
+        assert count * block_bytes <= available[tier] < (count + BLOCKS_PER_RUN) * block_bytes
 
 
-@pytest.mark.parametrize("places", [(Place.DEVICE, Place.SWAPPED), (Place.DEVICE, Place.SWAPPED, Place.HOST)])
+@pytest.mark.parametrize(
+    "places", [(KVTier.DEVICE, KVTier.STREAMED), (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)]
+)
 def test_swapped_kv_and_the_other_pools_together_take_no_more(
-    machine: SimpleNamespace, places: tuple[Place, ...]
+    machine: SimpleNamespace, tiers: tuple[KVTier, ...]
 ) -> None:
     """Three layers of it on the GPU, all but one in host memory."""
     free = FreeMemory.now(CUDA)
-    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, tiers=tiers)
     available, of_block = kv(CUDA), BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
-    on_device, on_host = blocks[Place.SWAPPED] * of_block * 3 / 32, blocks[Place.SWAPPED] * of_block * 31 / 32
-    assert blocks[Place.SWAPPED] > blocks[Place.DEVICE]  # which is what it is for
-    assert blocks[Place.DEVICE] * of_block + on_device <= available[Place.DEVICE]
-    assert blocks.get(Place.HOST, 0) * of_block + on_host <= available[Place.HOST]
-    assert on_device <= available[Place.DEVICE] / 8
+    on_device, on_host = (
+        blocks[KVTier.STREAMED] * of_block * 3 / 32,
+        blocks[KVTier.STREAMED] * of_block * 31 / 32,
+    )
+    assert blocks[KVTier.STREAMED] > blocks[KVTier.DEVICE]  # which is what it is for
+    assert blocks[KVTier.DEVICE] * of_block + on_device <= available[KVTier.DEVICE]
+    assert blocks.get(KVTier.HOST, 0) * of_block + on_host <= available[KVTier.HOST]
+    assert on_device <= available[KVTier.DEVICE] / 8
 
 
 def test_swapped_kv_needs_host_memory_for_all_its_layers(machine: SimpleNamespace) -> None:
     machine.host = 2 * GIB
-    free, places = FreeMemory.now(CUDA), (Place.DEVICE, Place.SWAPPED)
-    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places)
-    assert 0 < blocks[Place.SWAPPED] * BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE) * 31 / 32 < GIB
+    free, tiers = FreeMemory.now(CUDA), (KVTier.DEVICE, KVTier.STREAMED)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, tiers=tiers)
+    assert 0 < blocks[KVTier.STREAMED] * BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE) * 31 / 32 < GIB
 
 
 def test_no_more_is_swapped_than_comes_over_the_bus_while_the_gpu_reads(machine: SimpleNamespace) -> None:
     free, all_tokens = FreeMemory.now(CUDA), CONFIG.kv_bytes_per_token(DTYPE)
 
-    def swapped(bus_share: float) -> int:
-        places = (Place.DEVICE, Place.SWAPPED, Place.HOST)
+    def streamed(bus_share: float) -> int:
+        tiers = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
         blocks = budget.pool_blocks(
-            CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places, bus_share=bus_share
+            CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, tiers=tiers, bus_share=bus_share
         )
-        return blocks[Place.SWAPPED] * BLOCK_SIZE
+        return blocks[KVTier.STREAMED] * BLOCK_SIZE
 
     for bus_share in (0.01, 0.03):
-        comes = bus_share * (WEIGHTS + kv(CUDA)[Place.DEVICE])
-        assert comes * 0.8 < swapped(bus_share) * all_tokens * 31 / 32 <= comes
-    assert swapped(1.0) == swapped(2.0)  # the GPU's memory for its layers is the limit
+        comes = bus_share * (WEIGHTS + kv(CUDA)[KVTier.DEVICE])
+        assert comes * 0.8 < streamed(bus_share) * all_tokens * 31 / 32 <= comes
+    assert streamed(1.0) == streamed(2.0)  # the GPU's memory for its layers is the limit
 
 
 def test_without_a_gpu_kv_is_swapped_only_where_nobody_else_attends_to_host_memory(
     machine: SimpleNamespace,
 ) -> None:
-    for places in ((Place.DEVICE, Place.SWAPPED), (Place.DEVICE, Place.SWAPPED, Place.HOST)):
-        blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, places=places)
-        assert (blocks[Place.SWAPPED] > 0) == (Place.HOST not in places)
+    for tiers in ((KVTier.DEVICE, KVTier.STREAMED), (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)):
+        blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, tiers=tiers)
+        assert (blocks[KVTier.STREAMED] > 0) == (KVTier.HOST not in tiers)
 
 
 def test_a_swap_cache_of_any_size_may_be_asked_for_and_leaves_others_what_they_asked_for(
     machine: SimpleNamespace,
 ) -> None:
-    free, places = FreeMemory.now(CUDA), (Place.DEVICE, Place.SWAPPED)
+    free, tiers = FreeMemory.now(CUDA), (KVTier.DEVICE, KVTier.STREAMED)
 
-    def blocks_of(**asked: int) -> dict[Place, int]:
-        tokens = ALL_THAT_FITS | {Place.SWAPPED: None} | {PLACE_OF[name]: n for name, n in asked.items()}
-        return budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, tokens, free=free, places=places)
+    def blocks_of(**asked: int) -> dict[KVTier, int]:
+        tokens = ALL_THAT_FITS | {KVTier.STREAMED: None} | {PLACE_OF[name]: n for name, n in asked.items()}
+        return budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, tokens, free=free, tiers=tiers)
 
     planned = blocks_of()
-    more = blocks_of(swapped=planned[Place.SWAPPED] * BLOCK_SIZE * 2)
-    assert more[Place.SWAPPED] == 2 * planned[Place.SWAPPED]
-    assert more[Place.DEVICE] < planned[Place.DEVICE]
-    everything = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free)[Place.DEVICE]
+    more = blocks_of(streamed=planned[KVTier.STREAMED] * BLOCK_SIZE * 2)
+    assert more[KVTier.STREAMED] == 2 * planned[KVTier.STREAMED]
+    assert more[KVTier.DEVICE] < planned[KVTier.DEVICE]
+    everything = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free)[KVTier.DEVICE]
     nearly_all = int(everything * 0.9) * BLOCK_SIZE
     beside = blocks_of(device=nearly_all)
-    assert beside[Place.DEVICE] * BLOCK_SIZE == nearly_all
-    assert 0 < beside[Place.SWAPPED] < planned[Place.SWAPPED]
+    assert beside[KVTier.DEVICE] * BLOCK_SIZE == nearly_all
+    assert 0 < beside[KVTier.STREAMED] < planned[KVTier.STREAMED]
     with pytest.raises(MemoryError, match=r"SWAP-cache .* ask for at most") as error:
-        blocks_of(swapped=1 << 22)
+        blocks_of(streamed=1 << 22)
     most = int(str(error.value).split()[-2])
-    assert blocks_of(swapped=most)[Place.SWAPPED] * BLOCK_SIZE == most
+    assert blocks_of(streamed=most)[KVTier.STREAMED] * BLOCK_SIZE == most
 
 
 def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleNamespace) -> None:
-    asked = {Place.DEVICE: 400, Place.HOST: 1000}
+    asked = {KVTier.DEVICE: 400, KVTier.HOST: 1000}
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, MemoryCaps())
-    assert blocks == {Place.DEVICE: 25, Place.HOST: 62}
+    assert blocks == {KVTier.DEVICE: 25, KVTier.HOST: 62}
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "asked", [{}, {Place.DEVICE: 400}, {Place.HOST: 1000}, {Place.DEVICE: 400, Place.HOST: 1000}]
+    "asked", [{}, {KVTier.DEVICE: 400}, {KVTier.HOST: 1000}, {KVTier.DEVICE: 400, KVTier.HOST: 1000}]
 )
 def test_every_policy_has_room_under_every_cap(
-    machine: SimpleNamespace, device: torch.device, policy: str, asked: dict[Place, int]
+    machine: SimpleNamespace, device: torch.device, policy: str, asked: dict[KVTier, int]
 ) -> None:
     machine.host = 17 * GIB
-    places = POLICIES[policy].places
-    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, device, ALL_THAT_FITS | asked, places=places)
-    assert set(blocks) == set(places)
+    tiers = POLICIES[policy].tiers
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, device, ALL_THAT_FITS | asked, tiers=tiers)
+    assert set(blocks) == set(tiers)
     assert any(blocks.values())
-    for place, tokens in asked.items():
-        assert blocks.get(place, tokens // BLOCK_SIZE) == tokens // BLOCK_SIZE
+    for tier, tokens in asked.items():
+        assert blocks.get(tier, tokens // BLOCK_SIZE) == tokens // BLOCK_SIZE
 
 
 def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:
@@ -261,15 +266,15 @@ def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleName
     caps = MemoryCaps(cpu_bytes=7 * GIB)
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps)
     in_8_bits = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps, torch.int8)
-    assert in_8_bits[Place.DEVICE] == blocks[Place.DEVICE]
+    assert in_8_bits[KVTier.DEVICE] == blocks[KVTier.DEVICE]
     token_bytes = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (128 + 4)
-    assert in_8_bits[Place.HOST] == kv(CUDA, caps)[Place.HOST] // token_bytes // 64 * BLOCKS_PER_RUN
-    assert in_8_bits[Place.HOST] / blocks[Place.HOST] == pytest.approx(256 / 132, rel=1e-2)
+    assert in_8_bits[KVTier.HOST] == kv(CUDA, caps)[KVTier.HOST] // token_bytes // 64 * BLOCKS_PER_RUN
+    assert in_8_bits[KVTier.HOST] / blocks[KVTier.HOST] == pytest.approx(256 / 132, rel=1e-2)
 
 
 def test_tokens_that_do_not_fit_under_the_cap_are_refused(machine: SimpleNamespace) -> None:
     caps = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + GIB)
-    asked = ALL_THAT_FITS | {Place.DEVICE: 4096}  # 2 GiB
+    asked = ALL_THAT_FITS | {KVTier.DEVICE: 4096}  # 2 GiB
     with pytest.raises(MemoryError, match="ask for at most 2048 tokens"):
         budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, caps)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_rungs import Rungs
+from fallback_levels import Levels
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute import build
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.transfer import HostBuffer
-from neo_desktop.engine.ladder import ladder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED = "CUDA error: out of memory"  # what torch says when the system pins no more
@@ -39,7 +39,7 @@ def test_memory_is_pinned_for_a_gpu_only() -> None:
     assert make.pinned == 0
     host_memory(make, CUDA)
     assert make.pinned == 1
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 @pytest.mark.parametrize("most", [0, 2])
@@ -50,13 +50,13 @@ def test_where_nothing_more_is_pinned_the_rest_is_pageable(
     for _ in range(4):
         assert torch.equal(host_memory(make, CUDA), torch.zeros(3))
     assert make.pinned == most
-    assert ladder.limits() == {"host_memory": "pageable"}
+    assert fallbacks.limits() == {"host_memory": "pageable"}
     (line,) = [record.getMessage() for record in caplog.records]
     assert REFUSED in line
 
 
-def test_pageable_memory_can_be_asked_for(rungs: Rungs) -> None:
-    rungs(host_memory="pageable")
+def test_pageable_memory_can_be_asked_for(levels: Levels) -> None:
+    levels(host_memory="pageable")
     make = Pinning(10)
     host_memory(make, CUDA)
     assert make.pinned == 0
@@ -68,7 +68,7 @@ def test_a_lost_gpu_is_no_lack_of_memory() -> None:
 
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         host_memory(make, CUDA)
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 def test_a_buffer_grows_on_when_no_more_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_buffer_grows_on_when_no_more_can_be_pinned(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "empty", refusing)
     view = HostBuffer(CUDA).view((4, 5), torch.float16)
     assert view.shape == (4, 5)
-    assert ladder.rung("host_memory") == "pageable"
+    assert fallbacks.level("host_memory") == "pageable"
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -100,14 +100,14 @@ def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) 
 
     backend = SimpleNamespace(forget=lambda: None)
     monkeypatch.setattr(build, "open_backend", lambda *_: backend)
-    monkeypatch.setattr(build, "PlanExecutor", Executor)
+    monkeypatch.setattr(build, "ModelRunner", Executor)
     monkeypatch.setattr(build, "stages_of", lambda *_: None)
     monkeypatch.setattr(build, "clear_workspaces", lambda device: None)
     monkeypatch.setattr(build, "_programs_per_sm", lambda *_: 1)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     config = SimpleNamespace(max_context_tokens=100, num_heads=1, head_dim=8)
     model = SimpleNamespace(device=CUDA, dtype=torch.float16, config=config)
-    storage = SimpleNamespace(places=(), block_size=16)
+    storage = SimpleNamespace(tiers=(), block_size=16)
     streams = SimpleNamespace(sms=4, stream=object, on_device=nullcontext)
     build.build_executor(model, storage, 64, 4, None, streams)  # type: ignore[arg-type]
-    assert ladder.limits() == ({} if fits else {"graphs": "eager"})
+    assert fallbacks.limits() == ({} if fits else {"graphs": "eager"})

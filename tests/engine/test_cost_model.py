@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import (
     CostModel,
@@ -21,8 +21,8 @@ from neo_desktop.engine.predict.cost_model import (
     TableCostModel,
 )
 from neo_desktop.engine.predict.estimate import (
+    BatchShape,
     Decodes,
-    Load,
     copies_ms,
     copy_wait_ms,
     iteration_ms,
@@ -104,7 +104,7 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     tables.save(tmp_path / "tables.json")
     again = TableCostModel.load(tmp_path / "tables.json")
     assert again.to_json() == tables.to_json()
-    assert again.attention_ms(Place.HOST, 7, 3000) == tables.attention_ms(Place.HOST, 7, 3000)
+    assert again.attention_ms(KVTier.HOST, 7, 3000) == tables.attention_ms(KVTier.HOST, 7, 3000)
     assert again.streamed_shares == shares
 
 
@@ -185,23 +185,23 @@ def test_nothing_costs_nothing_and_more_never_costs_less(
     cost: CostModel, requests: int, context: int, tokens: int
 ) -> None:
     assert cost.linear_ms(0) == 0
-    assert all(cost.attention_ms(place, 0, 0) == 0 for place in PLACES)
-    assert cost.hand_off_ms(0) == cost.head_ms(0) == cost.transfer_ms(0) == 0
-    load = Load(tokens, requests, 0.0, {Place.DEVICE: Decodes(requests, requests * context)})
-    more = load.plus({Place.HOST: Decodes(1, context)})
+    assert all(cost.attention_ms(tier, 0, 0) == 0 for tier in MEASURED_TIERS)
+    assert cost.offload_ms(0) == cost.head_ms(0) == cost.transfer_ms(0) == 0
+    load = BatchShape(tokens, requests, 0.0, {KVTier.DEVICE: Decodes(requests, requests * context)})
+    more = load.plus({KVTier.HOST: Decodes(1, context)})
     assert iteration_ms(cost, load) <= iteration_ms(cost, more) * (1 + 1e-9) + 1e-9
 
 
 def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
     """T = L · (max{T_l0, T_ca1} + max{T_l1 + T_ga0, T_ca0}), NEO section 3.2."""
-    cost = machine(hand_off_ms=0.0)
-    load_0 = Load(200, 8, 0.3, {Place.DEVICE: Decodes(6, 5000)}).plus({Place.HOST: Decodes(2, 900)})
-    load_1 = Load().plus({Place.HOST: Decodes(20, 9000)})
+    cost = machine(offload_ms=0.0)
+    load_0 = BatchShape(200, 8, 0.3, {KVTier.DEVICE: Decodes(6, 5000)}).plus({KVTier.HOST: Decodes(2, 900)})
+    load_1 = BatchShape().plus({KVTier.HOST: Decodes(20, 9000)})
     expected = 32 * (
-        max(cost.linear_ms(202), cost.attention_ms(Place.HOST, 20, 9000))
+        max(cost.linear_ms(202), cost.attention_ms(KVTier.HOST, 20, 9000))
         + max(
-            cost.linear_ms(20) + cost.attention_ms(Place.DEVICE, 6, 5000) + 0.3,
-            cost.attention_ms(Place.HOST, 2, 900),
+            cost.linear_ms(20) + cost.attention_ms(KVTier.DEVICE, 6, 5000) + 0.3,
+            cost.attention_ms(KVTier.HOST, 2, 900),
         )
     )
     extra = cost.head_ms(30) + cost.iteration_ms
@@ -211,12 +211,12 @@ def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
 def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
     """The host does all in order: attention for one sub-batch, then products for the other."""
     products = Curve((1, 64), (0.3, 0.5))
-    cost = replace(machine(hand_off_ms=0.0), host_linear=products)
-    load_0 = Load().plus({Place.DEVICE: Decodes(6, 5000)})
-    load_1 = Load().plus({Place.HOST: Decodes(2, 900)})
+    cost = replace(machine(offload_ms=0.0), host_linear=products)
+    load_0 = BatchShape().plus({KVTier.DEVICE: Decodes(6, 5000)})
+    load_1 = BatchShape().plus({KVTier.HOST: Decodes(2, 900)})
     expected = 32 * (
-        max(cost.linear_ms(6), cost.attention_ms(Place.HOST, 2, 900) + products(6))
-        + max(cost.linear_ms(2) + cost.attention_ms(Place.DEVICE, 6, 5000), products(2))
+        max(cost.linear_ms(6), cost.attention_ms(KVTier.HOST, 2, 900) + products(6))
+        + max(cost.linear_ms(2) + cost.attention_ms(KVTier.DEVICE, 6, 5000), products(2))
     )
     extra = cost.head_ms(8) + cost.iteration_ms
     assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
@@ -233,18 +233,18 @@ def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_t
     cost: CostModel, requests: int, context: int, crossing: int
 ) -> None:
     decodes = Decodes(requests, requests * context)
-    swapped, resident = (Load().plus({place: decodes}) for place in (Place.SWAPPED, Place.DEVICE))
+    streamed, resident = (BatchShape().plus({tier: decodes}) for tier in (KVTier.STREAMED, KVTier.DEVICE))
     here = iteration_ms(cost, resident)
-    there = iteration_ms(cost, swapped, moved_tokens=crossing)
+    there = iteration_ms(cost, streamed, moved_tokens=crossing)
     swap_ms = cost.num_layers * cost.swap_ms(decodes.context_tokens)
     on_bus_ms = swap_ms + cost.num_layers * cost.transfer_ms(crossing)
     extra = cost.head_ms(requests) + cost.iteration_ms
     expected = max(here, on_bus_ms + extra) if cost.overlaps else here + on_bus_ms
     assert there == pytest.approx(expected)
-    assert copy_wait_ms(cost, swapped, moved_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
-    timing = predict(cost, swapped, moved_tokens=crossing)
+    assert copy_wait_ms(cost, streamed, moved_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
+    timing = predict(cost, streamed, moved_tokens=crossing)
     assert (timing.total_ms, timing.copies_ms) == (pytest.approx(expected), pytest.approx(swap_ms))
-    more = swapped.plus({Place.SWAPPED: Decodes(1, context)})
+    more = streamed.plus({KVTier.STREAMED: Decodes(1, context)})
     assert there <= iteration_ms(cost, more, moved_tokens=crossing) * (1 + 1e-9) + 1e-9
 
 
@@ -270,7 +270,7 @@ def test_copies_both_ways_take_between_the_longer_and_both_in_turn(
 
 def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
     """A chunk's own KV leaves while what precedes it comes."""
-    load = Load(tokens=300, fetched=2000, stored=300)
+    load = BatchShape(tokens=300, fetched=2000, stored=300)
     one_way, shared = machine(duplex=1.0), machine(duplex=1.5)
     assert copies_ms(one_way, [load]) == one_way.swap_ms(2000)
     assert copies_ms(shared, [load]) == pytest.approx(one_way.swap_ms(2000) + 0.5 * one_way.swap_ms(300))
@@ -280,10 +280,10 @@ def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
 
 def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
     """Each of them alone hides behind the device; both of them would need half as much again as there is."""
-    cost = machine(hand_off_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
-    first = Load().plus({Place.DEVICE: Decodes(30, 3000), Place.SWAPPED: Decodes(1, 400)})
-    second = Load().plus({Place.HOST: Decodes(2, 2600)})
-    on_bus_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(Place.HOST, 2, 2600)
+    cost = machine(offload_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
+    first = BatchShape().plus({KVTier.DEVICE: Decodes(30, 3000), KVTier.STREAMED: Decodes(1, 400)})
+    second = BatchShape().plus({KVTier.HOST: Decodes(2, 2600)})
+    on_bus_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(KVTier.HOST, 2, 2600)
     extra = cost.head_ms(33) + cost.iteration_ms
     alone = iteration_ms(replace(cost, memory_shares=MemoryShares()), first, second)
     slow = replace(cost, memory_shares=MemoryShares(8.0, 7.0))
@@ -293,7 +293,7 @@ def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives()
     assert iteration_ms(cost, first, second) == pytest.approx(
         max(alone, 32 * (0.8 * on_bus_ms + 0.7 * on_host_ms) + extra)
     )
-    no_copies = first._replace(decodes={Place.DEVICE: Decodes(31, 3400)})
+    no_copies = first._replace(decodes={KVTier.DEVICE: Decodes(31, 3400)})
     assert iteration_ms(slow, no_copies, second) == iteration_ms(cost, no_copies, second)
 
 
@@ -319,12 +319,12 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
         corrected.learn(
             IterationTiming(device_ms, 0.0), IterationTiming(2 * 32 * machine().linear_ms(100), 0.0)
         )
-        cpu_ms = 32 * corrected.attention_ms(Place.HOST, 10, 5000)
-        true_ms = 3 * 32 * machine().attention_ms(Place.HOST, 10, 5000)
+        cpu_ms = 32 * corrected.attention_ms(KVTier.HOST, 10, 5000)
+        true_ms = 3 * 32 * machine().attention_ms(KVTier.HOST, 10, 5000)
         corrected.learn(IterationTiming(cpu_ms, cpu_ms), IterationTiming(cpu_ms, true_ms))
     assert corrected.linear_ms(500) == pytest.approx(2 * machine().linear_ms(500), rel=0.05)
-    assert corrected.attention_ms(Place.HOST, 50, 9000) == pytest.approx(
-        3 * machine().attention_ms(Place.HOST, 50, 9000), rel=0.05
+    assert corrected.attention_ms(KVTier.HOST, 50, 9000) == pytest.approx(
+        3 * machine().attention_ms(KVTier.HOST, 50, 9000), rel=0.05
     )
 
 
@@ -339,9 +339,9 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
 def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: float, seed: int) -> None:
     """Copies that are an iteration's longest part, and truly take so many times what they should."""
     corrected, base = CorrectedCostModel(machine()), machine()
-    load = Load().plus({Place.SWAPPED: Decodes(20, 9000)})
+    load = BatchShape().plus({KVTier.STREAMED: Decodes(20, 9000)})
     measured = 32 * base.swap_ms(9000) * slowdown
-    alone_ms = iteration_ms(base, Load().plus({Place.DEVICE: Decodes(20, 9000)}))
+    alone_ms = iteration_ms(base, BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)}))
     total_ms = max(measured, alone_ms)
     factors, noise = [], random.Random(seed)
     for _ in range(400):
@@ -373,7 +373,7 @@ def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
 ) -> None:
     """Some layers are resident: copies may be short beside an iteration that waits for them."""
     corrected, base = CorrectedCostModel(machine()), machine()
-    load = Load().plus({Place.DEVICE: Decodes(20, 9000), Place.SWAPPED: Decodes(20, tokens)})
+    load = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000), KVTier.STREAMED: Decodes(20, tokens)})
     alone = predict(base, load)
     busy_ms = (alone.total_ms - alone.copy_wait_ms) * slowdown
     noise = random.Random(seed)

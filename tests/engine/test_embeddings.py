@@ -16,7 +16,7 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.generate import run
 from neo_desktop.engine.sampling_params import Pooling
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -79,7 +79,7 @@ def test_beside_outputs_with_little_memory_nothing_changes(
             cpu_cache_tokens=272,
             max_batch_tokens=40,
             max_batch_requests=8,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
@@ -115,15 +115,15 @@ def test_kept_kv_is_neither_used_nor_left_behind(llama: Engine) -> None:
 def test_a_device_short_of_memory_gives_the_same(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, sizes = PlanExecutor.start, []
+    start, sizes = ModelRunner.start, []
 
-    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: ModelRunner, plan: IterationPlan) -> Wait:
         sizes.append(sum(sub_batch.num_tokens for sub_batch in plan.sub_batches))
         if sizes[-1] > 40:
             raise DeviceMemoryError("another program took it")
         return start(self, plan)
 
-    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
+    monkeypatch.setattr(ModelRunner, "start", short_of_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         found = engine.embed(prompts(), "mean")
         assert_is_idle(engine)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_case_engine import AsyncCase
 from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from idle import assert_is_idle
-from own_pace import OwnPace
 from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
@@ -19,11 +19,11 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
-from neo_desktop.engine.kv import swapped
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.kv import streamed
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.schedule.policies import POLICIES
 
@@ -111,7 +111,7 @@ def test_every_policy_and_memory_gives_the_same_tokens(
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
             cpu_cache_tokens=cpu_cache_tokens,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
@@ -149,7 +149,7 @@ def test_decodes_at_their_own_pace_give_the_same_tokens(
     batch = prompts(8)
     lengths = [rng.randint(10, 64) for _ in batch]
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    monkeypatch.setitem(POLICIES, "auto", OwnPace("auto", PLACES))
+    monkeypatch.setitem(POLICIES, "auto", AsyncCase("auto", MEASURED_TIERS))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
@@ -165,7 +165,7 @@ def test_decodes_at_their_own_pace_give_the_same_tokens(
             tokens[:length] for tokens, length in zip(expected, lengths, strict=True)
         ]
         assert_is_idle(engine)
-        assert engine._scheduler.counters.num_staggered_decodes > 0
+        assert engine._scheduler.counters.num_async_decodes > 0
 
 
 @pytest.mark.parametrize("cpu_cache_dtype", ["auto", "int8"])
@@ -174,8 +174,8 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
 ) -> None:
     batch = prompts(8)
     kinds = iter([TorchLayer, HostLayer])
-    assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
-    monkeypatch.setattr(swapped, "KVPool", lambda *args, **named: KVPool(*args, kind=next(kinds), **named))
+    assert POLICIES["neo"].tiers == (KVTier.DEVICE, KVTier.HOST)
+    monkeypatch.setattr(streamed, "KVPool", lambda *args, **named: KVPool(*args, kind=next(kinds), **named))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
@@ -183,7 +183,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
         gpu_cache_tokens=320,
         cpu_cache_tokens=2000,
         cpu_cache_dtype=cpu_cache_dtype,
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
     ) as engine:
         outputs = engine.generate(batch, GREEDY)
         assert [len(output.token_ids) for output in outputs] == [64] * 8
@@ -202,13 +202,13 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
     """The device refuses what is large, now and then, also in the middle of moves between the pools."""
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    start = PlanExecutor.start
+    start = ModelRunner.start
     sizes = []
 
     def fail() -> IterationResult:
         raise DeviceMemoryError("another program took it")
 
-    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: ModelRunner, plan: IterationPlan) -> Wait:
         num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
         sizes.append(num_tokens)
         if num_tokens > 40 or (plan.copies and len(sizes) % 5 == 0):
@@ -217,14 +217,14 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
             return fail
         return start(self, plan)
 
-    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
+    monkeypatch.setattr(ModelRunner, "start", short_of_memory)
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
         policy="neo",
         gpu_cache_tokens=320,
         cpu_cache_tokens=2000,
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
     ) as engine:
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
@@ -235,16 +235,16 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
 def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_more(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = PlanExecutor.start
+    start = ModelRunner.start
     sizes = []
 
-    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: ModelRunner, plan: IterationPlan) -> Wait:
         sizes.append(sum(sub_batch.num_tokens for sub_batch in plan.sub_batches))
         if sizes[-1] > 20:
             raise DeviceMemoryError("another program took it")
         return start(self, plan)
 
-    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
+    monkeypatch.setattr(ModelRunner, "start", short_of_memory)
     lasting = replace(GREEDY, max_tokens=128)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         outputs = engine.generate([[index] for index in range(3, 35)], lasting)
@@ -260,10 +260,10 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
 def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
+    def no_memory(self: ModelRunner, plan: IterationPlan) -> Wait:
         raise DeviceMemoryError("another program took it all")
 
-    monkeypatch.setattr(PlanExecutor, "start", no_memory)
+    monkeypatch.setattr(ModelRunner, "start", no_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         with pytest.raises(EngineError, match="no memory left: another program took it all"):
             engine.generate(prompts(3), GREEDY)

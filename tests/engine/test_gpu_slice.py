@@ -22,12 +22,12 @@ from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
 from neo_desktop.engine.execute.backend import StreamBackend, ThreadBackend
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.profiling import warm_up
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Stages
@@ -186,9 +186,9 @@ def test_programs_run_on_streams_of_the_slice_alone(
     backend = StreamBackend(make_slice(driver=driver), None)
     lanes = set(Lane) - set(TOLD_BY)
 
-    def record(recorder: Recorder) -> None:
+    def record(launcher: Launcher) -> None:
         for lane in lanes:
-            recorder.run(
+            launcher.run(
                 lane, Stage("work", 0, 0, 1), lambda lane=lane: seen.update({lane: torch_cuda.current})
             )
 
@@ -327,7 +327,7 @@ def test_products_in_a_slice_are_those_of_the_whole_gpu(tokens: int, has_bias: b
         torch.testing.assert_close(product, torch.nn.functional.linear(x, weight, bias), atol=2e-2, rtol=2e-2)
 
 
-class Watch(TorchDispatchMode):
+class Watchdog(TorchDispatchMode):
     """Looks at every operation of this thread that has to do with the GPU."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ def test_no_operation_of_an_engine_is_outside_its_slice(monkeypatch: pytest.Monk
     open_streams(torch.device("cuda"), 8)  # makes the GPU's context by an operation of its own
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with (
-        Watch() as watch,
+        Watchdog() as watch,
         Engine.from_pretrained(
             shape="tiny",
             gpu_slice=8,
@@ -374,7 +374,7 @@ def test_no_operation_of_an_engine_is_outside_its_slice(monkeypatch: pytest.Monk
 @gpu
 def test_an_executor_in_a_slice_gives_the_tokens_of_a_plain_computation() -> None:
     model = tiny_model(device="cuda")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24))
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24))
     executor = build_executor(model, storage, 256, 8, None, open_streams(model.device, 8))
     iterations = RandomIterations(0)
     for plan, contexts in iterations.plans(12):

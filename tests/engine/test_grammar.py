@@ -110,7 +110,7 @@ def test_policies_moves_and_preemptions_change_no_token(
             policy=policy,
             gpu_cache_tokens=288,
             cpu_cache_tokens=288,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):

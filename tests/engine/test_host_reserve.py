@@ -15,7 +15,7 @@ from engine_fakes import FakeExecutor, free_blocks, make_request, reference_outp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_case import tiny_model
-from reserve_case import PARAMS, PLACES, PROMPTS, RESERVE, Machine, tiny_engine
+from reserve_case import MEASURED_TIERS, PARAMS, PROMPTS, RESERVE, Machine, tiny_engine
 
 from neo_desktop import SamplingParams
 from neo_desktop.app.engines import loop
@@ -26,10 +26,10 @@ from neo_desktop.engine.kv import pages
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.kv.streamed import StreamedPool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -61,7 +61,7 @@ class FakePool:
         min_size=1,
         max_size=10,
     ),
-    policy=st.sampled_from(sorted(PLACES)),
+    policy=st.sampled_from(sorted(MEASURED_TIERS)),
     sizes=st.lists(st.integers(13, 40), min_size=3, max_size=3),
     available=st.lists(st.integers(RESERVE - 60, 2 * RESERVE + 60), max_size=60),
 )
@@ -70,11 +70,11 @@ def test_every_request_ends_with_its_own_tokens_however_the_caches_change(
 ) -> None:
     """All caches, that of the imitated GPU, too; what was given back is never read, or the model stumbles."""
     block_size = 4
-    num_blocks = dict(zip(PLACES[policy], sizes, strict=False))
+    num_blocks = dict(zip(MEASURED_TIERS[policy], sizes, strict=False))
     kv = KVCache(num_blocks, block_size)
     scheduler = Scheduler(kv, POLICIES[policy], SchedulerLimits(16, 8))
     executor = FakeExecutor(block_size, 16)
-    pools = {place: FakePool(count, executor.slots[place], block_size) for place, count in num_blocks.items()}
+    pools = {tier: FakePool(count, executor.slots[tier], block_size) for tier, count in num_blocks.items()}
     machine = Machine(available)
     storage = KVStorage(pools)  # type: ignore[arg-type]
     reserve = HostReserve(scheduler, kv, storage, RESERVE, machine.clock, machine.available)
@@ -94,17 +94,17 @@ def test_every_request_ends_with_its_own_tokens_however_the_caches_change(
             break
     for request in requests:
         assert tokens[request.owner_id] == reference_output(request, request.params.max_tokens or 0)
-    for place, usage in kv.usage().items():
+    for tier, usage in kv.usage().items():
         assert usage.num_used_blocks == 0
-        assert usage.num_blocks + usage.num_given_back_blocks == num_blocks[place]
+        assert usage.num_blocks + usage.num_given_back_blocks == num_blocks[tier]
 
 
 def test_a_cache_shrinks_by_what_is_missing_and_grows_after_a_while_of_plenty() -> None:
-    kv = KVCache({Place.HOST: 400}, BLOCK_SIZE)
+    kv = KVCache({KVTier.HOST: 400}, BLOCK_SIZE)
     scheduler = Scheduler(kv, POLICIES["fastdecode"], SchedulerLimits(16, 8))
     pool = FakePool(400, {}, BLOCK_SIZE)
     now_s, available = 0.0, RESERVE
-    storage = KVStorage({Place.HOST: pool})  # type: ignore[dict-item]
+    storage = KVStorage({KVTier.HOST: pool})  # type: ignore[dict-item]
     reserve = HostReserve(scheduler, kv, storage, RESERVE, lambda: now_s, lambda: available)
 
     def looks(seconds: float) -> int:
@@ -112,11 +112,11 @@ def test_a_cache_shrinks_by_what_is_missing_and_grows_after_a_while_of_plenty() 
         for _ in range(int(seconds)):
             now_s += 1.0
             reserve.look()
-        return kv.size(Place.HOST).limit
+        return kv.size(KVTier.HOST).limit
 
     available = RESERVE - 100
     assert looks(1) == 400, "nothing was ever written there"
-    assert kv.admit("a", 300 * BLOCK_SIZE, [], Place.HOST) == 0
+    assert kv.admit("a", 300 * BLOCK_SIZE, [], KVTier.HOST) == 0
     kv.free("a")
     assert looks(1) == 200
     assert pool.num_returns == 1
@@ -132,7 +132,7 @@ def test_a_cache_shrinks_by_what_is_missing_and_grows_after_a_while_of_plenty() 
     assert looks(10 * PLENTY_S) == 400
     available = 0
     assert looks(30) == 400 // 16 // BLOCKS_PER_RUN * BLOCKS_PER_RUN + BLOCKS_PER_RUN
-    assert free_blocks(kv) == {Place.HOST: kv.size(Place.HOST).limit}
+    assert free_blocks(kv) == {KVTier.HOST: kv.size(KVTier.HOST).limit}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_system_that_takes_nothing_back_is_told_once_and_all_goes_on(
     with tiny_engine("fastdecode", machine=Machine([0] * 1000)) as engine:
         for _ in range(2):
             assert [len(output.token_ids) for output in engine.generate(PROMPTS, PARAMS)] == [40] * 8
-        assert engine.stats().pools[Place.HOST].num_given_back_blocks == 0
+        assert engine.stats().pools[KVTier.HOST].num_given_back_blocks == 0
     assert [record.message for record in caplog.records if "given back" in record.message] == [
         "memory cannot be given back to other programs, so the caches keep it: [Errno 0] the system refuses "
         "to take pages back"
@@ -186,7 +186,7 @@ def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: 
         engine_loop.take(Stop())
         thread.join()
     assert isinstance(told, Status)
-    assert told.stats.pools[Place.HOST].num_given_back_blocks > 0
+    assert told.stats.pools[KVTier.HOST].num_given_back_blocks > 0
 
 
 RESIDENT_MEMORY = """
@@ -227,7 +227,7 @@ def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str) -
 
 def test_swapped_kv_keeps_its_first_blocks() -> None:
     config = replace(tiny_model((None,) * 4).config, num_kv_heads=4, head_dim=64)
-    pool = SwappedPool(config, 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    pool = StreamedPool(config, 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     for memory in (*pool.parts, *pool.homes):
         memory.fill_(3)
     num_bytes = pool.give_back(16)

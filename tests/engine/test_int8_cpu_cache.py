@@ -34,7 +34,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
         gpu_cache_tokens=320,
         cpu_cache_tokens=2000,
         cpu_cache_dtype="int8",
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
     ) as made:
         yield made
         assert_is_idle(made)

@@ -7,11 +7,11 @@ from engine_fakes import make_request
 
 from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.grammar import from_json_schema
-from neo_desktop.engine.intake import CHARS_PER_TOKEN, Intake
+from neo_desktop.engine.input_processor import CHARS_PER_TOKEN, InputProcessor
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.tokenizer import ByteTokenizer
 
-INTAKE = Intake(ByteTokenizer(), vocab_size=257, max_context_tokens=100, block_size=16)
+INTAKE = InputProcessor(ByteTokenizer(), vocab_size=257, max_context_tokens=100, block_size=16)
 PARAMS = SamplingParams(max_tokens=5)
 
 

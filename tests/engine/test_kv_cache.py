@@ -15,12 +15,12 @@ from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6, THIRD: 5, Place.SWAPPED: 6}
+NUM_BLOCKS = {KVTier.DEVICE: 9, KVTier.HOST: 6, THIRD: 5, KVTier.STREAMED: 6}
 
-places = st.sampled_from(tuple(NUM_BLOCKS))
+tiers = st.sampled_from(tuple(NUM_BLOCKS))
 
 
 def hashes(token_ids: Sequence[int]) -> list[BlockHash]:
@@ -30,9 +30,9 @@ def hashes(token_ids: Sequence[int]) -> list[BlockHash]:
 
 
 def admit(
-    kv: KVCache, request_id: str, token_ids: Sequence[int], place: Place, reserve: int = 0
+    kv: KVCache, request_id: str, token_ids: Sequence[int], tier: KVTier, reserve: int = 0
 ) -> int | None:
-    return kv.admit(request_id, len(token_ids), hashes(token_ids), place, reserve)
+    return kv.admit(request_id, len(token_ids), hashes(token_ids), tier, reserve)
 
 
 def commit(kv: KVCache, request_id: str, token_ids: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ def commit(kv: KVCache, request_id: str, token_ids: Sequence[int]) -> None:
 @dataclass
 class Owner:
     token_ids: list[int]
-    place: Place
+    tier: KVTier
     num_covered: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Owner:
 class KVCacheMachine(RuleBasedStateMachine):
     """Random operations against a model that also tracks the *content* of every block.
 
-    `content[place][block]` is the tuple of all tokens up to the end of that block, as an executor would have
+    `content[tier][block]` is the tuple of all tokens up to the end of that block, as an executor would have
     computed it. A table whose blocks do not hold the request's own tokens would give wrong answers.
     """
 
@@ -60,7 +60,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
         self.owners: dict[str, Owner] = {}
-        self.content: dict[Place, dict[int, tuple[int, ...]]] = {place: {} for place in NUM_BLOCKS}
+        self.content: dict[KVTier, dict[int, tuple[int, ...]]] = {tier: {} for tier in NUM_BLOCKS}
         self.num_requests = 0
         self.planned: list[tuple[IntView, list[int]]] = []  # tables handed out, and what was in them
         self.copies: list[BlockCopy] = []  # of moves, to be carried out before anything is computed
@@ -75,31 +75,31 @@ class KVCacheMachine(RuleBasedStateMachine):
         for index, block in enumerate(table.tolist()):
             end = min((index + 1) * BLOCK_SIZE, len(owner.token_ids))
             if end > start:
-                self.content[owner.place][block] = tuple(owner.token_ids[:end])
+                self.content[owner.tier][block] = tuple(owner.token_ids[:end])
         commit(self.kv, request_id, owner.token_ids)
 
     # Two token values only, so that beginnings often coincide.
     @rule(
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=24),
-        place=places,
+        tier=tiers,
         reserve=st.integers(0, 2),
     )
-    def admit(self, token_ids: list[int], place: Place, reserve: int) -> None:
+    def admit(self, token_ids: list[int], tier: KVTier, reserve: int) -> None:
         request_id = str(self.num_requests)
-        free_before = self.kv.num_free_blocks(place)
-        num_cached = admit(self.kv, request_id, token_ids, place, reserve)
+        free_before = self.kv.num_free_blocks(tier)
+        num_cached = admit(self.kv, request_id, token_ids, tier, reserve)
         if num_cached is None:
             assert free_before < self.kv.blocks_for(len(token_ids)) + reserve
-            assert self.kv.num_free_blocks(place) == free_before
+            assert self.kv.num_free_blocks(tier) == free_before
             return
         self.num_requests += 1
-        self.owners[request_id] = Owner(token_ids, place)
+        self.owners[request_id] = Owner(token_ids, tier)
         assert num_cached % BLOCK_SIZE == 0
         shared = self.kv.block_table(request_id)[: num_cached // BLOCK_SIZE].tolist()
-        arriving = {copy.target_block for copy in self.copies if copy.target == place}
+        arriving = {copy.target_block for copy in self.copies if copy.target == tier}
         assert arriving.isdisjoint(shared), "nobody knows yet whether it arrives"
         assert num_cached < len(token_ids), "the last token must be computed, for its logits"
-        assert self.kv.num_free_blocks(place) >= reserve
+        assert self.kv.num_free_blocks(tier) >= reserve
         self.compute(request_id, num_cached)
 
     @precondition(lambda self: self.owners)
@@ -116,22 +116,22 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert np.array_equal(self.kv.block_table(request_id), table)
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), place=places)
-    def move(self, data: st.DataObject, place: Place) -> None:
+    @rule(data=st.data(), tier=tiers)
+    def move(self, data: st.DataObject, tier: KVTier) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.owners)))
         owner = self.owners[request_id]
-        if owner.place == place:
+        if owner.tier == tier:
             with pytest.raises(ValueError, match="already"):
-                self.kv.move(request_id, place, len(owner.token_ids))
+                self.kv.move(request_id, tier, len(owner.token_ids))
             return
         # What is there already is not copied: the rest of this machine checks that it is the same.
-        copies = self.kv.move(request_id, place, len(owner.token_ids), hashes(owner.token_ids))
+        copies = self.kv.move(request_id, tier, len(owner.token_ids), hashes(owner.token_ids))
         if copies is None:
-            assert self.kv.num_free_blocks(place) < self.kv.blocks_for(len(owner.token_ids))
+            assert self.kv.num_free_blocks(tier) < self.kv.blocks_for(len(owner.token_ids))
             return
         self.copies += copies
         self.moved.add(request_id)
-        owner.place = place
+        owner.tier = tier
 
     @rule()
     def carry_moves_out(self) -> None:
@@ -141,28 +141,28 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.kv.arrived(request_id, hashes(self.owners[request_id].token_ids))
         self.copies, self.moved = [], set()
 
-    @rule(place=places, num_runs=st.integers(0, 3))
-    def set_limit(self, place: Place, num_runs: int) -> None:
+    @rule(tier=tiers, num_runs=st.integers(0, 3))
+    def set_limit(self, tier: KVTier, num_runs: int) -> None:
         """Who has blocks beyond the limit keeps them, but nobody gets one, by content neither."""
-        limit = min(num_runs * BLOCKS_PER_RUN, NUM_BLOCKS[place])
-        is_drained = self.kv.set_limit(place, limit)
-        assert is_drained == all(self.kv.last_block(name) < limit for name in self.living_in(place))
-        assert is_drained == self.kv.is_drained(place)
-        assert self.kv.capacity_tokens(place) == limit * BLOCK_SIZE
-        coming = (copy for copy in self.copies if place in (copy.source, copy.target))
+        limit = min(num_runs * BLOCKS_PER_RUN, NUM_BLOCKS[tier])
+        is_drained = self.kv.set_limit(tier, limit)
+        assert is_drained == all(self.kv.last_block(name) < limit for name in self.living_in(tier))
+        assert is_drained == self.kv.is_drained(tier)
+        assert self.kv.capacity_tokens(tier) == limit * BLOCK_SIZE
+        coming = (copy for copy in self.copies if tier in (copy.source, copy.target))
         if is_drained and not any(coming):
-            for block in range(limit, NUM_BLOCKS[place]):
-                self.content[place].pop(block, None)
-            self.kv.forget_touched(place)
+            for block in range(limit, NUM_BLOCKS[tier]):
+                self.content[tier].pop(block, None)
+            self.kv.forget_touched(tier)
 
-    def living_in(self, place: Place) -> list[str]:
-        return [name for name, owner in self.owners.items() if owner.place == place]
+    def living_in(self, tier: KVTier) -> list[str]:
+        return [name for name, owner in self.owners.items() if owner.tier == tier]
 
     @invariant()
     def nothing_is_written_behind_what_counts_as_touched(self) -> None:
-        for place, content in self.content.items():
-            most, limit, touched = self.kv.size(place)
-            assert most == NUM_BLOCKS[place]
+        for tier, content in self.content.items():
+            most, limit, touched = self.kv.size(tier)
+            assert most == NUM_BLOCKS[tier]
             assert touched == min(touched, limit)
             assert max((block for block in content if block < limit), default=-1) < max(touched, 0)
 
@@ -199,16 +199,16 @@ class KVCacheMachine(RuleBasedStateMachine):
             owner = self.owners[request_id]
             for index, block in enumerate(self.kv.block_table(request_id).tolist()):
                 end = min((index + 1) * BLOCK_SIZE, len(owner.token_ids))
-                assert self.content[owner.place][block][:end] == tuple(owner.token_ids[:end])
+                assert self.content[owner.tier][block][:end] == tuple(owner.token_ids[:end])
 
     def teardown(self) -> None:
         for request_id in self.owners:
             self.kv.free(request_id)
         self.kv.check()
-        for place, num_blocks in NUM_BLOCKS.items():
-            assert self.kv.set_limit(place, num_blocks)
+        for tier, num_blocks in NUM_BLOCKS.items():
+            assert self.kv.set_limit(tier, num_blocks)
             self.kv.check()
-            assert self.kv.num_free_blocks(place) == num_blocks
+            assert self.kv.num_free_blocks(tier) == num_blocks
 
 
 TestKVCache = KVCacheMachine.TestCase
@@ -218,9 +218,9 @@ TestKVCache.settings = settings(max_examples=100, stateful_step_count=40, deadli
 def test_an_equal_beginning_is_reused_but_the_last_token_is_computed_anew() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
     prompt = list(range(12))
-    assert admit(kv, "a", prompt, Place.DEVICE) == 0
+    assert admit(kv, "a", prompt, KVTier.DEVICE) == 0
     commit(kv, "a", prompt)
-    assert admit(kv, "b", prompt, Place.DEVICE) == 8
+    assert admit(kv, "b", prompt, KVTier.DEVICE) == 8
     (*shared_a, own_a), (*shared_b, own_b) = kv.block_table("a"), kv.block_table("b")
     assert shared_a == shared_b
     assert own_a != own_b
@@ -228,77 +228,77 @@ def test_an_equal_beginning_is_reused_but_the_last_token_is_computed_anew() -> N
 
 def test_a_finished_request_leaves_its_kv_for_the_next_one() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
-    admit(kv, "a", range(9), Place.DEVICE)
+    admit(kv, "a", range(9), KVTier.DEVICE)
     commit(kv, "a", range(9))
     kv.free("a")
-    assert kv.usage()[Place.DEVICE].num_cached_blocks == 2
-    assert admit(kv, "b", range(9), Place.DEVICE) == 8
+    assert kv.usage()[KVTier.DEVICE].num_cached_blocks == 2
+    assert admit(kv, "b", range(9), KVTier.DEVICE) == 8
 
 
 def test_different_beginnings_share_nothing_even_when_a_later_block_is_equal() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
-    admit(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0], Place.DEVICE)
+    admit(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0], KVTier.DEVICE)
     commit(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0])
-    assert admit(kv, "b", [2, 2, 2, 2, 7, 7, 7, 7, 0], Place.DEVICE) == 0
+    assert admit(kv, "b", [2, 2, 2, 2, 7, 7, 7, 7, 0], KVTier.DEVICE) == 0
 
 
 def test_kv_is_not_shared_before_it_is_computed() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
-    admit(kv, "a", range(9), Place.DEVICE)
-    assert admit(kv, "b", range(9), Place.DEVICE) == 0
+    admit(kv, "a", range(9), KVTier.DEVICE)
+    assert admit(kv, "b", range(9), KVTier.DEVICE) == 0
 
 
 def test_who_comes_while_another_computes_most_of_it_is_told_so() -> None:
-    kv, prompt, place = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18)), Place.DEVICE
+    kv, prompt, tier = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18)), KVTier.DEVICE
 
-    def is_mostly_coming(token_ids: Sequence[int], where: Place = place) -> bool:
+    def is_mostly_coming(token_ids: Sequence[int], where: KVTier = tier) -> bool:
         return kv.is_mostly_coming(len(token_ids), hashes(token_ids), where)
 
     assert not is_mostly_coming(prompt)
-    admit(kv, "first", prompt, place)
+    admit(kv, "first", prompt, tier)
     assert is_mostly_coming(prompt)
-    assert not is_mostly_coming(prompt, Place.HOST)  # each place has its own
+    assert not is_mostly_coming(prompt, KVTier.HOST)  # each tier has its own
     assert is_mostly_coming([*prompt[:12], 99, 98, 97])
     assert not is_mostly_coming([*prompt[:4], *range(50, 70)])  # a small part is not worth waiting for
     commit(kv, "first", prompt[:8])
     assert is_mostly_coming(prompt)  # 8 of the other 10 tokens
     commit(kv, "first", prompt)
     assert not is_mostly_coming(prompt)  # it is there
-    assert admit(kv, "second", prompt, place) == 16
+    assert admit(kv, "second", prompt, tier) == 16
 
 
 def test_nobody_waits_for_one_who_has_gone() -> None:
     kv, prompt = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18))
-    admit(kv, "first", prompt, Place.DEVICE)
+    admit(kv, "first", prompt, KVTier.DEVICE)
     kv.free("first")
-    assert not kv.is_mostly_coming(18, hashes(prompt), Place.DEVICE)
+    assert not kv.is_mostly_coming(18, hashes(prompt), KVTier.DEVICE)
     kv.check()
 
 
 def test_a_move_shares_what_is_there_already() -> None:
     kv, prompt = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(10))
-    for name, place in (("there", Place.HOST), ("moves", Place.DEVICE)):
-        admit(kv, name, prompt, place)
+    for name, tier in (("there", KVTier.HOST), ("moves", KVTier.DEVICE)):
+        admit(kv, name, prompt, tier)
         commit(kv, name, prompt)
-    copies = kv.move("moves", Place.HOST, 10, hashes(prompt))
+    copies = kv.move("moves", KVTier.HOST, 10, hashes(prompt))
     assert copies is not None
-    assert [copy.source for copy in copies] == [Place.DEVICE]  # the last, partly filled block
-    assert kv.usage()[Place.HOST].num_used_blocks == 4
+    assert [copy.source for copy in copies] == [KVTier.DEVICE]  # the last, partly filled block
+    assert kv.usage()[KVTier.HOST].num_used_blocks == 4
     kv.check()
 
 
 def test_those_who_move_together_bring_what_they_share_once() -> None:
-    kv, prompt = KVCache({Place.DEVICE: 40, Place.HOST: 40}, BLOCK_SIZE), list(range(18))
+    kv, prompt = KVCache({KVTier.DEVICE: 40, KVTier.HOST: 40}, BLOCK_SIZE), list(range(18))
     for number in range(4):
-        admit(kv, f"{number}", [*prompt, number], Place.DEVICE)
+        admit(kv, f"{number}", [*prompt, number], KVTier.DEVICE)
         commit(kv, f"{number}", [*prompt, number])
-    moved = [kv.move(f"{n}", Place.HOST, 19, hashes([*prompt, n])) for n in range(4)]
+    moved = [kv.move(f"{n}", KVTier.HOST, 19, hashes([*prompt, n])) for n in range(4)]
     assert [len(copies or ()) for copies in moved] == [5, 1, 1, 1]
-    assert kv.usage()[Place.HOST].num_used_blocks == 4 + 4
-    assert admit(kv, "too early", [*prompt, 9], Place.HOST) == 0  # the copies may yet fail
+    assert kv.usage()[KVTier.HOST].num_used_blocks == 4 + 4
+    assert admit(kv, "too early", [*prompt, 9], KVTier.HOST) == 0  # the copies may yet fail
     for number in range(4):
         kv.arrived(f"{number}", hashes([*prompt, number]))
-    assert admit(kv, "later", [*prompt, 8], Place.HOST) == 16
+    assert admit(kv, "later", [*prompt, 8], KVTier.HOST) == 16
     kv.check()
 
 
@@ -313,12 +313,12 @@ def test_a_pool_refuses_to_give_what_it_has_not_and_to_take_back_twice() -> None
 
 
 def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() -> None:
-    kv = KVCache({Place.HOST: 40 * BLOCKS_PER_RUN}, BLOCK_SIZE)
+    kv = KVCache({KVTier.HOST: 40 * BLOCKS_PER_RUN}, BLOCK_SIZE)
     names = [str(i) for i in range(10)]
     generations = 4
     for generation in range(generations):
         for name in names:
-            assert admit(kv, name, [generation, *map(ord, name)] * 5, Place.HOST) is not None
+            assert admit(kv, name, [generation, *map(ord, name)] * 5, KVTier.HOST) is not None
         for num_tokens in range(11, 4 * BLOCKS_PER_RUN * BLOCK_SIZE // 2):
             for name in names:
                 assert kv.extend(name, num_tokens)
@@ -358,18 +358,18 @@ def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
     assert pool.num_free_blocks == 2 * BLOCKS_PER_RUN - 1
 
 
-@pytest.mark.parametrize("place", [Place.SWAPPED, Place.DEVICE])
-def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(place: Place) -> None:
+@pytest.mark.parametrize("place", [KVTier.STREAMED, KVTier.DEVICE])
+def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(tier: KVTier) -> None:
     """Contents of those that ended are kept where there is room; elsewhere all blocks are used up first."""
     num_blocks, size = 64 * BLOCKS_PER_RUN, 4
-    kv = KVCache({place: num_blocks}, size)
+    kv = KVCache({tier: num_blocks}, size)
     highest = 0
     for number in range(100):
         name, tokens = str(number), [1000 * number + i for i in range(3 * BLOCKS_PER_RUN * size)]
         hashes: list[bytes] = []
         extend_hashes(hashes, tokens, size)
-        assert kv.admit(name, len(tokens), hashes, place) == 0
+        assert kv.admit(name, len(tokens), hashes, tier) == 0
         highest = max(highest, *kv.block_table(name))
         kv.commit(name, hashes, len(tokens))
         kv.free(name)
-    assert (highest < 3 * BLOCKS_PER_RUN) == place.is_swapped
+    assert (highest < 3 * BLOCKS_PER_RUN) == tier.is_streamed

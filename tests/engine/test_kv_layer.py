@@ -16,7 +16,7 @@ from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.models.shapes import shape
 
@@ -118,10 +118,10 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     torch.manual_seed(1)
     host_dtype = torch.int8 if in_8_bits else dtype
     pools = {
-        Place.DEVICE: make_pool(device_kind, dtype, 16),
-        Place.HOST: make_pool(HostLayer, host_dtype, 16),
+        KVTier.DEVICE: make_pool(device_kind, dtype, 16),
+        KVTier.HOST: make_pool(HostLayer, host_dtype, 16),
     }
-    source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
+    source, target = (KVTier.DEVICE, KVTier.HOST) if to_host else (KVTier.HOST, KVTier.DEVICE)
     slots = torch.arange(NUM_BLOCKS * 16)
     rows, zeros = some_rows(len(slots), dtype), torch.zeros(len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
     pools[source].layer(0).write(*rows, slots)  # type: ignore[call-arg]
@@ -140,11 +140,11 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
 def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     host, device = make_pool(HostLayer, torch.int8, 16), make_pool(TorchLayer, dtype, 16)
-    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage({Place.HOST: host, Place.DEVICE: device})
+    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage({KVTier.HOST: host, KVTier.DEVICE: device})
     rows = some_rows(len(slots), dtype)
     host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     for _ in range(5):
-        for ways in ((Place.HOST, Place.DEVICE), (Place.DEVICE, Place.HOST)):
+        for ways in ((KVTier.HOST, KVTier.DEVICE), (KVTier.DEVICE, KVTier.HOST)):
             copies = [BlockCopy(ways[0], block, ways[1], block) for block in range(NUM_BLOCKS)]
             carry_out_copies(replace(CONFIG, num_layers=1), dtype, storage, copies)
     k, v, k_scale, v_scale = (part[0] for part in host.parts)

@@ -16,10 +16,10 @@ from neo_desktop.engine.execute.lane import HostStep, Lane, Work
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
 STAGE = Stage("work", 0, 0, 1)
-PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
 
 
 def step(work: Work) -> HostStep:
@@ -43,7 +43,7 @@ def test_a_task_waits_for_the_signals_of_other_lanes() -> None:
     first, second, gate, done = ThreadLane("a"), ThreadLane("b"), threading.Event(), []
 
     def slow() -> None:
-        assert gate.wait(PATIENCE_S)
+        assert gate.wait(TIMEOUT_S)
         done.append("first")
 
     signal = first.submit(STAGE, slow)
@@ -91,14 +91,14 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
 
     def slow() -> None:
         begun.set()
-        assert gate.wait(PATIENCE_S)
+        assert gate.wait(TIMEOUT_S)
         ran.append("slow")
 
     running = lanes.run(Lane.TO_HOST, STAGE, slow)
     lanes.host(Lane.CPU, STAGE, step(lambda: ran.append("waiting")), (running,))
     queued = lanes.run(Lane.TO_HOST, STAGE, lambda: ran.append("queued"))
     behind = lanes.run(Lane.SWAP, STAGE, lambda: ran.append("behind"), (queued,))
-    assert begun.wait(PATIENCE_S)
+    assert begun.wait(TIMEOUT_S)
     threading.Timer(0.05, gate.set).start()
     lanes.abandon()
     assert ran[0] == "slow"
@@ -121,13 +121,13 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
 
     def slow() -> None:
         begun.set()
-        assert gate.wait(PATIENCE_S)
+        assert gate.wait(TIMEOUT_S)
 
     running = lanes.run(Lane.TO_DEVICE, STAGE, slow)
     queued = lanes.run(Lane.TO_DEVICE, STAGE, lambda: None)
     lanes.host(Lane.CPU, STAGE, step(lambda: None), (queued,))
     lanes.run(Lane.SWAP, STAGE, lambda: None, (running,))
-    assert begun.wait(PATIENCE_S)
+    assert begun.wait(TIMEOUT_S)
     threading.Timer(0.05, gate.set).start()
     assert len(threads_of_lanes() - others) == 3
     lanes.close()
@@ -171,7 +171,7 @@ def test_a_forgotten_lane_ends_its_thread() -> None:
     (thread,) = threads_of_lanes() - others
     del lane
     gc.collect()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
 
 
@@ -204,7 +204,7 @@ def test_spans_begin_when_the_waiting_has_ended() -> None:
 
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
     lanes, gate, ran = Lanes.threads(None), threading.Event(), []
-    lanes.begin(Watch(0.4, predicted_ms=12))
+    lanes.begin(Watchdog(0.4, predicted_ms=12))
     stuck = lanes.host(Lane.CPU, Stage("CPU attention", 3, 1, 7), step(gate.wait))
     dependent = lanes.run(Lane.TO_DEVICE, STAGE, lambda: ran.append("dependent"), (stuck,))
     lanes.run(Lane.SWAP, STAGE, lambda: ran.append("other"))
@@ -224,10 +224,10 @@ def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
 
 def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
     lanes, gate = Lanes.threads(None), threading.Event()
-    lanes.begin(Watch(3.0))
+    lanes.begin(Watchdog(3.0))
     lanes.host(Lane.CPU, STAGE, step(gate.wait))
     for _ in range(4):
-        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together more than the patience
+        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together more than the timeout
     lanes.run(Lane.SWAP, STAGE, gate.set)
     lanes.join()
     lanes.close()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_case_engine import AsyncCase
 from checkpoints import VOCAB_SIZE, save_checkpoint
 from cost_models import machine
-from own_pace import OwnPace
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import (
@@ -20,8 +20,8 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.live import RATE_S, WATCH_S, LiveIteration, LiveView, Notes, Phase, num_fitting
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -68,27 +68,27 @@ def views(engine: Engine) -> Iterator[LiveView]:
 def test_what_is_told_agrees_with_what_is_counted(checkpoint: Path, policy: str) -> None:
     with make_engine(checkpoint, policy) as engine:
         seen = list(views(engine))
-    places = set()
+    tiers = set()
     for view in seen:
         stats = view.stats
         assert len(view.requests) == stats.num_running
         assert len(view.requests) + stats.num_waiting <= NUM_REQUESTS
         arrivals = [request.arrival for request in view.requests]
         assert arrivals == sorted(set(arrivals))
-        for place, pool in stats.pools.items():
-            there = [request for request in view.requests if request.place == place]
+        for tier, pool in stats.pools.items():
+            there = [request for request in view.requests if request.tier == tier]
             assert sum(request.num_computed_tokens for request in there) <= view.capacity_tokens(
-                place.in_host_memory
+                tier.in_host_memory
             )
             assert bool(there) == bool(pool.num_used_blocks)
         for request in view.requests:
             is_prefilling = request.phase is Phase.PREFILLING
             assert is_prefilling == (request.num_tokens - request.num_computed_tokens > 1)
-        places |= {request.place for request in view.requests}
+        tiers |= {request.tier for request in view.requests}
         assert view.is_gpu_imitated
         assert view.device_name is None
     first, last = seen[0], seen[-1]
-    assert places == ({Place.DEVICE, Place.HOST} if policy in ("auto", "neo") else {*last.stats.pools})
+    assert tiers == ({KVTier.DEVICE, KVTier.HOST} if policy in ("auto", "neo") else {*last.stats.pools})
     assert first.iterations == ()
     assert last.requests == ()
     noted = {id(one): one for view in seen for one in view.iterations}.values()
@@ -108,7 +108,7 @@ def test_the_gpu_alone_holds_fewer_than_both_places(checkpoint: Path) -> None:
     assert 0 < fullest.num_gpu_alone < NUM_REQUESTS
     for view in seen:  # never fewer than live there
         assert view.num_gpu_alone is not None
-        assert view.num_gpu_alone >= sum(one.place == Place.DEVICE for one in view.requests) - 1
+        assert view.num_gpu_alone >= sum(one.tier == KVTier.DEVICE for one in view.requests) - 1
     with make_engine(checkpoint, "gpu-only") as engine:
         for view in views(engine):  # there it can be seen; the youngest may be about to be preempted
             assert view.num_gpu_alone in (len(view.requests), len(view.requests) - 1)
@@ -135,21 +135,21 @@ def test_a_decode_at_its_own_pace_is_not_told_to_wait(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited before it began, and waits between the turns that take it along; the CPU works for it."""
-    monkeypatch.setitem(POLICIES, "auto", OwnPace("auto", PLACES))
+    monkeypatch.setitem(POLICIES, "auto", AsyncCase("auto", MEASURED_TIERS))
     waited = 0
     with make_engine(checkpoint, "auto") as engine:
         for index, prompt in enumerate(prompts()):
             engine.add(str(index), engine.prepare(prompt, PARAMS))
         while engine.has_work:
             requests = {request.arrival: request for _, request in engine._scheduler.running}
-            own_pace = engine._scheduler.own_pace
+            async_case_engine = engine._scheduler.async_case_engine
             for told in engine.live_view().requests:
                 request = requests[told.arrival]
-                is_under_way = request.request_id in own_pace
-                assert told.is_held == (request.num_skipped > 0 and not is_under_way)
-                waited += is_under_way and request.num_skipped > 0
+                is_under_way = request.request_id in async_case_engine
+                assert told.is_held == (request.iterations_waited > 0 and not is_under_way)
+                waited += is_under_way and request.iterations_waited > 0
             engine.step()
-        assert engine.stats().num_staggered_decodes > 0
+        assert engine.stats().num_async_decodes > 0
     assert waited > 0
 
 
@@ -219,18 +219,18 @@ def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
 
 def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
     table = IntArray((0,)).view()
-    chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, Place.DEVICE, table, None)
-    decodes = [ScheduledSequence(str(i), (1,), 5, Place.HOST, table, None) for i in range(num_decodes)]
+    chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, KVTier.DEVICE, table, None)
+    decodes = [ScheduledSequence(str(i), (1,), 5, KVTier.HOST, table, None) for i in range(num_decodes)]
     return IterationPlan((SubBatch((chunk, *decodes)),), predicted=IterationTiming(3.0, 0.0))
 
 
 def test_a_decode_at_its_own_pace_counts_as_a_token_once() -> None:
     """It is taken along in every turn; only the last stage of the last one brings a token."""
     table = IntArray((0,)).view()
-    on_its_way = ScheduledSequence("w", (1,), 5, Place.HOST, table, None)
+    on_its_way = ScheduledSequence("w", (1,), 5, KVTier.HOST, table, None)
     sampling = SamplingInput(SamplingParams(), 0, 0, 8, table, table)
-    ended = ScheduledSequence("e", (1,), 7, Place.HOST, table, sampling)
-    step = IterationPlan((SubBatch(()),), staggered=((on_its_way,), (None,), (ended,)))
+    ended = ScheduledSequence("e", (1,), 7, KVTier.HOST, table, sampling)
+    step = IterationPlan((SubBatch(()),), async_decodes=((on_its_way,), (None,), (ended,)))
     noted = LiveIteration.of(step, IterationTiming(4.0, 1.0))
     assert (noted.num_cpu_decodes, noted.num_gpu_decodes, noted.num_outputs) == (2, 0, 1)
     assert (noted.decoded, noted.decode_context) == (("e",), 8)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import toolchain
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import choose_device, choose_dtype
 from neo_desktop.models.shapes import shape
 
@@ -21,10 +21,10 @@ def test_a_gpu_does_without_triton(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(toolchain, "find_spec", lambda module: None)
     assert choose_device("cpu").type == "cpu"
-    assert not ladder.limits()
+    assert not fallbacks.limits()
     for _ in range(2):
         assert choose_device(name) == CUDA
-    assert ladder.limits() == dict.fromkeys(toolchain.KERNELS, "torch")
+    assert fallbacks.limits() == dict.fromkeys(toolchain.KERNELS, "torch")
     (line,) = [record.getMessage() for record in caplog.records]
     assert "pip install triton" in line
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: its KV is computed and kept once, in every place."""
+"""Several answers to one prompt: its KV is computed and kept once, in every tier."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from engine_fakes import FakeExecutor, make_request, reference_output
 
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -19,12 +19,12 @@ FULL, OWN = 62, 3  # blocks: shared, and of each answer: 8 tokens of the prompt 
 
 
 class Run:
-    """n answers at once in a place, to their end."""
+    """n answers at once in a tier, to their end."""
 
-    def __init__(self, place: Place, n: int, *, look_ahead: bool = False) -> None:
-        self.kv = KVCache({place: 1000}, BLOCK_SIZE)
+    def __init__(self, tier: KVTier, n: int, *, look_ahead: bool = False) -> None:
+        self.kv = KVCache({tier: 1000}, BLOCK_SIZE)
         limits = SchedulerLimits(max_batch_tokens=4096, max_batch_requests=16)
-        scheduler = Scheduler(self.kv, Policy("one place", (place,)), limits)
+        scheduler = Scheduler(self.kv, Policy("one place", (tier,)), limits)
         executor = FakeExecutor(BLOCK_SIZE, 4096)
         requests = [
             make_request(f"{i}", PROMPT, SamplingParams(max_tokens=OUTPUT_TOKENS), arrival=i)
@@ -37,7 +37,7 @@ class Run:
         while (plan := scheduler.schedule()) is not None:
             self.num_iterations += 1
             self.num_computed += sum(len(sequence.token_ids) for sequence in plan.all_sequences)
-            self.most_blocks = max(self.most_blocks, self.kv.usage()[place].num_used_blocks)
+            self.most_blocks = max(self.most_blocks, self.kv.usage()[tier].num_used_blocks)
             if look_ahead:
                 scheduler.look_ahead()
             for gained in scheduler.update(executor.execute(plan)):
@@ -49,12 +49,12 @@ class Run:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("place", [Place.DEVICE, Place.HOST, Place.SWAPPED, Place.worker(1)])
+@pytest.mark.parametrize("place", [KVTier.DEVICE, KVTier.HOST, KVTier.STREAMED, KVTier.worker(1)])
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_each_answer_takes_its_own_blocks_and_the_prompt_its_own(
-    place: Place, n: int, look_ahead: bool
+    tier: KVTier, n: int, look_ahead: bool
 ) -> None:
-    run = Run(place, n, look_ahead=look_ahead)
+    run = Run(tier, n, look_ahead=look_ahead)
     assert run.most_blocks == FULL + n * OWN
     # The first answer computes the prompt, the others what is left of its last block.
     assert run.num_computed == 1000 + (n - 1) * 8 + n * (OUTPUT_TOKENS - 1)

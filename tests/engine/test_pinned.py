@@ -10,8 +10,8 @@ import torch
 
 from neo_desktop.engine.cuda import pinned
 from neo_desktop.engine.cuda.pinned import check_weight_pages, kv_bytes, weight_bytes
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_bytes
-from neo_desktop.engine.ladder import ladder
 
 OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
 
@@ -86,7 +86,7 @@ def test_what_a_gpu_reads_has_huge_pages_and_is_not_copied_by_a_fork(
         assert kind == "KV" or "GB of weights in host memory are in huge pages" in caplog.text
         pytest.skip(f"the system had huge pages for {huge >> 20} of 64 MiB")
     check_weight_pages()
-    assert ladder.rung("huge_pages") == "huge"
+    assert fallbacks.level("huge_pages") == "huge"
 
 
 def test_weights_without_huge_pages_are_told_of(
@@ -98,10 +98,10 @@ def test_weights_without_huge_pages_are_told_of(
     check_weight_pages()  # of a system that does not tell
     entry = "{:x}-{:x} rw-p 0 0:0 0\nRss: 65536 kB\nAnonHugePages: {} kB\nVmFlags: rd wr\n"
     elsewhere = entry.format(1 << 20, 2 << 20, 65536)
-    for kib, rung in ((40960, "huge"), (20480, "small")):
+    for kib, level in ((40960, "huge"), (20480, "small")):
         smaps.write_text(elsewhere + entry.format(begin, begin + memory.nbytes, kib))
         check_weight_pages()
-        assert ladder.rung("huge_pages") == rung
+        assert fallbacks.level("huge_pages") == level
     assert "only 0.0 of 0.1 GB of weights in host memory are in huge pages" in caplog.text
 
 
@@ -116,4 +116,4 @@ def test_kv_that_cannot_be_pinned_is_pageable(runtime: Runtime) -> None:
     runtime.registers = 0
     assert len(kv_bytes(5000)) == 5000
     assert not runtime.ranges
-    assert ladder.limits()["host_memory"] == "pageable"
+    assert fallbacks.limits()["host_memory"] == "pageable"

@@ -18,7 +18,7 @@ from neo_desktop.engine.execute.prefill_kernels import (
     check_operator,
     choose_kernel,
 )
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 SCALE = 0.3
@@ -195,7 +195,7 @@ def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("capability", "window", "refused", "rung"),
+    ("capability", "window", "refused", "level"),
     [
         ((8, 6), None, {"flash"}, "memory-efficient"),
         ((8, 6), None, {"flash", "efficient"}, "math"),
@@ -209,7 +209,7 @@ def test_a_kernel_that_torch_refuses_gives_way_to_the_next_one(
     capability: tuple[int, int],
     window: int | None,
     refused: set[str],
-    rung: str,
+    level: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -228,9 +228,9 @@ def test_a_kernel_that_torch_refuses_gives_way_to_the_next_one(
         monkeypatch.setattr(prefill_kernels.F, "scaled_dot_product_attention", refuse)
     for _ in range(2):
         attend_on_a_gpu(monkeypatch, capability, window)
-    assert ladder.limits() == {"prompt_attention": rung}
+    assert fallbacks.limits() == {"prompt_attention": level}
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == (2 if rung == "math" and capability == (8, 6) else 1)
+    assert len(lines) == (2 if level == "math" and capability == (8, 6) else 1)
     assert all("No available kernel" in line for line in lines)
 
 
@@ -247,7 +247,7 @@ def test_neither_a_lack_of_memory_nor_a_lost_gpu_is_the_kernels_fault(
     with pytest.raises(RuntimeError) as raised:
         attend_on_a_gpu(monkeypatch, (8, 6), None)
     assert raised.value is error
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 @pytest.mark.parametrize("lacks", ["flash", "operators"])
@@ -260,7 +260,7 @@ def test_a_torch_without_a_kernel_uses_the_next_one(lacks: str, monkeypatch: pyt
     prefill.kernel_on.cache_clear()
     assert prefill.kernel_on(torch.device("cuda"), FP16, 64, False) is expected
     prefill.kernel_on.cache_clear()
-    assert ladder.rung("prompt_attention") == ("memory-efficient" if lacks == "flash" else "math")
+    assert fallbacks.level("prompt_attention") == ("memory-efficient" if lacks == "flash" else "math")
 
 
 def test_products_take_memory_for_a_piece_of_the_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from neo_desktop.engine import ladder
+from neo_desktop.engine import fallbacks
 from neo_desktop.engine.cuda import presence
 from neo_desktop.engine.cuda.presence import Card, Facts, look, why_unusable
 from neo_desktop.engine.wsl import is_wsl
@@ -150,9 +150,9 @@ def test_on_wsl2_the_log_says_where_to_read_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for inside in (False, True):
-        monkeypatch.setattr(ladder, "is_wsl", lambda inside=inside: inside)
+        monkeypatch.setattr(fallbacks, "is_wsl", lambda inside=inside: inside)
         caplog.clear()
-        ladder.Ladder().limit("host_memory", "pageable", "the driver refused it")
+        fallbacks.Fallbacks().limit("host_memory", "pageable", "the driver refused it")
         assert ("docs/wsl2.md" in caplog.text) is inside
 
 

@@ -15,7 +15,7 @@ from neo_desktop.engine.cache_files import cache_folder
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling import profile_cache
 from neo_desktop.engine.profiling.profile_cache import find_tables, load_or_profile, profile_key, profile_path
@@ -31,7 +31,7 @@ LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
 def tables(ms: float) -> TableCostModel:
     curve, surface = Curve([1, 8], [ms, 2 * ms]), Surface([1, 8], [16, 64], [[ms, ms], [ms, ms]])
     return TableCostModel(
-        2, False, 0.1, curve, curve, curve, curve, curve, surface, dict.fromkeys(PLACES, surface)
+        2, False, 0.1, curve, curve, curve, curve, curve, surface, dict.fromkeys(MEASURED_TIERS, surface)
     )
 
 
@@ -61,13 +61,13 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def storage() -> KVStorage:
-    return storage_of({Place.DEVICE: 8, Place.HOST: 8})
+    return storage_of({KVTier.DEVICE: 8, KVTier.HOST: 8})
 
 
-def storage_of(blocks: dict[Place, int], cpu_cache_dtype: torch.dtype = torch.float32) -> KVStorage:
-    dtypes = {Place.DEVICE: torch.float32, Place.HOST: cpu_cache_dtype}
+def storage_of(blocks: dict[KVTier, int], cpu_cache_dtype: torch.dtype = torch.float32) -> KVStorage:
+    dtypes = {KVTier.DEVICE: torch.float32, KVTier.HOST: cpu_cache_dtype}
     return KVStorage(
-        {place: KVPool(CONFIG, count, BLOCK_SIZE, dtypes[place], CPU) for place, count in blocks.items()}
+        {tier: KVPool(CONFIG, count, BLOCK_SIZE, dtypes[tier], CPU) for tier, count in blocks.items()}
     )
 
 
@@ -146,18 +146,18 @@ def test_another_machine_or_version_has_another_key(
 
 def test_another_dtype_limit_or_size_of_pools_has_another_key(decoder: Decoder, storage: KVStorage) -> None:
     half = Decoder(CONFIG, dtype=torch.float16, device=CPU)
-    few = storage_of({Place.DEVICE: 8, Place.HOST: 2})
+    few = storage_of({KVTier.DEVICE: 8, KVTier.HOST: 2})
     keys = [
         profile_key(decoder, storage, LIMITS),
         profile_key(half, storage, LIMITS),
         profile_key(decoder, storage, SchedulerLimits(128, 16)),
         profile_key(decoder, storage, SchedulerLimits(64, 8)),
         profile_key(decoder, few, LIMITS),
-        profile_key(decoder, storage_of({Place.HOST: 8}), LIMITS),
-        profile_key(decoder, storage_of({Place.DEVICE: 8, Place.HOST: 8}, torch.int8), LIMITS),
+        profile_key(decoder, storage_of({KVTier.HOST: 8}), LIMITS),
+        profile_key(decoder, storage_of({KVTier.DEVICE: 8, KVTier.HOST: 8}, torch.int8), LIMITS),
     ]
     assert len({profile_path(key) for key in keys}) == len(keys)
-    a_little_more = storage_of({Place.DEVICE: 9, Place.HOST: 10})
+    a_little_more = storage_of({KVTier.DEVICE: 9, KVTier.HOST: 10})
     assert profile_key(decoder, a_little_more, LIMITS) == keys[0]
 
 
@@ -257,7 +257,7 @@ def test_tables_of_a_model_are_found_before_it_is_loaded(
 ) -> None:
     assert find_tables(CONFIG, torch.float32, CPU, set()) is None
     load_or_profile(decoder, storage, LIMITS)
-    other = storage_of({Place.DEVICE: 64, Place.HOST: 8})  # more room makes it no other computer
+    other = storage_of({KVTier.DEVICE: 64, KVTier.HOST: 8})  # more room makes it no other computer
     newest = load_or_profile(decoder, other, LIMITS)
     old, *_ = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
     os.utime(old, (0, 0))

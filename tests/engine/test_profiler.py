@@ -13,20 +13,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expert_models import expert_model
+from fallback_levels import KERNELS, Levels
 from hypothesis import given
 from hypothesis import strategies as st
 from imitated_streams import ImitatedBackend
-from ladder_rungs import KERNELS, Rungs
 from pipeline_case import tiny_model
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler, stage_timer
 from neo_desktop.engine.profiling.grids import stage_grids
@@ -36,8 +36,8 @@ from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.shares import UNMEASURED
-from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.native.relay import RelayStalledError
@@ -45,7 +45,7 @@ from neo_desktop.native.relay import RelayStalledError
 CONFIG = shape("tiny")
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
-CURVES = ("linear", "head", "hand_off", "transfer", "first_chunk_attention")
+CURVES = ("linear", "head", "offload", "transfer", "first_chunk_attention")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def decoder() -> Decoder:
 
 def storage_of(**blocks: int) -> KVStorage:
     pools = {
-        place: KVPool(CONFIG, blocks[place.name], BLOCK_SIZE, torch.float32, CPU)
-        for place in PLACES
-        if place.name in blocks
+        tier: KVPool(CONFIG, blocks[tier.name], BLOCK_SIZE, torch.float32, CPU)
+        for tier in MEASURED_TIERS
+        if tier.name in blocks
     }
     return KVStorage(pools)
 
@@ -94,12 +94,12 @@ def test_tables_are_finite_and_never_fall_whatever_the_pools(
     assert not tables.overlaps
     assert tables.iteration_ms > 0
     assert 0 < tables.linear_ms(1) <= tables.linear_ms(64)
-    assert tables.attention_ms(Place.HOST, 1, 16) > 0
+    assert tables.attention_ms(KVTier.HOST, 1, 16) > 0
 
 
 def test_more_work_is_predicted_to_take_longer(decoder: Decoder) -> None:
     tables = profile(decoder, storage_of(device=4096, host=4096), LIMITS, seconds=0.5)
-    assert tables.attention_ms(Place.HOST, 16, 16 * 4000) > 2 * tables.attention_ms(Place.HOST, 1, 16)
+    assert tables.attention_ms(KVTier.HOST, 16, 16 * 4000) > 2 * tables.attention_ms(KVTier.HOST, 1, 16)
     assert tables.linear_ms(64) > tables.linear_ms(1)
 
 
@@ -131,7 +131,7 @@ class FakeTimer(StageTimer):
         self.clock = clock
         self.calls: list[Point] = []
 
-    def capacity_tokens(self, place: Place) -> int:
+    def capacity_tokens(self, tier: KVTier) -> int:
         return self.capacity
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ def test_grids_span_what_the_scheduler_may_ask_for() -> None:
     decode = grids[Stage.CPU_ATTENTION].points
     assert max(point.x for point in decode) == 256
     assert max(point.y for point in decode) == 4096
-    assert all(point.work <= timer.capacity_tokens(Place.HOST) for point in decode)
+    assert all(point.work <= timer.capacity_tokens(KVTier.HOST) for point in decode)
     first, later = grids[Stage.FIRST_CHUNK_ATTENTION].points, grids[Stage.LATER_CHUNK_ATTENTION].points
     assert all(2 <= point.x == point.y for point in first)
     assert max(point.x for point in first) == max(point.x for point in later) == 2048
@@ -293,16 +293,16 @@ def test_where_flags_fail_threads_hand_over(
     error: RuntimeError, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def takes_ms(point: Point) -> float:
-        if point.stage is Stage.HAND_OFF and ladder.rung("graphs") == "host-flags":
+        if point.stage is Stage.OFFLOAD and fallbacks.level("graphs") == "host-flags":
             raise error
-        return 5.0 if point.stage is Stage.HAND_OFF else 1.0
+        return 5.0 if point.stage is Stage.OFFLOAD else 1.0
 
     timer = FakeTimer(takes_ms, [0.0])
     monkeypatch.setattr(timer, "iteration_ms", lambda: 1.0, raising=False)
     monkeypatch.setattr(profiler, "StageTimer", lambda *_: timer)
     tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
-    assert ladder.rung("graphs") == "device-only"
-    assert (tables.hand_off_ms(4), tables.linear_ms(4)) == (5.0, 1.0)
+    assert fallbacks.level("graphs") == "device-only"
+    assert (tables.offload_ms(4), tables.linear_ms(4)) == (5.0, 1.0)
 
 
 class WallClock:
@@ -336,7 +336,7 @@ def device_pool() -> KVPool:
 
 @pytest.fixture
 def host_pool() -> KVPool:
-    return storage_of(host=64)[Place.HOST]
+    return storage_of(host=64)[KVTier.HOST]
 
 
 @pytest.fixture
@@ -346,13 +346,13 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def gpu_timer(
-    rungs: Rungs, device_pool: KVPool, host_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    levels: Levels, device_pool: KVPool, host_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StageTimer]:
     """On an imitated GPU, whose kernels are torch's operators."""
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
-    rungs(**dict.fromkeys(KERNELS, "torch"))
+    levels(**dict.fromkeys(KERNELS, "torch"))
     model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_tiles=False))
-    storage = KVStorage({Place.DEVICE: device_pool, Place.HOST: host_pool})
+    storage = KVStorage({KVTier.DEVICE: device_pool, KVTier.HOST: host_pool})
     with closing(StageTimer(model, storage, LIMITS, gpu=gpu)) as timer:
         yield timer
 
@@ -362,7 +362,7 @@ def gpu_timer(
     [
         (Stage.LINEAR, True, False),
         (Stage.GPU_ATTENTION, True, False),
-        (Stage.HAND_OFF, True, True),
+        (Stage.OFFLOAD, True, True),
         (Stage.TRANSFER, False, True),
         (Stage.SWAP, False, False),
         (Stage.FIRST_CHUNK_ATTENTION, False, False),
@@ -370,17 +370,17 @@ def gpu_timer(
     ],
 )
 def test_on_a_gpu_stages_run_as_iterations_run_them(
-    gpu_timer: StageTimer, gpu: Gpu, rungs: Rungs, stage: Stage, is_graph: bool, with_flags: bool
+    gpu_timer: StageTimer, gpu: Gpu, levels: Levels, stage: Stage, is_graph: bool, with_flags: bool
 ) -> None:
     point = Point(stage, 8, 24)
     for turn in range(2):
         assert gpu_timer.time_ms(point, turn) > 0
         assert gpu.way == (is_graph, with_flags)
         assert not gpu.has_graphs  # none is kept
-    rungs(graphs="device-only")
+    levels(graphs="device-only")
     assert gpu_timer.time_ms(point, 2) > 0
     assert gpu.way == (is_graph and not with_flags, False)
-    rungs(graphs="eager")
+    levels(graphs="eager")
     assert gpu_timer.time_ms(point, 3) > 0
     assert gpu.way == (False, False)
 
@@ -416,11 +416,11 @@ def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(
         assert is_stored.sum() == 24 * CONFIG.num_layers
 
 
-@pytest.mark.parametrize("rung", ["host-flags", "device-only"])
+@pytest.mark.parametrize("level", ["host-flags", "device-only"])
 def test_transfers_that_are_measured_bring_blocks_to_the_host_and_back(
-    gpu_timer: StageTimer, device_pool: KVPool, host_pool: KVPool, rungs: Rungs, rung: str
+    gpu_timer: StageTimer, device_pool: KVPool, host_pool: KVPool, levels: Levels, level: str
 ) -> None:
-    rungs(graphs=rung)
+    levels(graphs=level)
 
     def num_rows(pool: KVPool) -> list[int]:
         """Of each layer, how many are not zero."""
@@ -448,8 +448,8 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     device = torch.device("cuda")
     model = random_model(CONFIG, dtype=torch.float16, device=device)
     pools = {
-        place: KVPool(CONFIG, 8, BLOCK_SIZE, torch.float16, memory)
-        for place, memory in ((Place.DEVICE, device), (Place.HOST, CPU))
+        tier: KVPool(CONFIG, 8, BLOCK_SIZE, torch.float16, memory)
+        for tier, memory in ((KVTier.DEVICE, device), (KVTier.HOST, CPU))
     }
     taken = []
     for _ in range(3):
@@ -467,13 +467,15 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     [(False, "host-flags"), (True, "host-flags"), (True, "device-only"), (True, "eager")],
 )
 def test_a_model_with_weights_in_host_memory(
-    is_gpu: bool, graphs: str, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    is_gpu: bool, graphs: str, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its matrices are divided by what was measured, and the tables are those of that division."""
-    rungs(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
+    levels(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     names = {name: 64 for name, _ in CONFIG.each_matrix() if name != "head"}
-    model = tiny_model((None,) * CONFIG.num_layers, form=SplitForm(Dense(uses_tiles=False), DENSE, names))
+    model = tiny_model(
+        (None,) * CONFIG.num_layers, form=OffloadedFormat(Dense(uses_tiles=False), DENSE, names)
+    )
     limits = SchedulerLimits(max_batch_tokens=16, max_batch_requests=4)
     storage = storage_of(device=16, host=16)
     backend = ImitatedBackend()
@@ -491,15 +493,15 @@ def test_a_model_with_weights_in_host_memory(
         assert tables.host_linear_ms(1) == 0  # where it is no GPU, nothing overlaps
 
 
-def test_a_model_with_experts_in_host_memory(rungs: Rungs) -> None:
+def test_a_model_with_experts_in_host_memory(levels: Levels) -> None:
     """How many of them are streamed is measured, too, by itself."""
-    rungs(**dict.fromkeys(KERNELS, "torch"))
+    levels(**dict.fromkeys(KERNELS, "torch"))
     model = expert_model(3)
     model.streamed_shares = model.streamed_experts = UNMEASURED
     limits = SchedulerLimits(max_batch_tokens=64, max_batch_requests=4)
     config = model.config
     pools = {
-        place: KVPool(config, 16, BLOCK_SIZE, torch.float32, CPU) for place in (Place.DEVICE, Place.HOST)
+        tier: KVPool(config, 16, BLOCK_SIZE, torch.float32, CPU) for tier in (KVTier.DEVICE, KVTier.HOST)
     }
     tables = profile(model, KVStorage(pools), limits, seconds=0.2)
     assert tables.streamed_experts == model.streamed_experts != UNMEASURED

@@ -31,16 +31,16 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
-from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.waiting import Patience
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.watchdog import Timeout
 from neo_desktop.models.decoder import Decoder
 
 CPU = torch.device("cpu")
-PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
 # All but those of weights in host memory, and of KV that is swapped.
 _OTHERS = (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT)
@@ -53,29 +53,29 @@ def make_executor(
     timeline: Timeline | None = None,
     block_size: int = BLOCK_SIZE,
     device_kind: type[KVLayer] | None = TorchLayer,
-) -> PlanExecutor:
-    num_blocks = dict.fromkeys(PLACES, NUM_BLOCKS)
+) -> ModelRunner:
+    num_blocks = dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS)
     storage = make_storage(model, num_blocks, block_size, device_kind=device_kind)
     lanes = None if hook is None else HookedLanes(hook, timeline)
     return thread_executor(model, storage, lanes=lanes, timeline=timeline)
 
 
 def sequence(
-    name: str, tokens: Sequence[int], start: int, place: Place, first_block: int
+    name: str, tokens: Sequence[int], start: int, tier: KVTier, first_block: int
 ) -> ScheduledSequence:
     num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
     blocks = IntArray(range(first_block, first_block + num_blocks)).view()
-    return ScheduledSequence(name, tuple(tokens), start, place, blocks, sampling_input(start + len(tokens)))
+    return ScheduledSequence(name, tuple(tokens), start, tier, blocks, sampling_input(start + len(tokens)))
 
 
 # Two iterations; the second uses every lane in every layer, for both sub-batches.
 TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(30)] for name in "abcdef"}
 HOMES = {
-    "a": (Place.DEVICE, 0),
-    "b": (Place.HOST, 0),
-    "c": (Place.HOST, 4),
-    "d": (Place.HOST, 8),
-    "e": (Place.HOST, 12),
+    "a": (KVTier.DEVICE, 0),
+    "b": (KVTier.HOST, 0),
+    "c": (KVTier.HOST, 4),
+    "d": (KVTier.HOST, 8),
+    "e": (KVTier.HOST, 12),
 }
 
 
@@ -90,21 +90,21 @@ def mixed() -> IterationPlan:
     """Decode some, prefill others further, move `a` to the host, give its blocks to a new prompt."""
     parts = (
         (
-            sequence("f", TOKENS["f"][:9], 0, Place.DEVICE, 0),
+            sequence("f", TOKENS["f"][:9], 0, KVTier.DEVICE, 0),
             sequence("b", TOKENS["b"][20:30], 20, *HOMES["b"]),
             sequence("c", TOKENS["c"][20:21], 20, *HOMES["c"]),
         ),
         (
             sequence("d", TOKENS["d"][20:25], 20, *HOMES["d"]),
             sequence("e", TOKENS["e"][20:21], 20, *HOMES["e"]),
-            sequence("a", TOKENS["a"][20:21], 20, Place.HOST, 20),
+            sequence("a", TOKENS["a"][20:21], 20, KVTier.HOST, 20),
         ),
     )
-    copies = tuple(BlockCopy(Place.DEVICE, block, Place.HOST, 20 + block) for block in range(3))
+    copies = tuple(BlockCopy(KVTier.DEVICE, block, KVTier.HOST, 20 + block) for block in range(3))
     return IterationPlan(tuple(SubBatch(part) for part in parts), copies)
 
 
-def run_and_check(model: Decoder, executor: PlanExecutor, plan: IterationPlan) -> None:
+def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) -> None:
     contexts = {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
     check_result(model, plan, contexts, executor.execute(plan))
 
@@ -141,7 +141,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
         assert result.timing is not None
-        has_cpu_decodes = any(s.place == Place.HOST and s.is_decode for s in plan.sequences)
+        has_cpu_decodes = any(s.tier == KVTier.HOST and s.is_decode for s in plan.sequences)
         assert (result.timing.host_attention_ms > 0) == has_cpu_decodes
         assert result.timing.host_attention_ms < result.timing.total_ms
     executor.close()
@@ -166,15 +166,15 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", MEASURED_TIERS, ids=str)
 @pytest.mark.parametrize("num_sub_batches", [1, 2])
-def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub_batches: int) -> None:
-    """`gpu-only` and `fastdecode`: prompts and decodes in either sub-batch, all KV in one place."""
+def test_the_same_tokens_wherever_all_live(model: Decoder, tier: KVTier, num_sub_batches: int) -> None:
+    """`gpu-only` and `fastdecode`: prompts and decodes in either sub-batch, all KV in one tier."""
     executor = make_executor(model)
     tokens = {name: [(ord(name) * 11 + 5 * i) % 257 for i in range(12)] for name in "abcd"}
     for begin, end in ((0, 10), (10, 11), (11, 12)):
         all_of_them = [
-            sequence(name, context[begin:end], begin, place, 3 * index)
+            sequence(name, context[begin:end], begin, tier, 3 * index)
             for index, (name, context) in enumerate(tokens.items())
         ]
         parts = [tuple(all_of_them[i::num_sub_batches]) for i in range(num_sub_batches)]
@@ -184,10 +184,10 @@ def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub
 
 
 @pytest.mark.parametrize("slow", LANES)
-@pytest.mark.parametrize("target", PLACES, ids=str)
-def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target: Place, slow: str) -> None:
+@pytest.mark.parametrize("target", MEASURED_TIERS, ids=str)
+def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target: KVTier, slow: str) -> None:
     """Nothing but the copies' own signals can make the attention wait for a swap lane that lags behind."""
-    (source,) = set(PLACES) - {target}
+    (source,) = set(MEASURED_TIERS) - {target}
     names, is_slow = "abcd", False
 
     def hesitate(lane: str, stage: Stage) -> None:
@@ -221,7 +221,7 @@ class Meeting:
             self._changed.notify_all()
             awaited = self._waits(lane, stage)
             if awaited is not None:
-                assert self._changed.wait_for(lambda: awaited in self._begun, PATIENCE_S), (
+                assert self._changed.wait_for(lambda: awaited in self._begun, TIMEOUT_S), (
                     f"{stage} on {lane} is over before {awaited} begins"
                 )
                 self.num_meetings += 1
@@ -263,7 +263,7 @@ def test_cpu_attention_runs_beside_the_device_attention_of_its_only_sub_batch(mo
 
     meeting = Meeting(waits)
     executor = make_executor(model, meeting)
-    one = SubBatch((sequence("a", [1], 0, Place.DEVICE, 0), sequence("b", [2], 0, Place.HOST, 0)))
+    one = SubBatch((sequence("a", [1], 0, KVTier.DEVICE, 0), sequence("b", [2], 0, KVTier.HOST, 0)))
     executor.execute(IterationPlan((one,)))
     assert meeting.num_meetings == 2 * NUM_LAYERS
     executor.close()
@@ -295,7 +295,7 @@ def test_without_kv_on_the_host_no_other_thread_is_used(model: Decoder) -> None:
     timeline = Timeline()
     executor = make_executor(model, timeline=timeline)
     tokens = list(range(9))
-    plan = IterationPlan((SubBatch((sequence("a", tokens, 0, Place.DEVICE, 0),)),))
+    plan = IterationPlan((SubBatch((sequence("a", tokens, 0, KVTier.DEVICE, 0),)),))
     check_result(model, plan, {"a": tokens}, executor.execute(plan))
     assert threading.active_count() == before
     assert {span.lane for span in timeline.spans} == {"device"}
@@ -340,7 +340,9 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
             time.sleep(0.001)  # likely to be at work when another lane fails
 
     lanes = HookedLanes(hook)
-    executor = thread_executor(model, make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS)), lanes=lanes)
+    executor = thread_executor(
+        model, make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS)), lanes=lanes
+    )
     expected = DeviceMemoryError if error_type is torch.OutOfMemoryError else error_type
     for lane, stage in stages:
         executor.execute(prompts())
@@ -362,7 +364,7 @@ def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: De
     def hook(at: str, stage: Stage) -> None:
         if at == lane and stage.layer == 1:
             reached.set()
-            assert gate.wait(PATIENCE_S)
+            assert gate.wait(TIMEOUT_S)
 
     executor = make_executor(model, hook)
     raised: list[BaseException] = []
@@ -376,12 +378,12 @@ def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: De
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert reached.wait(PATIENCE_S)
+    assert reached.wait(TIMEOUT_S)
     threading.Timer(0.05, gate.set).start()
     executor.close()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert [str(error) for error in raised] == ["the executor was closed in the middle of an iteration"]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while threading.active_count() > before and time.monotonic() < deadline:  # the timer's own thread
         time.sleep(0.001)
     assert threading.active_count() == before
@@ -402,9 +404,9 @@ def test_a_thread_that_hangs_ends_the_iteration_in_words_and_loses_the_executor(
             stuck.append(stage)
             gate.wait()
 
-    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS))
-    patience = Patience(least_s=0.5, factor=0.0)
-    executor = thread_executor(model, storage, lanes=HookedLanes(hook), patience=patience)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS))
+    timeout = Timeout(least_s=0.5, factor=0.0)
+    executor = thread_executor(model, storage, lanes=HookedLanes(hook), timeout=timeout)
 
     def run() -> None:
         for plan in (prompts(), mixed()):

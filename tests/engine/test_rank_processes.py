@@ -17,8 +17,8 @@ from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine as OwnEngine
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.outputs import Outputs
-from neo_desktop.engine.execute.ranks import leader
-from neo_desktop.engine.execute.ranks.leader import LeadingExecutor
+from neo_desktop.engine.execute.ranks import driver
+from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.ranks.process import RankLostError
 from neo_desktop.engine.generate import EngineError
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
@@ -28,7 +28,7 @@ PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(size)] for i, size in enumerate
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
 DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
-MIXTURE = DIVISIBLE | {"intermediate_size": 256}
+MOE = DIVISIBLE | {"intermediate_size": 256}
 POLICIES = ("auto", "neo", "apex", "pie", "fastdecode", "gpu-only")
 
 
@@ -36,7 +36,7 @@ POLICIES = ("auto", "neo", "apex", "pie", "fastdecode", "gpu-only")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     save_checkpoint(path / "llama", "llama", **DIVISIBLE)
-    save_checkpoint(path / "mixtral", "mixtral", **MIXTURE)
+    save_checkpoint(path / "mixtral", "mixtral", **MOE)
     save_checkpoint(path / "one kv head", "qwen3", **DIVISIBLE | {"num_key_value_heads": 1})
     return path
 
@@ -68,7 +68,7 @@ def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
 
 def others_of(engine: Engine) -> list[psutil.Process]:
     executor = engine._iterations.executor
-    assert isinstance(executor, LeadingExecutor)
+    assert isinstance(executor, DriverExecutor)
     return [psutil.Process(each.pid) for each in executor._leader.processes]
 
 
@@ -88,7 +88,7 @@ def go_on(engine: Engine) -> None:
     ],
 )
 def test_tokens_are_those_of_one_process(folder: Path, model: str, ranks: int, policy: str) -> None:
-    """Of greedy requests and sampled ones, in all places; sums of hidden states, too."""
+    """Of greedy requests and sampled ones, in all tiers; sums of hidden states, too."""
     with engine(folder / model, 1, policy) as alone:
         expected, states = tokens_of(alone), alone.embed(PROMPTS)
     threads = torch.get_num_threads(), native.default_num_threads()
@@ -137,8 +137,8 @@ def test_of_several_ranks_the_one_that_was_killed_is_named(folder: Path) -> None
 
 
 def test_a_rank_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, patience_s in (("PATIENCE_S", 20.0), ("ANSWER_S", 1.0), ("EXIT_S", 1.0)):
-        monkeypatch.setattr(leader, name, patience_s)
+    for name, timeout_s in (("TIMEOUT_S", 20.0), ("ANSWER_S", 1.0), ("EXIT_S", 1.0)):
+        monkeypatch.setattr(driver, name, timeout_s)
     with engine(folder / "llama", 2) as divided:
         (other,) = others_of(divided)
         other.send_signal(signal.SIGSTOP)
@@ -196,7 +196,7 @@ def test_an_error_after_the_layers_ends_its_requests_alone(
 
 def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for sums that do not come."""
-    monkeypatch.setattr(leader, "ANSWER_S", 1.0)
+    monkeypatch.setattr(driver, "ANSWER_S", 1.0)
     with engine(folder / "llama", 2) as divided:
 
         def fail(plan: IterationPlan) -> Wait:

@@ -6,44 +6,44 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from async_case import AsyncIterations
 from executors import thread_executor
 from expert_models import expert_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
-from staggered_case import StaggeredIterations
 from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks import plans
 from neo_desktop.engine.execute.ranks.plans import PlanReader, PlanWriter
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Stages
 
 NUM_BLOCKS = 24
-ALL = (Place.DEVICE, Place.SWAPPED, Place.HOST)
+ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
 
 
 class ThreadRanks:
     """Executors of all ranks; what rank 0 plans reaches the others as bytes."""
 
-    def __init__(self, model: Decoder, count: int, places: tuple[Place, ...]) -> None:
+    def __init__(self, model: Decoder, count: int, tiers: tuple[KVTier, ...]) -> None:
         sums = ThreadSums(count)
         self._threads = ThreadPoolExecutor(count)
-        self._executors: list[PlanExecutor] = []
+        self._executors: list[ModelRunner] = []
         for number, part in enumerate(parts_of(model, count)):
             stages = Stages(part, reduce=sums.of(number), has_head=number == 0)
-            storage = make_storage(part, dict.fromkeys(places, NUM_BLOCKS))
+            storage = make_storage(part, dict.fromkeys(tiers, NUM_BLOCKS))
             self._executors.append(thread_executor(part, storage, stages=stages))
         self._writer, self._readers = PlanWriter(), [PlanReader() for _ in range(count - 1)]
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         told = pickle.dumps(self._writer.told(plan))
         theirs = [reader.plan(pickle.loads(told)) for reader in self._readers]
-        first, *others = self._threads.map(PlanExecutor.execute, self._executors, [plan, *theirs])
+        first, *others = self._threads.map(ModelRunner.execute, self._executors, [plan, *theirs])
         assert not any(each.sampled or each.failed or each.pooled for each in others)
         return first
 
@@ -63,30 +63,30 @@ def check_iterations(model: Decoder, iterations: RandomIterations, ranks: Thread
 
 @pytest.mark.parametrize("seed", range(3))
 def test_divided_models_give_the_tokens_of_the_whole(seed: int) -> None:
-    """Prompts in chunks, decodes, moves between all places, in one or two sub-batches."""
+    """Prompts in chunks, decodes, moves between all tiers, in one or two sub-batches."""
     model = tiny_model()
     check_iterations(model, RandomIterations(seed, NUM_BLOCKS, ALL), ThreadRanks(model, 2, ALL), 12)
 
 
 def test_experts_are_divided() -> None:
-    model, places = expert_model(intermediate_size=128), (Place.DEVICE, Place.HOST)
-    check_iterations(model, RandomIterations(1, NUM_BLOCKS), ThreadRanks(model, 2, places), 12)
+    model, tiers = expert_model(intermediate_size=128), (KVTier.DEVICE, KVTier.HOST)
+    check_iterations(model, RandomIterations(1, NUM_BLOCKS), ThreadRanks(model, 2, tiers), 12)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_staggered_decodes_are_divided(seed: int) -> None:
-    model, places = tiny_model(), (Place.DEVICE, Place.HOST)
-    check_iterations(model, StaggeredIterations(seed), ThreadRanks(model, 2, places), 30)
+    model, tiers = tiny_model(), (KVTier.DEVICE, KVTier.HOST)
+    check_iterations(model, AsyncIterations(seed), ThreadRanks(model, 2, tiers), 30)
 
 
-def sequence(name: str, place: Place, blocks: list[int], start: int) -> ScheduledSequence:
+def sequence(name: str, tier: KVTier, blocks: list[int], start: int) -> ScheduledSequence:
     table = IntArray(blocks).view()
-    return ScheduledSequence(name, (start % 7,), start, place, table, sampling_input(start))
+    return ScheduledSequence(name, (start % 7,), start, tier, table, sampling_input(start))
 
 
 Told = st.tuples(
     st.sampled_from("abcde"),
-    st.sampled_from((Place.DEVICE, Place.HOST)),
+    st.sampled_from((KVTier.DEVICE, KVTier.HOST)),
     st.lists(st.integers(0, 3), max_size=4),
     st.integers(0, 99),
 )
@@ -95,7 +95,7 @@ Told = st.tuples(
 @settings(deadline=None)
 @given(st.lists(st.lists(Told, max_size=5, unique_by=lambda each: each[0]), max_size=12), st.integers(1, 6))
 def test_plans_arrive_as_they_were(
-    iterations: list[list[tuple[str, Place, list[int], int]]], most: int
+    iterations: list[list[tuple[str, KVTier, list[int], int]]], most: int
 ) -> None:
     """Whatever becomes of requests: tables that grow, end, begin anew elsewhere, or have been forgotten."""
     with pytest.MonkeyPatch.context() as patch:
@@ -121,4 +121,4 @@ def test_of_a_long_context_only_the_new_block_is_told() -> None:
 
 def grown(name: str, blocks: int) -> Iterator[ScheduledSequence]:
     for count in (blocks, blocks + 1):
-        yield sequence(name, Place.HOST, list(range(count)), 16 * count - 1)
+        yield sequence(name, KVTier.HOST, list(range(count)), 16 * count - 1)

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_rungs import Rungs
+from fallback_levels import Levels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.profiling import rates
 from neo_desktop.engine.profiling.rates import measured_rates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class FakeHandOff:
+class FakeOffload:
     """Takes 7 microseconds with flags, if there are any, and 300 with threads."""
 
     has_flags = True
@@ -33,34 +33,34 @@ class FakeHandOff:
 
 
 @pytest.fixture
-def _hand_offs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "HandOff", FakeHandOff)
+def _offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "OffloadedDecodes", FakeOffload)
     monkeypatch.setattr(rates, "open_backend", lambda streams: None)
 
 
 def test_rates_of_a_cpu_that_imitates_a_gpu() -> None:
     found = measured_rates(CPU, torch.float32)
     assert min(found.cpu_bytes_per_s, found.cpu_flops, found.bus_bytes_per_s, found.host_bytes_per_s) > 1e6
-    assert 0 < found.hand_off_ms < 1e3
+    assert 0 < found.offload_ms < 1e3
 
 
-@pytest.mark.usefixtures("_hand_offs")
+@pytest.mark.usefixtures("_offloads")
 def test_hand_offs_are_told_by_flags_where_there_are_any(
-    rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rungs()
-    assert rates._hand_off_ms(CPU) == pytest.approx(0.3)
-    assert rates._hand_off_ms(CUDA) == pytest.approx(0.007)
-    monkeypatch.setattr(FakeHandOff, "has_flags", False)
-    assert rates._hand_off_ms(CUDA) == pytest.approx(0.3)
-    assert ladder.limits() == {"graphs": "device-only"}
+    levels()
+    assert rates._offload_ms(CPU) == pytest.approx(0.3)
+    assert rates._offload_ms(CUDA) == pytest.approx(0.007)
+    monkeypatch.setattr(FakeOffload, "has_flags", False)
+    assert rates._offload_ms(CUDA) == pytest.approx(0.3)
+    assert fallbacks.limits() == {"graphs": "device-only"}
 
 
-@pytest.mark.usefixtures("_hand_offs")
-def test_on_a_rung_without_flags_none_are_tried(rungs: Rungs) -> None:
-    rungs(graphs="eager")
-    assert rates._hand_off_ms(CUDA) == pytest.approx(0.3)
-    assert ladder.rung("graphs") == "eager"
+@pytest.mark.usefixtures("_offloads")
+def test_on_a_rung_without_flags_none_are_tried(levels: Levels) -> None:
+    levels(graphs="eager")
+    assert rates._offload_ms(CUDA) == pytest.approx(0.3)
+    assert fallbacks.level("graphs") == "eager"
 
 
 def test_what_is_read_is_more_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:

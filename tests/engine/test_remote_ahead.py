@@ -20,14 +20,14 @@ from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.trust import engine_tls, worker_tls
 from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
-ONE, TWO = Place.worker(1), Place.worker(2)
-PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+ONE, TWO = KVTier.worker(1), KVTier.worker(2)
+TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ class Gate:
 
         def decode(self: HostLayer, q: Tensor, *others: Tensor) -> None:
             gate.begun.release()
-            assert gate.opened.wait(PATIENCE_S)
+            assert gate.opened.wait(TIMEOUT_S)
             others[5].copy_(q)
 
         monkeypatch.setattr(HostLayer, "decode", decode)
@@ -61,7 +61,7 @@ def test_a_worker_takes_the_next_rows_in_while_it_attends(
         tls = worker_tls(certificate, None), engine_tls(certificate)
     gate, config = Gate(monkeypatch), model.config
     _, address = stack.enter_context(running_worker(tls=tls[0]))
-    link = WorkerLink("worker-1", lambda: address, Trust(SECRET, tls[1], PATIENCE_S))
+    link = WorkerLink("worker-1", lambda: address, Trust(SECRET, tls[1], TIMEOUT_S))
     link.open(shape_of(model, BLOCK_SIZE), None, NUM_BLOCKS)
     stack.callback(link.close)
     count = (1 << 24) // (config.num_heads * config.head_dim * 4)
@@ -70,7 +70,7 @@ def test_a_worker_takes_the_next_rows_in_while_it_attends(
     asked = [torch.randn(count, config.num_heads, config.head_dim) for _ in range(4)]
     for q in asked[:2]:
         link.ask(0, q, k, k, tables, lens)
-    assert gate.begun.acquire(timeout=PATIENCE_S)
+    assert gate.begun.acquire(timeout=TIMEOUT_S)
     gate.opened.set()
     out = torch.empty_like(asked[0])
     for number, q in enumerate(asked):
@@ -86,11 +86,11 @@ def test_lanes_send_ahead_and_take_what_was_asked_for_also_if_the_iteration_is_g
 
     def step(name: str, *, held: bool = False) -> HostStep:
         def ask() -> None:
-            assert not held or gate.wait(PATIENCE_S)
+            assert not held or gate.wait(TIMEOUT_S)
             said.append(f"ask {name}")
 
         def take() -> None:
-            assert answers.acquire(timeout=PATIENCE_S)
+            assert answers.acquire(timeout=TIMEOUT_S)
             said.append(f"take {name}")
 
         return HostStep(take, torch.zeros(2, 1, dtype=torch.int32), ask)
@@ -121,10 +121,10 @@ def tokens_of(name: str) -> list[int]:
     return [(7 * ord(name) + 3 * i) % 257 for i in range(20)]
 
 
-def plan_of(sub_batches: list[dict[str, Place]], start: int, end: int) -> IterationPlan:
+def plan_of(sub_batches: list[dict[str, KVTier]], start: int, end: int) -> IterationPlan:
     """Requests with a block of their own each."""
 
-    def sequence(name: str, home: Place) -> ScheduledSequence:
+    def sequence(name: str, home: KVTier) -> ScheduledSequence:
         first = 3 * (ord(name) - ord("a"))
         blocks = IntArray(range(first, first + 3)).view()
         return ScheduledSequence(
@@ -142,9 +142,9 @@ def test_answers_stay_with_their_rows_when_another_worker_is_lost(
     """Wherever in an iteration that happens: the one that is left is asked again, and gives the tokens."""
     workers = [stack.enter_context(running_worker()) for _ in range(2)]
     addresses: list[Address] = [address for _, address in workers]
-    pools = make_storage(model, {Place.DEVICE: NUM_BLOCKS})
+    pools = make_storage(model, {KVTier.DEVICE: NUM_BLOCKS})
     storage = KVStorage(
-        with_workers(model, {Place.DEVICE: pools[Place.DEVICE]}, addresses, NUM_BLOCKS, BLOCK_SIZE)
+        with_workers(model, {KVTier.DEVICE: pools[KVTier.DEVICE]}, addresses, NUM_BLOCKS, BLOCK_SIZE)
     )
     timeline = Timeline()
     executor = thread_executor(model, storage, timeline=timeline)

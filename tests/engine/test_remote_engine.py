@@ -7,12 +7,12 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, transformers_greedy
 from cost_models import machine
+from fallback_levels import kernels_on
 from idle import assert_is_idle
-from ladder_rungs import kernels_on
 from workers import running_worker
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote import session
 from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.engine.remote.greeting import RefusedError
@@ -61,28 +61,28 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
             cpu_cache_tokens=cpu_cache_tokens,
             workers=",".join(map(str, addresses)),
             worker_secret=secret,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         )
     )
-    seen: set[Place] = set()
+    seen: set[KVTier] = set()
     start = engine._iterations.executor.start
 
     def watched(plan):  # type: ignore[no-untyped-def]
-        seen.update(sequence.place for sequence in plan.sequences)
+        seen.update(sequence.tier for sequence in plan.sequences)
         return start(plan)
 
     engine._iterations.executor.start = watched  # type: ignore[method-assign]
     outputs = engine.generate(batch, GREEDY)
     assert [list(output.token_ids) for output in outputs] == expected
     assert_is_idle(engine)
-    assert {place for place in seen if place.is_remote} == {Place.worker(n + 1) for n in range(num_workers)}
+    assert {tier for tier in seen if tier.is_remote} == {KVTier.worker(n + 1) for n in range(num_workers)}
 
 
 @pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
 def test_workers_that_divide_the_heads_give_the_same_tokens(
     stack: ExitStack, checkpoints: dict[str, Path], secret: Path, family: str, policy: str
 ) -> None:
-    """One place, whose blocks both have; a model with sinks, which are divided, too."""
+    """One tier, whose blocks both have; a model with sinks, which are divided, too."""
     batch = prompts()
     addresses = [stack.enter_context(running_worker(memory))[1] for memory in (1 << 24, 1 << 22)]
     engine = stack.enter_context(
@@ -95,14 +95,14 @@ def test_workers_that_divide_the_heads_give_the_same_tokens(
             workers=",".join(map(str, addresses)),
             worker_partition="heads",
             worker_secret=secret,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         )
     )
     outputs = engine.generate(batch, GREEDY)
     expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
     assert [list(output.token_ids) for output in outputs] == expected
     assert engine.stats().num_cpu_decodes > 0
-    assert [place for place in engine.stats().pools if place.is_remote] == [Place.worker(1)]
+    assert [tier for tier in engine.stats().pools if tier.is_remote] == [KVTier.worker(1)]
     assert_is_idle(engine)
 
 
@@ -130,7 +130,7 @@ def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
             cpu_cache_tokens=0,
             workers=str(address),
             worker_secret=secret,
-            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
         )
     )
     outputs = engine.generate(batch, GREEDY)

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from async_case import AsyncIterations
 from executors import thread_executor
 from pipeline_case import (
     BLOCK_SIZE,
@@ -14,28 +15,27 @@ from pipeline_case import (
     tiny_config,
     tiny_model,
 )
-from staggered_case import StaggeredIterations
 from workers import connected, connected_by_heads, running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.remote.link import WorkerLostError
 from neo_desktop.engine.remote.worker import AttentionWorker
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import random_model
 
 NUM_BLOCKS = 24
-ONE, TWO = Place.worker(1), Place.worker(2)
+ONE, TWO = KVTier.worker(1), KVTier.worker(2)
 
 
 class Case:
     """A storage with workers, and what ends with the test."""
 
-    def __init__(self, stack: ExitStack, model: Decoder, local: tuple[Place, ...], num_workers: int) -> None:
+    def __init__(self, stack: ExitStack, model: Decoder, local: tuple[KVTier, ...], num_workers: int) -> None:
         self.workers: list[AttentionWorker] = []
         addresses = []
         for _ in range(num_workers):
@@ -43,10 +43,10 @@ class Case:
             self.workers.append(worker)
             addresses.append(address)
         pools = make_storage(model, dict.fromkeys(local, NUM_BLOCKS))
-        here = {place: pools[place] for place in pools.places}
+        here = {tier: pools[tier] for tier in pools.tiers}
         self.storage = KVStorage(with_workers(model, here, addresses, NUM_BLOCKS, BLOCK_SIZE))
         self.timeline = Timeline()
-        self.executor: PlanExecutor = thread_executor(model, self.storage, timeline=self.timeline)
+        self.executor: ModelRunner = thread_executor(model, self.storage, timeline=self.timeline)
         stack.callback(self.executor.close)
 
 
@@ -62,7 +62,9 @@ def model_with_sinks() -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("local", "num_workers"), [((Place.DEVICE,), 1), ((), 2), (PLACES, 2)], ids=["one", "only", "all"]
+    ("local", "num_workers"),
+    [((KVTier.DEVICE,), 1), ((), 2), (MEASURED_TIERS, 2)],
+    ids=["one", "only", "all"],
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
@@ -70,13 +72,13 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     model: Decoder,
     model_with_sinks: Decoder,
     seed: int,
-    local: tuple[Place, ...],
+    local: tuple[KVTier, ...],
     num_workers: int,
 ) -> None:
     """Prompts in chunks, decodes, moves to workers and back, in one or two sub-batches."""
     model = model_with_sinks if seed % 3 == 0 else model
     case = Case(stack, model, local, num_workers)
-    iterations = RandomIterations(seed, NUM_BLOCKS, places=case.storage.places)
+    iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers)
     for plan, contexts in iterations.plans(12):
         result = case.executor.execute(plan)
         check_result(model, plan, contexts, result)
@@ -91,47 +93,47 @@ def test_random_plans_with_heads_divided_among_workers(
     model = model_with_sinks if seed % 2 else model
     addresses = [stack.enter_context(running_worker())[1] for _ in range(3)]
     pools = {
-        Place.DEVICE: make_storage(model, {Place.DEVICE: NUM_BLOCKS})[Place.DEVICE],
+        KVTier.DEVICE: make_storage(model, {KVTier.DEVICE: NUM_BLOCKS})[KVTier.DEVICE],
         ONE: connected_by_heads(model, ONE, addresses[:2], NUM_BLOCKS, BLOCK_SIZE),
         TWO: connected(model, TWO, addresses[2], NUM_BLOCKS, BLOCK_SIZE),
     }
     storage = KVStorage(pools)
     executor = thread_executor(model, storage)
     stack.callback(executor.close)
-    num_layers, places = model.config.num_layers, storage.places
-    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, 0.5, places)
+    num_layers, tiers = model.config.num_layers, storage.tiers
+    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, 0.5, tiers)
     for plan, contexts in iterations.plans(16):
         result = executor.execute(plan)
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
 
 
-@pytest.mark.parametrize("local", [(Place.DEVICE,), PLACES], ids=["workers", "and the CPU"])
+@pytest.mark.parametrize("local", [(KVTier.DEVICE,), MEASURED_TIERS], ids=["workers", "and the CPU"])
 @pytest.mark.parametrize("seed", range(6))
 def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(
-    stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[Place, ...]
+    stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[KVTier, ...]
 ) -> None:
-    """Those of several places share turns, and are next to others of the same workers."""
+    """Those of several tiers share turns, and are next to others of the same workers."""
     model = model_with_sinks if seed % 3 == 0 else model
     case = Case(stack, model, local, 2)
-    places = case.storage.places
-    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers, places=places)
+    tiers = case.storage.tiers
+    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers, tiers=tiers)
     where = set()
     for plan, contexts in iterations.plans(24):
         result = case.executor.execute(plan)
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
-        where |= {sequence.place for sequence in plan.staggered_sequences}
+        where |= {sequence.tier for sequence in plan.async_sequences}
     assert iterations.num_ended > 0
     assert where >= {ONE, TWO}
 
 
-def sequence(name: str, place: Place, tokens: list[int], start: int) -> ScheduledSequence:
+def sequence(name: str, tier: KVTier, tokens: list[int], start: int) -> ScheduledSequence:
     blocks = IntArray(range(-(-(start + len(tokens)) // BLOCK_SIZE))).view()
-    return ScheduledSequence(name, tuple(tokens), start, place, blocks, sampling_input(start + len(tokens)))
+    return ScheduledSequence(name, tuple(tokens), start, tier, blocks, sampling_input(start + len(tokens)))
 
 
-def plan_of(homes: dict[str, Place], start: int, end: int) -> IterationPlan:
+def plan_of(homes: dict[str, KVTier], start: int, end: int) -> IterationPlan:
     sequences = (sequence(name, home, tokens_of(name)[start:end], start) for name, home in homes.items())
     return IterationPlan((SubBatch(tuple(sequences)),))
 
@@ -141,8 +143,8 @@ def tokens_of(name: str) -> list[int]:
 
 
 def test_each_worker_has_lanes_of_its_own_beside_the_cpu(stack: ExitStack, model: Decoder) -> None:
-    case = Case(stack, model, (Place.HOST,), 2)
-    homes = {"a": Place.HOST, "b": ONE, "c": TWO}
+    case = Case(stack, model, (KVTier.HOST,), 2)
+    homes = {"a": KVTier.HOST, "b": ONE, "c": TWO}
     for begin, end in ((0, 9), (9, 10)):
         plan = plan_of(homes, begin, end)
         check_result(
@@ -157,8 +159,8 @@ def test_each_worker_has_lanes_of_its_own_beside_the_cpu(stack: ExitStack, model
 def test_a_worker_that_ends_fails_the_iteration_by_name_and_the_others_go_on(
     stack: ExitStack, model: Decoder
 ) -> None:
-    case = Case(stack, model, (Place.DEVICE,), 2)
-    homes = {"a": Place.DEVICE, "b": ONE, "c": TWO}
+    case = Case(stack, model, (KVTier.DEVICE,), 2)
+    homes = {"a": KVTier.DEVICE, "b": ONE, "c": TWO}
     case.executor.execute(plan_of(homes, 0, 9))
     case.workers[0].close()
     with pytest.raises(WorkerLostError, match="worker-1 is lost") as caught:

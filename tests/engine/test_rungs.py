@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ladder_rungs import Rungs
+from fallback_levels import Levels
 
 from neo_desktop import native
 from neo_desktop.engine import huge_pages, parts
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks, variable
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.host_layer import empty_aligned
-from neo_desktop.engine.ladder import MECHANISMS, ladder, variable
 from neo_desktop.engine.profiling import hardware
 
 ANSWER = """
 import json
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.fallbacks import fallbacks
 prompts = [[(7 * i + 3 * n) % 200 for i in range(n)] for n in (5, 40, 130)]
 sizes = dict.fromkeys(("gpu_cache_tokens", "cpu_cache_tokens"), 1024)
 with Engine.from_pretrained(
@@ -30,15 +30,15 @@ with Engine.from_pretrained(
 ) as engine:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     tokens = [list(result.token_ids) for result in engine.generate(prompts, params)]
-print(json.dumps([tokens, dict(ladder.limits())]))
+print(json.dumps([tokens, dict(fallbacks.limits())]))
 """
 
 
-def answer(policy: str, rungs: Mapping[str, str]) -> tuple[list[list[int]], dict[str, str]]:
-    """The tokens of an engine in a process of its own, and the rungs below the highest that it ended on."""
+def answer(policy: str, levels: Mapping[str, str]) -> tuple[list[list[int]], dict[str, str]]:
+    """The tokens of an engine in a process of its own, and the levels below the highest that it ended on."""
     result = subprocess.run(
         [sys.executable, "-c", ANSWER.replace("{policy}", policy)],
-        env=os.environ | {variable(mechanism): rung for mechanism, rung in rungs.items()},
+        env=os.environ | {variable(mechanism): level for mechanism, level in levels.items()},
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +49,7 @@ def answer(policy: str, rungs: Mapping[str, str]) -> tuple[list[list[int]], dict
 
 
 def test_the_lowest_rungs_give_the_same_tokens() -> None:
-    lowest = {name: mechanism.rungs[-1].name for name, mechanism in MECHANISMS.items()}
+    lowest = {name: mechanism.levels[-1].name for name, mechanism in MECHANISMS.items()}
     expected, _ = answer("fastdecode", {})
     assert [len(tokens) for tokens in expected] == [12, 12, 12]
     found, limits = answer("fastdecode", lowest)
@@ -71,12 +71,12 @@ def test_threads_that_cannot_be_bound_are_free(
     for _ in range(2):
         parts.bind_threads()
     assert asked == [True, agrees]
-    assert ladder.limits() == ({} if agrees else {"affinity": "free"})
+    assert fallbacks.limits() == ({} if agrees else {"affinity": "free"})
     assert len(caplog.records) == (0 if agrees else 1)
 
 
 @pytest.mark.parametrize(
-    ("agrees", "policy", "rung"),
+    ("agrees", "policy", "level"),
     [
         (True, "always [madvise] never", "huge"),
         (True, "", "huge"),
@@ -85,7 +85,7 @@ def test_threads_that_cannot_be_bound_are_free(
     ],
 )
 def test_huge_pages_that_the_system_does_not_give_are_noticed(
-    agrees: bool, policy: str, rung: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    agrees: bool, policy: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[int] = []
 
@@ -99,11 +99,11 @@ def test_huge_pages_that_the_system_does_not_give_are_noticed(
     monkeypatch.setattr(huge_pages, "HUGE_PAGE_POLICY", file)
     monkeypatch.setattr(native, "advise_huge_pages", advise)
     ask_for_huge_pages(torch.empty(8))  # smaller than any page: none is refused
-    assert (asked, ladder.rung("huge_pages")) == ([], "huge")
+    assert (asked, fallbacks.level("huge_pages")) == ([], "huge")
     for _ in range(2):
         ask_for_huge_pages(empty_aligned((1 << 16,), torch.float32))
-    assert len(asked) == (2 if rung == "huge" else 1)
-    assert ladder.rung("huge_pages") == rung
+    assert len(asked) == (2 if level == "huge" else 1)
+    assert fallbacks.level("huge_pages") == level
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def refuse() -> None:
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_without_nvml_torch_describes_the_gpu(
-    forced: bool, monkeypatch: pytest.MonkeyPatch, rungs: Rungs
+    forced: bool, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
     a_gpu(monkeypatch)
     if forced:
-        rungs(nvml="without")
+        levels(nvml="without")
         monkeypatch.setattr(hardware.pynvml, "nvmlInit", lambda: pytest.fail("the driver was asked"))
     else:
         monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
@@ -133,7 +133,7 @@ def test_without_nvml_torch_describes_the_gpu(
     assert gpu.free_bytes == 12 << 30
     assert note == ""
     assert "PCIe" in unknown
-    assert ladder.limits() == {"nvml": "without"}
+    assert fallbacks.limits() == {"nvml": "without"}
     assert hardware.driver_version().startswith("unknown")
 
 
@@ -143,4 +143,4 @@ def test_without_a_gpu_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     gpus, note, _ = hardware.find_gpus()
     assert not gpus
     assert "no NVIDIA driver" in note
-    assert not ladder.limits()
+    assert not fallbacks.limits()

@@ -5,38 +5,38 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from async_case_engine import AsyncCase
 from cost_models import THIRD, cost_models, machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_pace import OwnPace
 
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.decider import PATIENCE, Decider, Decision
+from neo_desktop.engine.schedule.decider import TIMEOUT, Decider, Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
-from neo_desktop.engine.schedule.residency import Residency
+from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 BLOCK_SIZE = 4
-ALL_PLACES = (*PLACES, THIRD)
+ALL_TIERS = (*MEASURED_TIERS, THIRD)
 ALL_POLICIES = POLICIES | {
     policy.name: policy
     for policy in (
-        Policy("all in turn", ALL_PLACES),
-        Halves("two that the host attends for", (THIRD, Place.HOST)),
-        Hidden("neo in three places", ALL_PLACES),
-        Fastest("auto in three places", ALL_PLACES),
-        Fastest("the host's memory first", (THIRD, Place.DEVICE, Place.HOST)),
-        OwnPace("own pace", ALL_PLACES),
-        Fastest("auto with swapped layers", (Place.DEVICE, Place.SWAPPED, Place.HOST)),
+        Policy("all in turn", ALL_TIERS),
+        Halves("two that the host attends for", (THIRD, KVTier.HOST)),
+        Hidden("neo in three places", ALL_TIERS),
+        Fastest("auto in three places", ALL_TIERS),
+        Fastest("the host's memory first", (THIRD, KVTier.DEVICE, KVTier.HOST)),
+        AsyncCase("own pace", ALL_TIERS),
+        Fastest("auto with swapped layers", (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)),
     )
 }
 
@@ -46,7 +46,7 @@ class Harness:
 
     def __init__(
         self,
-        num_blocks: dict[Place, int],
+        num_blocks: dict[KVTier, int],
         policy: str = "auto",
         max_batch_tokens: int = 16,
         max_batch_requests: int = 8,
@@ -83,7 +83,7 @@ class Harness:
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
-                assert not self.kv.place_of(name).stays_on_device, "a request on the device had to wait"
+                assert not self.kv.tier_of(name).stays_on_device, "a request on the device had to wait"
         return plan
 
     def finish(self, plan: IterationPlan) -> None:
@@ -139,8 +139,8 @@ jobs = st.lists(
     device_blocks=st.integers(13, 20),
     host_blocks=st.integers(0, 30),
     third_blocks=st.integers(0, 30),
-    swapped_blocks=st.integers(0, 30),
-    cost_model=cost_models(ALL_PLACES),
+    streamed_blocks=st.integers(0, 30),
+    cost_model=cost_models(ALL_TIERS),
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
     data=st.data(),
@@ -151,7 +151,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     device_blocks: int,
     host_blocks: int,
     third_blocks: int,
-    swapped_blocks: int,
+    streamed_blocks: int,
     max_batch_requests: int,
     extra_tokens: int,
     cost_model: CostModel,
@@ -162,17 +162,17 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     At any time, also while an iteration is under way, requests arrive and are aborted, the next iteration is
     decided on, and the device may have too little memory for the one under way.
     """
-    places = ALL_POLICIES[policy].places
-    if Place.DEVICE not in places:
+    tiers = ALL_POLICIES[policy].tiers
+    if KVTier.DEVICE not in tiers:
         host_blocks += 13
     num_blocks = {
-        Place.DEVICE: device_blocks,
-        Place.HOST: host_blocks,
+        KVTier.DEVICE: device_blocks,
+        KVTier.HOST: host_blocks,
         THIRD: third_blocks,
-        Place.SWAPPED: swapped_blocks,
+        KVTier.STREAMED: streamed_blocks,
     }
     harness = Harness(
-        {place: num_blocks[place] for place in places},
+        {tier: num_blocks[tier] for tier in tiers},
         policy,
         max_batch_tokens=max_batch_requests + extra_tokens,
         max_batch_requests=max_batch_requests,
@@ -207,8 +207,8 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 
 
 def test_a_lone_request_that_has_to_give_way_begins_again_at_once() -> None:
-    """It grows out of the preferred place, and nobody else is there to be computed meanwhile."""
-    harness = Harness({THIRD: 1, Place.HOST: 13}, "two that the host attends for", 1, 1)
+    """It grows out of the preferred tier, and nobody else is there to be computed meanwhile."""
+    harness = Harness({THIRD: 1, KVTier.HOST: 13}, "two that the host attends for", 1, 1)
     harness.add([0, 0], 4)
     harness.run()
     harness.assert_all_answered()
@@ -217,27 +217,27 @@ def test_a_lone_request_that_has_to_give_way_begins_again_at_once() -> None:
 def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_layers() -> None:
     """Beside a long request on the device; who ends gives way, and none of them waits for ever."""
     cost = machine(num_layers=5)
-    harness = Harness({Place.DEVICE: 30, Place.HOST: 60}, "own pace", max_batch_tokens=64, cost_model=cost)
+    harness = Harness({KVTier.DEVICE: 30, KVTier.HOST: 60}, "own pace", max_batch_tokens=64, cost_model=cost)
     harness.add([1] * 20, 90)
     others = [harness.add([2] * (90 + i), 4) for i in range(3)]
     harness.run()
     harness.assert_all_answered()
     counters = harness.scheduler.counters
-    assert counters.num_staggered_decodes == counters.num_cpu_decodes >= 3 * (len(others) - 1)
+    assert counters.num_async_decodes == counters.num_cpu_decodes >= 3 * (len(others) - 1)
     assert harness.executor.num_turns >= 3 * 6  # a token passes six stages
 
 
 def test_nobody_begins_a_turn_that_nobody_is_left_for() -> None:
     """Who waits is a prompt's last token, which may be asked for more; or the only beginner is aborted."""
     cost = machine(num_layers=3)
-    harness = Harness({Place.DEVICE: 20, Place.HOST: 40}, "own pace", max_batch_tokens=32, cost_model=cost)
+    harness = Harness({KVTier.DEVICE: 20, KVTier.HOST: 40}, "own pace", max_batch_tokens=32, cost_model=cost)
     harness.add([1] * 20, 50)
     waiting = harness.add([2] * 64, 9)
     for _ in range(40):
         plan = harness.start()
         assert plan is not None
         harness.scheduler.look_ahead()
-        if harness.scheduler._ahead is not None and harness.scheduler._ahead.beginners:
+        if harness.scheduler._ahead is not None and harness.scheduler._ahead.new_async:
             harness.finish(plan)
             harness.collect(harness.scheduler.abort(waiting))
             break
@@ -248,7 +248,10 @@ def test_nobody_begins_a_turn_that_nobody_is_left_for() -> None:
 
 def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> None:
     harness = Harness(
-        {Place.DEVICE: 30, Place.HOST: 90}, "own pace", max_batch_tokens=256, cost_model=machine(num_layers=4)
+        {KVTier.DEVICE: 30, KVTier.HOST: 90},
+        "own pace",
+        max_batch_tokens=256,
+        cost_model=machine(num_layers=4),
     )
     harness.add([1] * 20, 90)
     names = [harness.add([2] * 105, 9) for _ in range(3)]
@@ -261,7 +264,7 @@ def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> N
     assert len(harness.tokens(names[2])) > 1
     plan = harness.start()
     assert plan is not None
-    assert {each.request_id for each in plan.staggered_sequences} == {f"{names[0]}#0", f"{names[2]}#0"}
+    assert {each.request_id for each in plan.async_sequences} == {f"{names[0]}#0", f"{names[2]}#0"}
     outputs = harness.scheduler.fail("the card fell out")
     assert {output.finish_reason for output in outputs} == {FinishReason.ERROR}
     assert len(outputs) == 3
@@ -274,7 +277,7 @@ def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> N
         rng = random.Random(seed)
         max_batch_requests = rng.randint(2, 6)
         harness = Harness(
-            {Place.DEVICE: rng.randint(15, 24), Place.HOST: rng.randint(15, 40)},
+            {KVTier.DEVICE: rng.randint(15, 24), KVTier.HOST: rng.randint(15, 40)},
             max_batch_tokens=max_batch_requests + rng.randint(0, 4),
             max_batch_requests=max_batch_requests,
         )
@@ -285,18 +288,18 @@ def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> N
 
 
 def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
-    num_blocks = {Place.DEVICE: 8, Place.HOST: 64}
+    num_blocks = {KVTier.DEVICE: 8, KVTier.HOST: 64}
     auto = Harness(num_blocks, "auto", max_batch_tokens=64)
     for index in range(6):
         auto.add([index] * 15, 10)
     plan = auto.step()
     assert plan is not None
-    assert {sequence.place for sequence in plan.sequences} == {Place.DEVICE, Place.HOST}
+    assert {sequence.tier for sequence in plan.sequences} == {KVTier.DEVICE, KVTier.HOST}
     auto.run()
     auto.assert_all_answered()
     assert auto.scheduler.counters.num_preemptions == 0
 
-    gpu_only = Harness({Place.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
+    gpu_only = Harness({KVTier.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
     for index in range(6):
         gpu_only.add([index] * 15, 10)
     gpu_only.run()
@@ -307,7 +310,7 @@ def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on_decoding() -> None:
-    harness = Harness({Place.DEVICE: 64}, "gpu-only", max_batch_tokens=8)
+    harness = Harness({KVTier.DEVICE: 64}, "gpu-only", max_batch_tokens=8)
     harness.add([1, 2], 20)
     harness.step()
     long = harness.add(list(range(50)), 2)
@@ -322,7 +325,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on_decoding() -> N
 
 
 def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
-    harness = Harness({Place.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
+    harness = Harness({KVTier.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
     big, bigger, small = harness.add([1] * 20, 4), harness.add([2] * 24, 4), harness.add([3], 1)
     plan = harness.step()
     assert plan is not None
@@ -334,7 +337,7 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
 
 
 def test_the_youngest_is_preempted_and_still_gets_its_tokens() -> None:
-    harness = Harness({Place.DEVICE: 6}, "gpu-only", max_batch_tokens=64)
+    harness = Harness({KVTier.DEVICE: 6}, "gpu-only", max_batch_tokens=64)
     old, young = harness.add([1] * 8, 12), harness.add([2] * 6, 12)
     harness.run()
     assert harness.scheduler.counters.num_preemptions > 0
@@ -345,12 +348,12 @@ def test_the_youngest_is_preempted_and_still_gets_its_tokens() -> None:
 
 
 def test_a_request_moves_up_to_the_device_when_there_is_ample_room() -> None:
-    harness = Harness({Place.DEVICE: 8, Place.HOST: 8}, "auto", max_batch_tokens=64)
+    harness = Harness({KVTier.DEVICE: 8, KVTier.HOST: 8}, "auto", max_batch_tokens=64)
     harness.add([1] * 27, 2)
     mover = harness.add([2] * 10, 12)
     plan = harness.step()
     assert plan is not None
-    assert [sequence.place for sequence in plan.sequences] == [Place.DEVICE, Place.HOST]
+    assert [sequence.tier for sequence in plan.sequences] == [KVTier.DEVICE, KVTier.HOST]
     harness.run()
     assert harness.scheduler.counters.num_moves == 1
     harness.assert_all_answered()
@@ -358,7 +361,7 @@ def test_a_request_moves_up_to_the_device_when_there_is_ample_room() -> None:
 
 
 def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
-    harness = Harness({Place.DEVICE: 8}, "gpu-only")
+    harness = Harness({KVTier.DEVICE: 8}, "gpu-only")
     harness.add([1, 2, 3], 4)
     plan = harness.scheduler.schedule()
     assert plan is not None
@@ -376,9 +379,9 @@ LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 
 
 def virtual_run(policy: str, cost: CostModel, workload: list[WorkloadRequest]) -> SimulationResult:
-    num_blocks = {Place.DEVICE: 200, Place.HOST: 5000, THIRD: 300, Place.SWAPPED: 1000}
+    num_blocks = {KVTier.DEVICE: 200, KVTier.HOST: 5000, THIRD: 300, KVTier.STREAMED: 1000}
     chosen = ALL_POLICIES[policy]
-    return simulate(workload, chosen, cost, {place: num_blocks[place] for place in chosen.places}, 16, LIMITS)
+    return simulate(workload, chosen, cost, {tier: num_blocks[tier] for tier in chosen.tiers}, 16, LIMITS)
 
 
 workloads = st.lists(
@@ -428,7 +431,7 @@ def test_auto_never_falls_behind_the_device_alone(
 
 @pytest.mark.parametrize("policy", sorted(ALL_POLICIES.keys() - POLICIES.keys()))
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(workload=workloads, cost=cost_models(ALL_PLACES))
+@given(workload=workloads, cost=cost_models(ALL_TIERS))
 def test_a_third_place_loses_no_request_on_the_virtual_clock(
     policy: str, workload: list[WorkloadRequest], cost: CostModel
 ) -> None:
@@ -446,19 +449,19 @@ class LightRequest(RequestState):
 
 def decisions(
     policy: str, cost: CostModel, num_requests: int = 40
-) -> Iterator[tuple[Residency[LightRequest], Decision[LightRequest]]]:
+) -> Iterator[tuple[RequestQueues[LightRequest], Decision[LightRequest]]]:
     """Carry a workload out whose KV exceeds the GPU-cache tenfold; yield each decision."""
-    kv_cache = KVCache({Place.DEVICE: 60, Place.HOST: 5000}, 16)
+    kv_cache = KVCache({KVTier.DEVICE: 60, KVTier.HOST: 5000}, 16)
     decider: Decider[LightRequest] = Decider(kv_cache, POLICIES[policy], LIMITS, cost)
-    residency = decider.residency
+    queues = decider.queues
     for ordinal in range(num_requests):
-        residency.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
+        queues.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
     while (decision := decider.decide()) is not None:
-        yield residency, decision
+        yield queues, decision
         for request in decider.advance(decision):
             if request.is_complete:
-                residency.remove(request)
-    assert residency.num_running == len(residency.waiting) == 0
+                queues.remove(request)
+    assert queues.num_running == len(queues.waiting) == 0
     kv_cache.check()
 
 
@@ -466,9 +469,9 @@ def decisions(
 def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
     """Llama-2-7B on a small card: some CPU decodes are worth reading the weights twice, so they join."""
     num_seen = 0
-    for residency, decision in decisions(policy, machine()):
+    for queues, decision in decisions(policy, machine()):
         num_joined = len(decision.host_decodes)
-        if not residency.waiting and num_joined + len(decision.waiting_decodes) >= 4:
+        if not queues.waiting and num_joined + len(decision.waiting_decodes) >= 4:
             num_seen += 1
             assert num_joined > 0, "CPU requests wait for nothing"
     assert num_seen > 20
@@ -477,14 +480,14 @@ def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["neo", "auto"])
 @pytest.mark.parametrize("cpu_token_ms", [1e-5, 1.5e-4, 1e-3, 0.1])
 def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: float) -> None:
-    """Those that waited longest come first: the wait is bounded by patience and by who is in front."""
+    """Those that waited longest come first: the wait is bounded by timeout and by who is in front."""
     longest = 0
-    for residency, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
+    for queues, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
         running = {id(r): r for batch in decision.sub_batches for r, _ in batch}.values()
-        longest = max([longest, *(request.num_skipped for request in running)])
-        assert residency.num_running <= LIMITS.max_batch_requests
+        longest = max([longest, *(request.iterations_waited for request in running)])
+        assert queues.num_running <= LIMITS.max_batch_requests
         assert sum(tokens for batch in decision.sub_batches for _, tokens in batch) <= LIMITS.max_batch_tokens
-    assert longest <= PATIENCE * LIMITS.max_batch_requests
+    assert longest <= TIMEOUT * LIMITS.max_batch_requests
 
 
 def test_prompts_fill_what_reads_the_weights_and_no_more_while_the_device_is_full() -> None:
@@ -492,8 +495,8 @@ def test_prompts_fill_what_reads_the_weights_and_no_more_while_the_device_is_ful
     cost = machine()
     tokens = [
         [sum(tokens for _, tokens in batch) for batch in decision.sub_batches]
-        for residency, decision in decisions("auto", cost, num_requests=60)
-        if len(residency.waiting) > 2 and any(n > 1 for batch in decision.sub_batches for _, n in batch)
+        for queues, decision in decisions("auto", cost, num_requests=60)
+        if len(queues.waiting) > 2 and any(n > 1 for batch in decision.sub_batches for _, n in batch)
     ]
     assert len(tokens) > 5
     weights_ms = cost.linear_ms(1)

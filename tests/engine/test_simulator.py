@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
@@ -32,7 +32,7 @@ SHARES_OF_CPU = dict.fromkeys(POLICIES, (0.0, 1.0)) | {
     "pie": (0.0, 0.0),
 }
 
-SWAPPED_TOKENS = 2000
+STREAMED_TOKENS = 2000
 
 
 def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
@@ -49,7 +49,7 @@ def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostMod
         nothing,
         nothing,
         free,
-        dict.fromkeys(PLACES, free),
+        dict.fromkeys(MEASURED_TIERS, free),
     )
 
 
@@ -65,7 +65,7 @@ def run(
     cpu_tokens: int = 65_536,
     max_context_tokens: int | None = None,
 ) -> SimulationResult:
-    blocks = KVBudget(gpu_tokens, cpu_tokens, SWAPPED_TOKENS).num_blocks()
+    blocks = KVBudget(gpu_tokens, cpu_tokens, STREAMED_TOKENS).num_blocks()
     return simulate(
         requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, max_context_tokens=max_context_tokens
     )
@@ -141,10 +141,10 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
     requests = with_rate([WorkloadRequest(0.0, *pair) for pair in lengths], rate)
     cost = machine(*where)
     gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
-    blocks = {Place.DEVICE: gpu_blocks, Place.HOST: cpu_blocks, Place.SWAPPED: cpu_blocks}
+    blocks = {KVTier.DEVICE: gpu_blocks, KVTier.HOST: cpu_blocks, KVTier.STREAMED: cpu_blocks}
     limits = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=most_requests)
     result = simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, limits)
-    longest = max(blocks[place] * BLOCK_SIZE for place in POLICIES[policy].places)
+    longest = max(blocks[tier] * BLOCK_SIZE for tier in POLICIES[policy].tiers)
     fitting = [request for request in requests if request.total_tokens <= longest]
     assert sorted((r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in result.finished) == sorted(
         (r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in fitting
@@ -230,7 +230,7 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
     """The true times are computed anew from what was decided."""
     requests = with_rate(synthetic(80, 400, 40), 3.0)
     cost = machine()
-    blocks = {Place.DEVICE: 63, Place.HOST: 400, Place.SWAPPED: 60}
+    blocks = {KVTier.DEVICE: 63, KVTier.HOST: 400, KVTier.STREAMED: 60}
     exact, same = (
         simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
         for mismatch in (None, Mismatch())
@@ -245,7 +245,7 @@ def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float
     """After learning, it does nearly as well as one whose tables were right from the start."""
     requests = synthetic(400, 370, 45)
     tables = machine()
-    blocks = {Place.DEVICE: 63, Place.HOST: 4096}
+    blocks = {KVTier.DEVICE: 63, KVTier.HOST: 4096}
     gpu, cpu = slowdowns
     wrong = simulate(
         requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=Mismatch(gpu, cpu)
@@ -259,7 +259,7 @@ def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float
 
 def test_noise_repeats_with_the_seed() -> None:
     requests, cost = synthetic(30, 300, 20), machine()
-    blocks = {Place.DEVICE: 63, Place.HOST: 400}
+    blocks = {KVTier.DEVICE: 63, KVTier.HOST: 400}
     first, again, other = (
         simulate(
             requests,
@@ -297,13 +297,13 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
         0.0,
         linear=Curve((1, 10, 100), (5.0, 5.0, 50.0)),  # 5 ms to read the weights, 0.5 ms a token
         head=Curve((1, 2), (0, 0)),
-        hand_off=Curve((1, 2), (0, 0)),
+        offload=Curve((1, 2), (0, 0)),
         transfer=Curve((1, 2), (0, 0)),
         first_chunk_attention=Curve((1, 2), (0, 0)),
         later_chunk_attention=Surface((1, 2), (1, 2), ((0, 0), (0, 0))),
         attention={
-            Place.DEVICE: Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
-            Place.HOST: Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
+            KVTier.DEVICE: Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
+            KVTier.HOST: Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
         },
     )
     context = 10 * sum(range(101, 111))  # of the decodes: the first token comes with the prompt
@@ -355,8 +355,8 @@ def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
     requests = synthetic(200, 370, 60)
     cost = machine()
     result = run(requests, policy, cost, gpu_tokens)
-    swapped_tokens = SWAPPED_TOKENS if POLICIES[policy].swaps else 0
-    room = Room(gpu_tokens + swapped_tokens, 65_536, LIMITS.max_batch_requests)
+    streamed_tokens = STREAMED_TOKENS if POLICIES[policy].swaps else 0
+    room = Room(gpu_tokens + streamed_tokens, 65_536, LIMITS.max_batch_requests)
     bound = Bound(cost, requests, room).output_tokens_per_s(*SHARES_OF_CPU[policy])
     assert result.output_tokens_per_s <= bound
 
@@ -384,7 +384,11 @@ def test_what_is_left_for_kv_is_what_hand_arithmetic_leaves() -> None:
     rest = 15 * 2**30 - weights - 512 * 2**20 - activations
     assert budget.gpu_tokens == rest // (2 * 32 * 4096 * 2) // 16 * 16
     assert budget.cpu_tokens == 32 * 2**30 // (2 * 32 * 4096 * 2)
-    blocks = {Place.DEVICE: budget.gpu_tokens // 16, Place.SWAPPED: 0, Place.HOST: budget.cpu_tokens // 16}
+    blocks = {
+        KVTier.DEVICE: budget.gpu_tokens // 16,
+        KVTier.STREAMED: 0,
+        KVTier.HOST: budget.cpu_tokens // 16,
+    }
     assert budget.num_blocks() == blocks
 
 
@@ -444,12 +448,12 @@ def test_the_analytic_model_is_the_roofline() -> None:
     parameters = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
     assert cost.linear_ms(1) == pytest.approx(parameters * 2 / (600e9 * 0.8) * 1e3 + 0.02)
     assert cost.linear_ms(2048) == pytest.approx(2 * parameters * 2048 / (70e12 * 0.75) * 1e3 + 0.02)
-    assert cost.attention_ms(Place.DEVICE, 10, 10_000) == pytest.approx(
+    assert cost.attention_ms(KVTier.DEVICE, 10, 10_000) == pytest.approx(
         10_000 * 4096 / (600e9 * 0.6) * 1e3 + 0.004
     )
     reading_ms = 10_000 * 4096 / (51.2e9 * 0.8 * 0.9) * 1e3
     multiplying_ms = 10_000 * 4 * 4096 / (7 * 96e9 * 0.75) * 1e3
-    assert cost.attention_ms(Place.HOST, 10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
+    assert cost.attention_ms(KVTier.HOST, 10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
     assert cost.transfer_ms(1000) == pytest.approx(1000 * 4096 / (31.5e9 * 0.8) * 1e3 + 0.0107)
     share = get_gpu("a10g").prefill_attention_share
     for tokens, start in ((100, 0), (2048, 0), (777, 1), (700, 3000), (2048, 2048)):
@@ -460,16 +464,16 @@ def test_the_analytic_model_is_the_roofline() -> None:
 
 
 def test_budgets_are_whole_blocks() -> None:
-    assert KVBudget(100, 40).num_blocks() == {Place.DEVICE: 6, Place.SWAPPED: 0, Place.HOST: 2}
-    assert KVBudget(100, 0, 50).num_blocks() == {Place.DEVICE: 6, Place.SWAPPED: 3, Place.HOST: 0}
+    assert KVBudget(100, 40).num_blocks() == {KVTier.DEVICE: 6, KVTier.STREAMED: 0, KVTier.HOST: 2}
+    assert KVBudget(100, 0, 50).num_blocks() == {KVTier.DEVICE: 6, KVTier.STREAMED: 3, KVTier.HOST: 0}
 
 
 # ---- swapped layers ----
 
-ALWAYS_ALL = Policy("static", (Place.DEVICE, Place.SWAPPED))  # whoever has room, whether it hides or not
+ALWAYS_ALL = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # whoever has room, whether it hides or not
 
 
-def swapped(
+def streamed(
     policy: Policy, cost: TableCostModel, budget: KVBudget, mismatch: Mismatch | None = None
 ) -> SimulationResult:
     requests = synthetic(60, 600, 100, seed=5)
@@ -481,13 +485,13 @@ def test_swapped_layers_hide_and_no_fixed_expansion_is_better(gpu: str) -> None:
     """Of the same memory; a swept expansion knows the workload, the policy learns of it as it comes."""
     cost = machine(gpu, "llama-2-7b")
     budget = KVBudget(8192, 1 << 20)
-    alone = swapped(POLICIES["gpu-only"], cost, budget)
-    pie = swapped(POLICIES["pie"], cost, budget.swapping(cost, LIMITS))
+    alone = streamed(POLICIES["gpu-only"], cost, budget)
+    pie = streamed(POLICIES["pie"], cost, budget.swapping(cost, LIMITS))
     assert pie.totals.copy_wait_ms <= 0.01 * pie.totals.iterating_ms
     assert pie.output_tokens_per_s >= 0.99 * alone.output_tokens_per_s
     for expansion in (1.1, 1.4, 2.0):
         device = int(budget.gpu_tokens / (1 + (expansion - 1) * RESIDENT_LAYERS / cost.num_layers))
-        static = swapped(ALWAYS_ALL, cost, KVBudget(device, 0, int(device * (expansion - 1))))
+        static = streamed(ALWAYS_ALL, cost, KVBudget(device, 0, int(device * (expansion - 1))))
         assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s
 
 
@@ -495,13 +499,13 @@ def test_a_fast_bus_is_worth_it_and_budgets_for_it_share_the_same_memory() -> No
     cost = machine("gh200", "llama-2-7b")
     budget = KVBudget(8192, 1 << 20)
     shared = budget.swapping(cost, LIMITS)
-    assert shared.cpu_tokens + shared.swapped_tokens == budget.cpu_tokens
-    resident = shared.swapped_tokens * RESIDENT_LAYERS / cost.num_layers
+    assert shared.cpu_tokens + shared.streamed_tokens == budget.cpu_tokens
+    resident = shared.streamed_tokens * RESIDENT_LAYERS / cost.num_layers
     assert budget.gpu_tokens - 2 * BLOCK_SIZE < shared.gpu_tokens + resident <= budget.gpu_tokens
-    alone, pie = swapped(POLICIES["gpu-only"], cost, budget), swapped(POLICIES["pie"], cost, shared)
+    alone, pie = streamed(POLICIES["gpu-only"], cost, budget), streamed(POLICIES["pie"], cost, shared)
     assert pie.output_tokens_per_s > 1.1 * alone.output_tokens_per_s
     by_pcie = budget.swapping(machine("h100", "llama-2-7b"), LIMITS)
-    assert by_pcie.swapped_tokens < shared.swapped_tokens / 2
+    assert by_pcie.streamed_tokens < shared.streamed_tokens / 2
 
 
 @pytest.mark.parametrize("slowdown", [0.7, 3.0])
@@ -509,8 +513,8 @@ def test_copies_that_take_longer_than_believed_are_fewer_soon(slowdown: float) -
     cost = machine("gh200", "llama-2-7b")
     budget = KVBudget(8192, 1 << 20).swapping(cost, LIMITS)
     mismatch = Mismatch(bus_slowdown=slowdown, noise=0.05)
-    pie = swapped(POLICIES["pie"], cost, budget, mismatch)
-    static = swapped(ALWAYS_ALL, cost, budget, mismatch)
+    pie = streamed(POLICIES["pie"], cost, budget, mismatch)
+    static = streamed(ALWAYS_ALL, cost, budget, mismatch)
     assert pie.totals.copy_wait_ms <= 0.02 * pie.totals.iterating_ms
     assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, host_attention_ms
@@ -48,7 +48,7 @@ def rate(cost: TableCostModel, requests: int = 64, policy: str = "fastdecode") -
     """Decoded tokens per second of requests that come all at once."""
     work = [WorkloadRequest(0.0, 16, 400)] * requests
     blocks = KVBudget(4096, 500 * requests).num_blocks(WORKERS)
-    where = POLICIES[policy].with_places([WORKERS])
+    where = POLICIES[policy].with_tiers([WORKERS])
     return simulate(work, where, cost, blocks, BLOCK_SIZE, LIMITS).output_tokens_per_s
 
 
@@ -56,7 +56,7 @@ def without_device(cost: TableCostModel) -> TableCostModel:
     """A GPU that takes next to no time, so that only workers and link count."""
     none = Curve((1, 2048), (0, 0))
     cost = replace(cost, iteration_ms=0.0, linear=none, head=none, first_chunk_attention=none)
-    return replace(cost, hand_off=none, networks={})
+    return replace(cost, offload=none, networks={})
 
 
 @pytest.mark.parametrize("count", [2, 5, 8])
@@ -95,7 +95,7 @@ def test_a_slow_link_brings_so_many_rows() -> None:
     """
     link = Link(1e8, 0.0)
     row_ms = 4 * 4096 * 2 / 1e8 * 1e3
-    assert tables(8, link).way_ms(WORKERS, 64).all == pytest.approx(64 * row_ms)
+    assert tables(8, link).network_ms(WORKERS, 64).all == pytest.approx(64 * row_ms)
     found = rate(tables(8, link))
     assert 0.85 < found / (1e3 / (CONFIG.num_layers * row_ms * 3 / 4)) < 1
     # Prompts' KV takes as long as the slower of bus and link.
@@ -105,7 +105,7 @@ def test_a_slow_link_brings_so_many_rows() -> None:
 
 def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
     """What a layer takes with two sub-batches of so many decodes at workers."""
-    load = Load(rows, rows, decodes={WORKERS: Decodes(rows, context_tokens)})
+    load = BatchShape(rows, rows, decodes={WORKERS: Decodes(rows, context_tokens)})
     rest_ms = cost.head_ms(2 * rows) + cost.iteration_ms
     return (iteration_ms(cost, load, load) - rest_ms) / cost.num_layers
 
@@ -124,8 +124,8 @@ def test_the_way_of_one_sub_batch_hides_behind_the_attention_for_the_other(
     """Whatever takes longest counts: the GPU's work, the attention, a sub-batch's own chain, the sending."""
     link = Link(gbit * 1e9 / 8, round_trip_ms)
     cost = tables(count, link)
-    linear, way = cost.linear_ms(rows), cost.way_ms(WORKERS, rows).all
-    chain = linear + cost.attention_ms(WORKERS, rows, rows * context) + cost.hand_off_ms(rows) + way
+    linear, way = cost.linear_ms(rows), cost.network_ms(WORKERS, rows).all
+    chain = linear + cost.attention_ms(WORKERS, rows, rows * context) + cost.offload_ms(rows) + way
     attention = cost.attention_ms(WORKERS, rows, rows * context)
     sending = 2 * rows * 3 * 4096 * 2 / link.bytes_per_s * 1e3
     expected = max(2 * linear, 2 * attention, chain, sending)
@@ -139,7 +139,7 @@ def test_the_gpu_wants_as_many_as_the_closed_formula_says() -> None:
     link = Link(25e9 / 8, 0.05)
     rows = LOAD.requests // 2
     one = tables(1, link)
-    left_ms = device_ms(COST, LOAD) - one.hand_off_ms(rows) - one.way_ms(WORKERS, rows).all - CPU_CALL_MS
+    left_ms = device_ms(COST, LOAD) - one.offload_ms(rows) - one.network_ms(WORKERS, rows).all - CPU_CALL_MS
     reading_ms = rows * LOAD.context_tokens * host_attention_ms(KIND, CONFIG, DTYPE)
     wanted = workers_wanted(COST, KIND, link, CONFIG, DTYPE, LOAD)
     assert wanted == ceil(reading_ms / left_ms) > 1

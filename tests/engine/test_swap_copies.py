@@ -12,9 +12,9 @@ from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.profiling.swap_copies import SwapCopies
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 
-PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
 CPU = torch.device("cpu")
 
 
@@ -26,12 +26,12 @@ def test_each_way_copies_its_rows_and_neither_waits_for_the_other(lanes: tuple[L
         if lane in begun:
             begun[lane].set()
             for other in begun.values():
-                assert other.wait(PATIENCE_S)
+                assert other.wait(TIMEOUT_S)
 
     kv = torch.zeros(2, 8, 2, 4)
     copies = SwapCopies(kv, CPU)
     with closing(ThreadBackend(None, HookedLanes(meet))) as backend:
-        backend.begin(Watch(PATIENCE_S))
+        backend.begin(Watchdog(TIMEOUT_S))
         backend.start(SmallProgram("measured", copies.ways(lanes)), with_flags=False, with_graphs=False)
         backend.wait()
     assert bool((kv[0] == 1).all()) == (Lane.SWAP_IN in lanes)

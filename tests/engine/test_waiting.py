@@ -14,7 +14,7 @@ from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.waiting import Patience, Watch
+from neo_desktop.engine.watchdog import Timeout, Watchdog
 
 GPU = torch.device("cuda")
 
@@ -63,12 +63,12 @@ class Queries:
 
 
 def test_work_that_ends_is_waited_for() -> None:
-    wait_for_gpu(Queries(*[False] * 50, True), Watch(60.0))
+    wait_for_gpu(Queries(*[False] * 50, True), Watchdog(60.0))
 
 
 def test_a_gpu_that_never_answers_is_given_up_in_words() -> None:
     with pytest.raises(DeviceStalledError) as caught:
-        wait_for_gpu(Queries(False), Watch(0.2, predicted_ms=7), "'linear' in layer 3")
+        wait_for_gpu(Queries(False), Watchdog(0.2, predicted_ms=7), "'linear' in layer 3")
     assert str(caught.value) == (
         "the GPU did not end 'linear' in layer 3 within 0.2 s; the whole iteration should take 7 ms; it no "
         "longer answers, and the engine must be started again"
@@ -78,19 +78,19 @@ def test_a_gpu_that_never_answers_is_given_up_in_words() -> None:
 def test_an_error_that_the_gpu_does_not_come_back_from_is_told_as_such() -> None:
     error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
     with pytest.raises(DeviceLostError, match="an illegal memory access was encountered"):
-        wait_for_gpu(Queries(False, error), Watch(9))
+        wait_for_gpu(Queries(False, error), Watchdog(9))
 
 
 def test_other_errors_stay_what_they_are() -> None:
     error = accelerator_error("CUDA error: out of memory", 2)
     with pytest.raises(torch.AcceleratorError) as caught:
-        wait_for_gpu(Queries(False, error), Watch(9))
+        wait_for_gpu(Queries(False, error), Watchdog(9))
     assert caught.value is error
 
 
 def test_patience_grows_with_what_an_iteration_should_take() -> None:
-    assert Patience(30, 20).watch(12).patience_s == 30
-    assert Patience(30, 20).watch(5000).patience_s == 100
+    assert Timeout(30, 20).watch(12).timeout_s == 30
+    assert Timeout(30, 20).watch(5000).timeout_s == 100
 
 
 def test_time_in_which_nobody_could_look_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_time_in_which_nobody_could_look_does_not_count(monkeypatch: pytest.Monk
         jumps -= 1
         return jumps == 0
 
-    assert Watch(60.0).wait_until(is_done)
+    assert Watchdog(60.0).wait_until(is_done)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def nothing() -> None:
 def gpu_lanes() -> tuple[Lanes, dict[Lane, FakeStream]]:
     streams = {lane: FakeStream() for lane in Lane if lane not in TOLD_BY}
     lanes = Lanes.streams(streams, None, Tape(), with_flags=False)  # type: ignore[arg-type]
-    lanes.begin(Watch(0.3))
+    lanes.begin(Watchdog(0.3))
     return lanes, streams
 
 

@@ -11,10 +11,10 @@ from neo_desktop.engine import parts
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
@@ -26,7 +26,7 @@ from neo_desktop.models.shapes import shape
 
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_batch_tokens=96, max_batch_requests=12)
-BOTH = PLACES
+BOTH = MEASURED_TIERS
 
 
 class FakeGauge:
@@ -52,35 +52,35 @@ def decoder() -> Decoder:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
     """The iterations that are carried out."""
     seen: list[IterationPlan] = []
-    start = PlanExecutor.start
+    start = ModelRunner.start
 
-    def noted(self: PlanExecutor, plan: IterationPlan) -> Any:
+    def noted(self: ModelRunner, plan: IterationPlan) -> Any:
         seen.append(plan)
         return start(self, plan)
 
-    monkeypatch.setattr(PlanExecutor, "start", noted)
+    monkeypatch.setattr(ModelRunner, "start", noted)
     return seen
 
 
-@pytest.mark.parametrize("places", [BOTH, (Place.DEVICE,), (Place.HOST,)], ids=str)
+@pytest.mark.parametrize("places", [BOTH, (KVTier.DEVICE,), (KVTier.HOST,)], ids=str)
 def test_the_largest_iterations_of_each_kind_run(
-    decoder: Decoder, plans: list[IterationPlan], places: Sequence[Place]
+    decoder: Decoder, plans: list[IterationPlan], tiers: Sequence[KVTier]
 ) -> None:
     gauge = FakeGauge()
     gauge.taken = 77
-    assert warm_up(decoder, places, LIMITS, WholeDevice(CPU), gauge) == 77
+    assert warm_up(decoder, tiers, LIMITS, WholeDevice(CPU), gauge) == 77
     assert gauge.begun == 2  # what was taken is given back
     sequences = [list(plan.sequences) for plan in plans]
     tokens = [sum(len(s.token_ids) for s in each) for each in sequences]
-    for place in places:
-        prompts = [each for each in sequences if each[0].place == place and not each[0].is_decode]
+    for tier in tiers:
+        prompts = [each for each in sequences if each[0].tier == tier and not each[0].is_decode]
         assert any(len(each) == LIMITS.max_batch_requests for each in prompts)  # with as many samples
         assert any(len(each[0].token_ids) == LIMITS.max_batch_tokens for each in prompts)  # a long one
         assert any(each[0].start >= LIMITS.max_batch_tokens for each in prompts)  # after others
     assert max(tokens) == LIMITS.max_batch_tokens
     decodes = [each for each in sequences if all(s.is_decode for s in each)]
     assert {len(each) for each in decodes} == {LIMITS.max_batch_requests}
-    assert {s.place for each in decodes for s in each} == set(places)
+    assert {s.tier for each in decodes for s in each} == set(tiers)
     assert len(decodes) > 1  # by a graph, too
 
 
@@ -91,7 +91,7 @@ def test_too_little_memory_is_told_with_what_to_do(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(PlanExecutor, "_submit", fail)
+    monkeypatch.setattr(ModelRunner, "_submit", fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gauge = FakeGauge()
     if isinstance(error, torch.OutOfMemoryError):
@@ -136,7 +136,7 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     reckoned = activation_bytes(decoder.config, limits, torch.float32)
     room = 3_000_000_000 - max(reckoned, 5_000_000) - DEVICE_MARGIN_BYTES
     most = limits.max_batch_requests * decoder.config.max_context_tokens
-    assert taken.num_blocks[Place.DEVICE] * 16 == min(
+    assert taken.num_blocks[KVTier.DEVICE] * 16 == min(
         room // decoder.config.kv_bytes_per_token(torch.float32) // 64 * 64, most
     )
 

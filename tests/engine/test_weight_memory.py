@@ -5,7 +5,7 @@ import torch
 
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeMemory, activation_bytes
@@ -16,7 +16,7 @@ from neo_desktop.models.shapes import shape
 CONFIG, DTYPE = shape("llama-2-13b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, hand_off_ms=0.03)
+RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, offload_ms=0.03)
 STREAMING_BYTES = streaming_bytes(layer_matrices(CONFIG, DENSE, DTYPE))
 TOKEN = CONFIG.kv_bytes_per_token(DTYPE)
 

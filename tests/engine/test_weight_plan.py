@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.predict.split_product import (
+from neo_desktop.engine.predict.offloaded_matmul import (
     Rates,
     Sizes,
     product_time,
@@ -33,7 +33,7 @@ CONFIG, DTYPE = shape("llama-3.1-8b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 MATRICES = layer_matrices(CONFIG, DENSE, DTYPE)
 # A desktop, decimal.
-RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, hand_off_ms=0.03)
+RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, offload_ms=0.03)
 GATE_UP = MATRICES["0.gate_up"]
 UNIT = GATE_UP.unit
 
@@ -44,7 +44,7 @@ rates = st.builds(
     bus_bytes_per_s=st.floats(1e9, 6e10),
     gpu_bytes_per_s=st.floats(5e10, 3e12),
     gpu_flops=st.floats(1e12, 1e15),
-    hand_off_ms=st.floats(0, 0.2),
+    offload_ms=st.floats(0, 0.2),
     host_bytes_per_s=st.floats(1e9, 5e11),
 )
 
@@ -55,7 +55,7 @@ def share(machine: Rates, rows: int) -> float:
 
 def test_for_one_row_bus_and_cpu_divide_the_weights_by_their_speed() -> None:
     """The paper's α = T_cpu / (T_cpu + T_trans)."""
-    found = share(replace(RATES, hand_off_ms=0.0), 1)
+    found = share(replace(RATES, offload_ms=0.0), 1)
     assert found == pytest.approx(20 / (20 + 40), rel=1e-3)
     assert found < share(RATES, 1) < 1.05 * found  # handing over takes time, too
 
@@ -68,7 +68,7 @@ def test_for_a_prompt_all_weights_are_streamed() -> None:
 
 def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
     """CPU and bus read from the same memory: what the CPU can read itself need not be sent."""
-    shared = replace(RATES, host_bytes_per_s=40e9, hand_off_ms=0.0)
+    shared = replace(RATES, host_bytes_per_s=40e9, offload_ms=0.0)
     assert share(shared, 1) == pytest.approx(0, abs=1e-3)
     assert share(shared, 2048) > 0.95
 
@@ -84,12 +84,12 @@ def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) ->
     ]
     unpacking_s = 2 * nbytes / machine.gpu_bytes_per_s
     handed = rows * (sizes.columns + others * sizes.rows) * 2
-    hand_off_s = machine.hand_off_ms / 1e3 + handed / machine.bus_bytes_per_s
+    offload_s = machine.offload_ms / 1e3 + handed / machine.bus_bytes_per_s
 
     def ms(share: float) -> float:
         cpu_s = (1 - share) * max(nbytes / machine.cpu_bytes_per_s, flop / machine.cpu_flops)
         return 1e3 * max(
-            cpu_s + hand_off_s if share < 1 else 0.0,
+            cpu_s + offload_s if share < 1 else 0.0,
             share * nbytes / machine.bus_bytes_per_s,
             on_gpu[0] + share * (on_gpu[1] + unpacking_s),
             nbytes / machine.host_bytes_per_s,
@@ -145,7 +145,7 @@ def test_half_of_the_weights_nearly_reach_what_cpu_and_bus_can_read() -> None:
 def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
     """Some of them, at even distances, instead of some rows of all."""
     config = shape("qwen2.5-0.5b")
-    slow = replace(RATES, hand_off_ms=0.3)
+    slow = replace(RATES, offload_ms=0.3)
     always = least_gpu_bytes(config, DENSE, DTYPE)
     budget = always + (config.weight_bytes(DTYPE) - always) * 2 // 3
     plan = plan_weights(config, DENSE, DTYPE, budget, slow)
@@ -159,7 +159,7 @@ def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_s
 
 def test_what_the_cpu_does_faster_beside_the_gpu_stays_with_it() -> None:
     """A server's CPU beside a slow card: with all weights on the card, both would take longer."""
-    equal = Rates(200e9, 4e12, 20e9, 220e9, 3e13, hand_off_ms=0.01)
+    equal = Rates(200e9, 4e12, 20e9, 220e9, 3e13, offload_ms=0.01)
     plan = plan_weights(CONFIG, DENSE, DTYPE, 2 * WEIGHTS, equal)
     assert 0.3 * WEIGHTS < plan.host_bytes < 0.6 * WEIGHTS
     on_gpu = WeightPlan({name: sizes.rows for name, sizes in MATRICES.items()}, WEIGHTS, 0)
@@ -194,7 +194,7 @@ def test_streamed_rows_cost_the_gpu_time_too() -> None:
     assert product_time(slow, sizes, 0, 1).streamed_share < product_time(RATES, sizes, 0, 1).streamed_share
 
 
-MIXTURE = replace(
+MOE = replace(
     shape("qwen3-4b"),
     num_layers=6,
     experts=ExpertsConfig(count=64, per_token=4, intermediate_size=768, layers=tuple(range(6))),
@@ -202,33 +202,33 @@ MIXTURE = replace(
 
 
 def test_what_every_token_needs_comes_to_the_gpu_before_experts() -> None:
-    matrices = layer_matrices(MIXTURE, DENSE, DTYPE)
-    least = least_gpu_bytes(MIXTURE, DENSE, DTYPE)
+    matrices = layer_matrices(MOE, DENSE, DTYPE)
+    least = least_gpu_bytes(MOE, DENSE, DTYPE)
     needed = sum(sizes.device_bytes for sizes in matrices.values() if sizes.used_share == 1)
-    plan = plan_weights(MIXTURE, DENSE, DTYPE, least + needed, RATES)
+    plan = plan_weights(MOE, DENSE, DTYPE, least + needed, RATES)
     for layer in range(6):
         for name in ("qkv", "output"):
             assert plan.resident_rows[f"{layer}.{name}"] > 0.8 * matrices[f"{layer}.{name}"].rows
 
 
 def test_of_experts_whole_ones_are_resident_as_many_in_each_layer() -> None:
-    plan = plan_weights(MIXTURE, DENSE, DTYPE, MIXTURE.weight_bytes(DTYPE) // 2, RATES)
+    plan = plan_weights(MOE, DENSE, DTYPE, MOE.weight_bytes(DTYPE) // 2, RATES)
     counts = [plan.resident_rows[f"{layer}.experts"] for layer in range(6)]
     assert max(counts) - min(counts) <= 1
     assert 10 < counts[0] < 64
     for layer, count in enumerate(counts):
         assert plan.resident_rows[f"{layer}.experts_gate"] == count * 768
         assert plan.resident_rows[f"{layer}.experts_up"] == count * 768
-        assert plan.resident_rows[f"{layer}.experts_down"] == count * MIXTURE.hidden_size
+        assert plan.resident_rows[f"{layer}.experts_down"] == count * MOE.hidden_size
     assert "0.router" not in plan.resident_rows
-    assert plan.gpu_bytes + plan.host_bytes == pytest.approx(MIXTURE.weight_bytes(DTYPE), rel=1e-6)
+    assert plan.gpu_bytes + plan.host_bytes == pytest.approx(MOE.weight_bytes(DTYPE), rel=1e-6)
 
 
 @pytest.mark.parametrize("host_bytes_per_s", [inf, 45e9])
 @pytest.mark.parametrize("rows", [1, 3, 10, 40, 1000])
 def test_no_other_share_of_experts_takes_less(rows: int, host_bytes_per_s: float) -> None:
     rates = replace(RATES, host_bytes_per_s=host_bytes_per_s)
-    experts = layer_matrices(MIXTURE, DENSE, DTYPE)["0.experts"]
+    experts = layer_matrices(MOE, DENSE, DTYPE)["0.experts"]
     for resident in (0, 20, 63):
         best = product_time(rates, experts, resident, rows).ms
         others = [product_time(rates, experts, resident, rows, step / 64).ms for step in range(65)]
@@ -236,7 +236,7 @@ def test_no_other_share_of_experts_takes_less(rows: int, host_bytes_per_s: float
 
 
 def test_a_token_reads_its_experts_alone_and_a_prompt_all_of_them() -> None:
-    matrices = layer_matrices(MIXTURE, DENSE, DTYPE)
+    matrices = layer_matrices(MOE, DENSE, DTYPE)
     experts = matrices["0.experts"]
     one, many = product_time(RATES, experts, 0, 1, 0.0), product_time(RATES, experts, 0, 1000, 0.0)
     assert one.host_ms == pytest.approx(1e3 * experts.host_bytes * 4 / 64 / RATES.cpu_bytes_per_s)

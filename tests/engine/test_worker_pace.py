@@ -6,91 +6,91 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from async_case_engine import AsyncCase
 from cost_models import machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
 from idle import assert_is_idle
-from own_pace import OwnPace
 from worker_process import WorkerProcess
 from worker_requests import ONE, Answers, expected, make_engine, prompts
 from workers import running_worker
 
 from neo_desktop import Engine
-from neo_desktop.engine.batch import MAX_STAGGERED
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.profiling.workers import divided
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.draft import HostQueue
+from neo_desktop.engine.schedule.batch_builder import HostQueue
+from neo_desktop.engine.schedule.partition import CandidateGenerator
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from neo_desktop.engine.schedule.split import Outlook
 
-TWO = Place.worker(2)
+TWO = KVTier.worker(2)
 WORKERS = ONE, TWO
-EVERYWHERE = (*PLACES, *WORKERS)
+EVERYWHERE = (*MEASURED_TIERS, *WORKERS)
 BLOCK_SIZE = 4
 
 
 def far(round_trip_ms: float = 5.0, sending_ms: float = 0.001, **figures: float) -> TableCostModel:
     """A machine with two workers at the other end of a long network."""
-    cost = machine(places=EVERYWHERE, **figures)  # type: ignore[arg-type]
+    cost = machine(tiers=EVERYWHERE, **figures)  # type: ignore[arg-type]
     ways = Curve((1, 64), (round_trip_ms + sending_ms, round_trip_ms + 64 * sending_ms))
     network = Network(ways, Curve((1, 64), (sending_ms, 64 * sending_ms)))
     return replace(cost, networks=dict.fromkeys(WORKERS, network))
 
 
-def on_device(decodes: int) -> Load:
-    return Load().plus({Place.DEVICE: Decodes(decodes, decodes * 500)})
+def on_device(decodes: int) -> BatchShape:
+    return BatchShape().plus({KVTier.DEVICE: Decodes(decodes, decodes * 500)})
 
 
 def test_the_round_trip_of_a_worker_is_paid_once_in_an_iteration_and_not_in_each_layer() -> None:
     cost, load = far(), on_device(16)
     alone_ms = iteration_ms(cost, load)
-    outlook = Outlook(cost, load, HostQueue([(ONE, 500)] * 40))
-    assert outlook.together().predicted_ms > alone_ms + cost.num_layers * 5.0
-    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
-    assert apart.staggered == {ONE: 40}
+    generator = CandidateGenerator(cost, load, HostQueue([(ONE, 500)] * 40))
+    assert generator.together().predicted_ms > alone_ms + cost.num_layers * 5.0
+    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
+    assert apart.async_decodes == {ONE: 40}
     assert alone_ms < apart.predicted_ms < alone_ms + 3 * 5.0
 
 
 def test_the_bound_on_a_token_holds_for_workers_too() -> None:
     cost = far()
-    outlook = Outlook(cost, on_device(16), HostQueue([(ONE, 500)] * 40))
-    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
+    generator = CandidateGenerator(cost, on_device(16), HostQueue([(ONE, 500)] * 40))
+    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
     token_ms = (cost.num_layers + 1) * apart.predicted_ms
-    assert list(outlook.with_staggered(outlook.front(0, 0), token_ms))
-    assert not list(outlook.with_staggered(outlook.front(0, 0), 0.99 * token_ms))
+    assert list(generator.with_async(generator.front(0, 0), token_ms))
+    assert not list(generator.with_async(generator.front(0, 0), 0.99 * token_ms))
 
 
 def test_each_place_gets_as_many_as_it_has_time_for() -> None:
     """A slow CPU does not hold workers up, and no place reckons with another's time."""
     cost = far(cpu_token_ms=0.004)
-    slow = cost.attention[Place.HOST]
+    slow = cost.attention[KVTier.HOST]
     fast = Surface(slow.x, slow.y, [[ms / 1000 for ms in row] for row in slow.ms])
     cost = replace(cost, attention={**cost.attention, ONE: fast, TWO: fast})
-    queue = [(place, 500) for place in (Place.HOST, ONE, TWO) for _ in range(30)]
-    outlook = Outlook(cost, on_device(16), HostQueue(queue))
-    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
-    assert apart.staggered[ONE] == apart.staggered[TWO] == 30
-    assert 0 < apart.staggered[Place.HOST] < 30
+    queue = [(tier, 500) for tier in (KVTier.HOST, ONE, TWO) for _ in range(30)]
+    generator = CandidateGenerator(cost, on_device(16), HostQueue(queue))
+    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
+    assert apart.async_decodes[ONE] == apart.async_decodes[TWO] == 30
+    assert 0 < apart.async_decodes[KVTier.HOST] < 30
 
 
 def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
     cost = far(sending_ms=0.4)
-    queue = [(place, 100) for place in (ONE, TWO) for _ in range(60)]
-    outlook = Outlook(cost, on_device(4), HostQueue(queue))
-    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
-    assert 0 < apart.num_staggered < 120
-    assert set(apart.staggered) <= set(WORKERS)
+    queue = [(tier, 100) for tier in (ONE, TWO) for _ in range(60)]
+    generator = CandidateGenerator(cost, on_device(4), HostQueue(queue))
+    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
+    assert 0 < apart.num_async < 120
+    assert set(apart.async_decodes) <= set(WORKERS)
 
 
-queues = st.lists(st.tuples(st.sampled_from((Place.HOST, *WORKERS)), st.integers(1, 3000)), max_size=60)
+queues = st.lists(st.tuples(st.sampled_from((KVTier.HOST, *WORKERS)), st.integers(1, 3000)), max_size=60)
 
 
 @given(
@@ -103,8 +103,8 @@ queues = st.lists(st.tuples(st.sampled_from((Place.HOST, *WORKERS)), st.integers
     workers_only=st.booleans(),
 )
 def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
-    waiting: list[tuple[Place, int]],
-    under_way: list[tuple[Place, int]],
+    waiting: list[tuple[KVTier, int]],
+    under_way: list[tuple[KVTier, int]],
     decodes: int,
     taken: float,
     round_trip_ms: float,
@@ -113,39 +113,39 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
 ) -> None:
     cost = far(round_trip_ms, sending_ms)
     queue, begun = HostQueue(waiting), HostQueue(under_way).decodes(range(len(under_way)))
-    outlook = Outlook(cost, on_device(decodes), queue, staggered=begun)
+    generator = CandidateGenerator(cost, on_device(decodes), queue, async_decodes=begun)
     num_taken = int(taken * len(waiting))
-    split = outlook.front(num_taken // 2, num_taken)
-    found = list(outlook.with_staggered(split, 1e9, workers_only=workers_only))
+    split = generator.front(num_taken // 2, num_taken)
+    found = list(generator.with_async(split, 1e9, workers_only=workers_only))
     assert len(found) <= 1
     assert bool(found) >= bool(under_way)
     rest = queue.decodes(range(num_taken, len(waiting)))
     for each in found:
-        assert each.num_staggered <= max(MAX_STAGGERED * cost.num_layers, len(under_way))
-        for place in (Place.HOST, *WORKERS):
-            least = begun[place].requests if place in begun else 0
-            more = rest[place].requests if place in rest else 0
-            if workers_only and not place.is_remote:
+        assert each.num_async <= max(MAX_ASYNC_DECODES * cost.num_layers, len(under_way))
+        for tier in (KVTier.HOST, *WORKERS):
+            least = begun[tier].requests if tier in begun else 0
+            more = rest[tier].requests if tier in rest else 0
+            if workers_only and not tier.is_remote:
                 more = 0
-            assert least <= each.staggered.get(place, 0) <= least + more
+            assert least <= each.async_decodes.get(tier, 0) <= least + more
 
 
 @pytest.mark.parametrize("policy", ["own pace", "apex", "auto"])
 def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(policy: str) -> None:
     """Workers are lost in mid-token and come back; requests are aborted, move and are preempted."""
-    num_staggered = num_lost = 0
+    num_async = num_lost = 0
     for seed in range(40):
         rng = random.Random(seed)
-        own = OwnPace("own pace", EVERYWHERE)
-        chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_places(WORKERS)
+        own = AsyncCase("own pace", EVERYWHERE)
+        chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_tiers(WORKERS)
         cost = far(rng.choice((0.1, 5.0)), num_layers=rng.randint(1, 6))
         run = _Run(rng, chosen, cost)
         for _ in range(12):
             run.add([rng.randrange(3) for _ in range(rng.randint(1, 20))], rng.randint(1, 30))
         run.end()
-        num_staggered += run.scheduler.counters.num_staggered_decodes
+        num_async += run.scheduler.counters.num_async_decodes
         num_lost += run.num_lost_in_mid_token
-    assert num_staggered > 50
+    assert num_async > 50
     assert num_lost > 0
 
 
@@ -155,8 +155,8 @@ class _Run:
     def __init__(self, rng: random.Random, policy: Policy, cost: TableCostModel) -> None:
         self.rng = rng
         self.num_blocks = {
-            Place.DEVICE: 20,
-            Place.HOST: rng.choice((0, 20)),
+            KVTier.DEVICE: 20,
+            KVTier.HOST: rng.choice((0, 20)),
             ONE: 30,
             TWO: rng.choice((0, 30)),
         }
@@ -166,7 +166,7 @@ class _Run:
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
-        self.lost: set[Place] = set()
+        self.lost: set[KVTier] = set()
         self.num_lost_in_mid_token = 0
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
@@ -186,16 +186,16 @@ class _Run:
         if rng.random() < 0.3:
             scheduler.look_ahead()
         if rng.random() < 0.1:
-            place = rng.choice([each for each in WORKERS if self.num_blocks[each]])
-            if place not in self.lost:
+            tier = rng.choice([each for each in WORKERS if self.num_blocks[each]])
+            if tier not in self.lost:
                 if rng.random() < 0.5:
                     self.executor.execute(plan)  # it got that far
-                standing = {each.request_id for cohort in plan.staggered[:-1] for each in cohort if each}
-                names = {name for name in standing if self.kv.place_of(name) == place}
+                standing = {each.request_id for group in plan.async_decodes[:-1] for each in group if each}
+                names = {name for name in standing if self.kv.tier_of(name) == tier}
                 self.num_lost_in_mid_token += bool(names)
-                scheduler.lose(place)
-                self.executor.slots[place].clear()
-                self.lost.add(place)
+                scheduler.lose(tier)
+                self.executor.slots[tier].clear()
+                self.lost.add(tier)
                 return True
         for request in scheduler.update(self.executor.execute(plan)):
             output = request.take_output()
@@ -209,8 +209,8 @@ class _Run:
         return True
 
     def _open(self) -> None:
-        place = self.lost.pop()
-        self.scheduler.open(place, self.num_blocks[place])
+        tier = self.lost.pop()
+        self.scheduler.open(tier, self.num_blocks[tier])
 
     def end(self) -> None:
         for _ in range(4000):
@@ -250,14 +250,14 @@ def test_noise_makes_no_time_negative() -> None:
 
 
 @pytest.fixture
-def all_at_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "neo", OwnPace("neo", PLACES))
+def all_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "neo", AsyncCase("neo", MEASURED_TIERS))
 
 
-def assert_answers_at_own_pace(engine: Engine, checkpoint: Path) -> None:
+def assert_async_answers(engine: Engine, checkpoint: Path) -> None:
     batch = prompts()
     assert Answers(engine, batch).end() == expected(checkpoint, batch)
-    assert engine.stats().num_staggered_decodes > 0
+    assert engine.stats().num_async_decodes > 0
     assert_is_idle(engine)
 
 
@@ -271,26 +271,26 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cost = far(round_trip_ms)
-    measured = ({place: cost.attention[place] for place in WORKERS}, dict(cost.networks))
+    measured = ({tier: cost.attention[tier] for tier in WORKERS}, dict(cost.networks))
     monkeypatch.setattr("neo_desktop.engine.engine.measured_workers", lambda *_: measured)
     monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans are those of that machine
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, policy=policy))
-    assert_answers_at_own_pace(engine, checkpoints["llama"])
+    assert_async_answers(engine, checkpoints["llama"])
 
 
 @pytest.mark.parametrize("partition", ["requests", "heads"])
-@pytest.mark.usefixtures("all_at_own_pace")
+@pytest.mark.usefixtures("all_async")
 def test_however_workers_divide_the_work_the_tokens_are_the_same(
     stack: ExitStack, checkpoints: dict[str, Path], secret: Path, partition: str
 ) -> None:
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, partition=partition))
-    assert_answers_at_own_pace(engine, checkpoints["llama"])
+    assert_async_answers(engine, checkpoints["llama"])
 
 
 @pytest.mark.parametrize("partition", ["requests", "heads"])
-@pytest.mark.usefixtures("all_at_own_pace")
+@pytest.mark.usefixtures("all_async")
 def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
     checkpoints: dict[str, Path], secret: Path, partition: str
 ) -> None:
@@ -303,8 +303,8 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
 
             def is_in_mid_token() -> bool:
                 running = engine._scheduler.running
-                there = {request.request_id for place, request in running if place == ONE}
-                return bool(there & engine._scheduler.own_pace) and len(answers.tokens["0"]) > 5
+                there = {request.request_id for tier, request in running if tier == ONE}
+                return bool(there & engine._scheduler.async_case_engine) and len(answers.tokens["0"]) > 5
 
             answers.until(is_in_mid_token)
             assert is_in_mid_token()
@@ -312,5 +312,5 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
             answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
             with WorkerProcess(secret, first.address.port):
                 assert answers.end() == expected(checkpoints["llama"], batch)
-            assert engine.stats().num_staggered_decodes > 0
+            assert engine.stats().num_async_decodes > 0
             assert_is_idle(engine)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+from fallback_levels import kernels_on
 from imitated_device import ImitatedDevice, imitated_device
-from ladder_rungs import kernels_on
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from pipeline_case import tiny_model
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
-from neo_desktop.engine.execute import plan_executor
+from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.executor import Wait
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.host_reserve import HostReserve
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -57,16 +57,16 @@ class Job:
 
 def make_engine(
     model: Decoder, backend: ImitatedBackend, policy: str = "gpu-only", num_blocks: int = NUM_BLOCKS
-) -> tuple[Engine, PlanExecutor]:
-    places = (Place.DEVICE,) if policy == "gpu-only" else PLACES
-    executor, _ = make_executor(model, places=places, backend=backend)
-    kv = KVCache(dict.fromkeys(places, num_blocks), 16)
+) -> tuple[Engine, ModelRunner]:
+    tiers = (KVTier.DEVICE,) if policy == "gpu-only" else MEASURED_TIERS
+    executor, _ = make_executor(model, tiers=tiers, backend=backend)
+    kv = KVCache(dict.fromkeys(tiers, num_blocks), 16)
     scheduler = Scheduler(kv, get_policy(policy), SchedulerLimits(64, 6), None)
     loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), WholeDevice(torch.device("cpu")))
     return Engine(loaded, scheduler, kv, executor, policy), executor
 
 
-def note_plans(executor: PlanExecutor, monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
+def note_plans(executor: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
     start, plans = executor.start, list[IterationPlan]()
 
     def started(plan: IterationPlan) -> Wait:
@@ -128,8 +128,8 @@ def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     results = []
     for has_reserve in (False, True):
         backend = ImitatedBackend(seed, num_queues=rng.choice([None, 1, 3]))
-        executor, _ = make_executor(model, places=PLACES, backend=backend)
-        kv = KVCache({Place.DEVICE: 10, Place.HOST: NUM_BLOCKS}, 16)
+        executor, _ = make_executor(model, tiers=MEASURED_TIERS, backend=backend)
+        kv = KVCache({KVTier.DEVICE: 10, KVTier.HOST: NUM_BLOCKS}, 16)
         scheduler = Scheduler(kv, get_policy("neo"), SchedulerLimits(64, 6), None)
         loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), WholeDevice(torch.device("cpu")))
         ticks = itertools.count()
@@ -159,10 +159,10 @@ def test_tokens_are_those_of_iterations_one_after_the_other(
         engine, executor = make_engine(model, backend, policy, num_blocks)
         plans = note_plans(executor, monkeypatch)
         if not runs_ahead:
-            monkeypatch.setattr(PlanExecutor, "runs_ahead", property(lambda _: False))
+            monkeypatch.setattr(ModelRunner, "runs_ahead", property(lambda _: False))
         results.append(run(engine, jobs))
         assert policy == "neo" or any(plan.is_ahead for plan in plans) == runs_ahead
-        assert engine.stats().pools[Place.DEVICE].num_used_blocks == 0
+        assert engine.stats().pools[KVTier.DEVICE].num_used_blocks == 0
         engine.close()
         monkeypatch.undo()
     ahead, one_by_one = results
@@ -235,7 +235,7 @@ def test_an_iteration_that_is_done_again_leaves_the_next_one_its_tokens(
             super().wait()
             self.num_waits += 1
             if self.num_waits == failing:
-                raise plan_executor.HandOverStalledError("the GPU was slow")
+                raise model_runner.OffloadStalledError("the GPU was slow")
 
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     jobs = {"a": Job([1, 2, 3], params, 0, None), "b": Job([4, 5], params, 2, None)}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fallback_levels import kernels_on
 from imitated_device import (
     ALWAYS,
     ILLEGAL_ADDRESS,
@@ -10,7 +11,6 @@ from imitated_device import (
     ImitatedDevice,
     needs_imitated_gpu,
 )
-from ladder_rungs import kernels_on
 from tiny_engine import PARAMS, PROMPTS, Tokens, engine, tokens_of
 
 from neo_desktop import Engine
@@ -21,16 +21,16 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute import stream_lane
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
-from neo_desktop.engine.execute.lane import Lane, Recorder
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.lane import Lane, Launcher
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.trial.kernel_checks import kernel_checks
-from neo_desktop.engine.trial.rig import Rig
-from neo_desktop.engine.waiting import Patience
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.selfcheck.kernel_checks import kernel_checks
+from neo_desktop.engine.selfcheck.rig import Rig
+from neo_desktop.engine.watchdog import Timeout
 
-EXECUTOR = "neo_desktop.engine.execute.plan_executor"
+EXECUTOR = "neo_desktop.engine.execute.model_runner"
 FOREVER_S = 3600.0
 
 
@@ -59,7 +59,7 @@ def test_without_memory_for_graphs_the_tokens_are_the_same(
         imitated.fail(call, OUT_OF_MEMORY, times=times)
         assert tokens_of(made) == expected
         assert imitated.num_failed >= min(times, 2)
-    assert ladder.rung("graphs") == "host-flags"  # memory may come back: nothing is given up for good
+    assert fallbacks.level("graphs") == "host-flags"  # memory may come back: nothing is given up for good
 
 
 def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
@@ -88,9 +88,9 @@ def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
     def program(key: str, count: int) -> SmallProgram:
         stage = Stage("work", 0, 0, 1)
 
-        def record(recorder: Recorder) -> None:
-            recorder.run(Lane.TO_HOST, stage, lambda: counter.add_(1))
-            recorder.run(Lane.DEVICE, stage, lambda: tensors.append(torch.empty(count, device="cuda")))
+        def record(launcher: Launcher) -> None:
+            launcher.run(Lane.TO_HOST, stage, lambda: counter.add_(1))
+            launcher.run(Lane.DEVICE, stage, lambda: tensors.append(torch.empty(count, device="cuda")))
 
         return SmallProgram(key, record)
 
@@ -116,8 +116,8 @@ def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
 def test_a_stall_of_the_flags_check_is_told(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    imitated.set_patience(FOREVER_S)
-    monkeypatch.setattr("neo_desktop.engine.execute.build.CHECK_PATIENCE_S", 0.5)
+    imitated.set_timeout(FOREVER_S)
+    monkeypatch.setattr("neo_desktop.engine.execute.build.CHECK_TIMEOUT_S", 0.5)
     runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
     flags = torch.zeros(1, 16, dtype=torch.int32).pin_memory()
     if is_lost:
@@ -140,10 +140,10 @@ def test_memory_operations_that_a_capture_refuses_are_done_without(
     if is_at_start:
         refuse()
     with engine("fastdecode") as made:
-        assert ladder.rung("graphs") == ("device-only" if is_at_start else "host-flags")
+        assert fallbacks.level("graphs") == ("device-only" if is_at_start else "host-flags")
         refuse()
         assert tokens_of(made) == expected
-        assert ladder.rung("graphs") == "device-only"
+        assert fallbacks.level("graphs") == "device-only"
         assert tokens_of(made) == expected
         assert imitated.num_failed == 1  # they are not tried again
 
@@ -152,13 +152,13 @@ def test_a_hand_over_that_the_relay_never_hears_of_is_done_without(
     imitated: ImitatedDevice, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device waits for an answer that the relay does not give, until the relay's guard releases it."""
-    set_patience(monkeypatch, 2.0)
+    set_timeout(monkeypatch, 2.0)
     elsewhere = torch.zeros(1, dtype=torch.int32).pin_memory()
     write = stream_lane.stream_write_value
     with engine("fastdecode") as made:
         monkeypatch.setattr(stream_lane, "stream_write_value", lambda stream, flag: write(stream, elsewhere))
         assert tokens_of(made) == expected
-    assert ladder.rung("graphs") == "device-only"
+    assert fallbacks.level("graphs") == "device-only"
     assert imitated.num_deadlocks == 0
 
 
@@ -167,7 +167,7 @@ def test_a_slow_device_is_waited_for(imitated: ImitatedDevice, expected: Tokens,
     with engine(policy) as made:
         imitated.delay(1000)
         assert tokens_of(made) == expected
-    assert ladder.limits() == {}
+    assert fallbacks.limits() == {}
 
 
 @pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
@@ -176,12 +176,12 @@ def test_kernels_by_torchs_operators_give_the_tokens_in_graphs_too(
 ) -> None:
     with kernels_on("torch"), engine(policy) as made:
         assert tokens_of(made) == expected
-        assert ladder.rung("graphs") == "host-flags"
+        assert fallbacks.level("graphs") == "host-flags"
 
 
-def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def set_timeout(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let engines that are made from now on wait so long for a stage that does not end."""
-    monkeypatch.setitem(PlanExecutor.__init__.__kwdefaults__, "patience", Patience(seconds))
+    monkeypatch.setitem(ModelRunner.__init__.__kwdefaults__, "timeout", Timeout(seconds))
 
 
 def work(made: Engine) -> None:
@@ -197,8 +197,8 @@ def work(made: Engine) -> None:
 def test_an_illegal_address_ends_the_engine_at_once(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, first: int
 ) -> None:
-    """Whoever waited for a patience to end, in a step or in `close`, would meet this test's own deadline."""
-    set_patience(monkeypatch, FOREVER_S)
+    """Whoever waited for a timeout to end, in a step or in `close`, would meet this test's own deadline."""
+    set_timeout(monkeypatch, FOREVER_S)
     with engine(policy) as made:
         imitated.fail("operation", ILLEGAL_ADDRESS, first=first)
         said = "the GPU can no longer be used by this process .*illegal memory access.*start the engine again"
@@ -214,8 +214,8 @@ def test_an_illegal_address_ends_the_engine_at_once(
 def test_a_device_that_never_ends_is_given_up(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
 ) -> None:
-    imitated.set_patience(FOREVER_S)  # it does not find out by itself that nothing goes on
-    set_patience(monkeypatch, 5.0)
+    imitated.set_timeout(FOREVER_S)  # it does not find out by itself that nothing goes on
+    set_timeout(monkeypatch, 5.0)
     with engine(policy) as made:
         imitated.hang(number)
         with pytest.raises(DeviceStalledError, match=r"the GPU did not end .* within .*started again"):

@@ -11,7 +11,7 @@ from pipeline_case import make_storage, tiny_config
 from neo_desktop.engine.batch import BlockCopy, IterationPlan, SubBatch
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import random_model
@@ -26,21 +26,21 @@ SIGNALS = ("record", "wait event", "write value", "wait value")
 
 
 def _mixed(new: str, start: int = 0) -> IterationPlan:
-    """Decodes of both places in two sub-batches, and chunks of these prompts, from `start` on."""
+    """Decodes of both tiers in two sub-batches, and chunks of these prompts, from `start` on."""
     first, second = (part.sequences for part in decodes("abc", "e", sampling=GREEDY).sub_batches)
     chunks = [sequence(name, start, HOMES[name][2], GREEDY) for name in new]
     ordered = [
         one
-        for place in PLACES
-        for one in (*(s for s in chunks if s.place == place), *(s for s in first if s.place == place))
+        for tier in MEASURED_TIERS
+        for one in (*(s for s in chunks if s.tier == tier), *(s for s in first if s.tier == tier))
     ]
     return IterationPlan((SubBatch(tuple(ordered)), SubBatch(second)))
 
 
 def _moving() -> IterationPlan:
     """Decodes, while a block moves either way."""
-    there = BlockCopy(Place.DEVICE, 2, Place.HOST, 20)
-    back = BlockCopy(Place.HOST, 3, Place.DEVICE, 21)
+    there = BlockCopy(KVTier.DEVICE, 2, KVTier.HOST, 20)
+    back = BlockCopy(KVTier.HOST, 3, KVTier.DEVICE, 21)
     return IterationPlan(decodes("a", "c", sampling=GREEDY).sub_batches, (there, back))
 
 
@@ -54,7 +54,7 @@ def _launched(
     model = Decoder(base.config, dtype=torch.float16, device=torch.device("cuda"), form=DENSE)
     for target, source in zip(named_weights(model), named_weights(base), strict=True):
         target.load(0, source.dense())
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     executor.execute(prompts("abcdef"))
     for _ in range(2):  # at once, then captured

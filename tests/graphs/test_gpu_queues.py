@@ -18,7 +18,7 @@ from neo_desktop.engine.cuda.errors import DeviceLostError
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute import stream_lane
 from neo_desktop.engine.execute.backend import StreamBackend
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
 from neo_desktop.engine.execute.round_trips import SmallProgram, nothing
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.native.relay import empty_flags
@@ -40,14 +40,14 @@ def question_and_answer(flags: Tensor, seen: Tensor) -> SmallProgram:
         seen: [NUM_STEPS] on the device.
     """
 
-    def record(recorder: Recorder) -> None:
+    def record(launcher: Launcher) -> None:
         arrived: tuple[Signal, ...] = ()
         for step in range(NUM_STEPS):
             stage = Stage("step", step, 0, 1)
-            asked = recorder.run(Lane.DEVICE, stage, seen[step].zero_, arrived)
-            answered = recorder.host(Lane.CPU, stage, HostStep(nothing, flags[:, step]), (asked,))
-            arrived = (recorder.run(Lane.TO_DEVICE, stage, partial(seen[step].fill_, 1), (answered,)),)
-        recorder.wait(arrived)
+            asked = launcher.run(Lane.DEVICE, stage, seen[step].zero_, arrived)
+            answered = launcher.host(Lane.CPU, stage, HostStep(nothing, flags[:, step]), (asked,))
+            arrived = (launcher.run(Lane.TO_DEVICE, stage, partial(seen[step].fill_, 1), (answered,)),)
+        launcher.wait(arrived)
 
     return SmallProgram("program", record)
 
@@ -112,7 +112,7 @@ def test_an_answer_that_cuda_takes_for_independent_hangs_and_that_is_told(
     lost: DeviceLostError | None = None
     for seed in range(20):
         imitated.set_queues(num_queues, seed)
-        imitated.set_patience(2.0)
+        imitated.set_timeout(2.0)
         runs = backend()
         try:
             for _ in range(3):

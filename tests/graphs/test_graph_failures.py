@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import pytest
 import torch
+from fallback_levels import Levels
 from graph_case import contexts, decodes, make_executor, prompts
 from imitated_streams import ImitatedBackend, StallingBackend
-from ladder_rungs import Rungs
 from pipeline_case import check_result, tiny_model
 
 from neo_desktop.engine.batch import DeviceMemoryError
@@ -20,12 +20,12 @@ from neo_desktop.engine.cuda.errors import (
     StreamMemoryError,
 )
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
-from neo_desktop.engine.execute import plan_executor
+from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.waiting import Patience, Watch
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.watchdog import Timeout, Watchdog
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.native.relay import Relay, RelayStalledError
@@ -66,7 +66,7 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(model: De
 def test_without_memory_for_a_graph_iterations_go_on_piece_by_piece_for_a_while(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(plan_executor, "PAUSE_ITERATIONS", 2)
+    monkeypatch.setattr(model_runner, "PAUSE_ITERATIONS", 2)
 
     class Short(ImitatedBackend):
         is_short = False
@@ -112,7 +112,7 @@ def test_an_iteration_that_stands_still_is_done_again_without_flags(
     model: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = StallingBackend()
-    executor, _ = make_executor(model, backend=backend, patience=Patience(1.0, 0.0))
+    executor, _ = make_executor(model, backend=backend, timeout=Timeout(1.0, 0.0))
     executor.execute(prompts("ac"))
     backend.is_stalling = True
     for step in range(2):
@@ -164,17 +164,17 @@ def test_nor_may_another_error_hide_that_step(
 
 
 @pytest.mark.parametrize(
-    ("rung", "are_graphs"),
+    ("level", "are_graphs"),
     [("host-flags", (True, True, True)), ("device-only", (False, True, False)), ("eager", (False,) * 3)],
 )
 def test_every_rung_gives_the_same_tokens(
-    model: Decoder, rungs: Rungs, rung: str, are_graphs: tuple[bool, ...]
+    model: Decoder, levels: Levels, level: str, are_graphs: tuple[bool, ...]
 ) -> None:
     """Forced before an executor is made, and when one limits itself in the middle of the work."""
     for forced in (True, False):
-        rungs(graphs=rung if forced else "host-flags")
+        levels(graphs=level if forced else "host-flags")
         executor, backend = make_executor(model)
-        rungs(graphs=rung)
+        levels(graphs=level)
         executor.execute(prompts("abc"))
         for parts, is_graph in zip((("ac",), ("b",), ("a", "c")), are_graphs, strict=True):
             for step in range(2):
@@ -185,7 +185,7 @@ def test_every_rung_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    ("error", "rung"),
+    ("error", "level"),
     [
         (StreamMemoryError("cuStreamWaitValue32 failed"), "device-only"),
         (RelayStalledError("the GPU did not answer"), "device-only"),
@@ -198,7 +198,7 @@ def test_every_rung_gives_the_same_tokens(
 )
 @pytest.mark.parametrize("at_end", [False, True])
 def test_a_graph_that_fails_is_done_again_one_rung_lower(
-    model: Decoder, error: RuntimeError, rung: str, at_end: bool, caplog: pytest.LogCaptureFixture
+    model: Decoder, error: RuntimeError, level: str, at_end: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(ImitatedBackend):
         is_failing = False
@@ -217,7 +217,7 @@ def test_a_graph_that_fails_is_done_again_one_rung_lower(
     executor, _ = make_executor(model, backend=Failing())
     for plan in (prompts("ac"), *(decodes("ac", step=step) for step in range(3))):
         check_result(model, plan, contexts(plan), executor.execute(plan))
-    assert ladder.rung("graphs") == rung
+    assert fallbacks.level("graphs") == level
     assert [record.getMessage().count(str(error)) for record in caplog.records] == [1]
     executor.close()
 
@@ -233,7 +233,7 @@ def test_a_gpu_that_is_lost_is_not_worked_around(model: Decoder) -> None:
     with pytest.raises(DeviceLostError, match="an illegal memory access was encountered") as raised:
         executor.execute(prompts("ac"))
     assert raised.value.__cause__ is lost
-    assert "graphs" not in ladder.limits()
+    assert "graphs" not in fallbacks.limits()
     executor.close()
 
 
@@ -263,7 +263,7 @@ class Unanswering(ImitatedBackend):
             return self.num_runs <= 2 or self.num_waits <= 0
 
         try:
-            wait_for_gpu(SimpleNamespace(query=query), Watch(0.3), "a graph")
+            wait_for_gpu(SimpleNamespace(query=query), Watchdog(0.3), "a graph")
         except DeviceStalledError:
             self.num_waits -= 1
             raise
@@ -296,7 +296,7 @@ def test_a_gpu_that_goes_on_when_all_flags_are_raised_is_served_without_them(
     for step in range(3):
         plan = decodes("ac", step=step)
         check_result(model, plan, contexts(plan), executor.execute(plan))
-    assert ladder.rung("graphs") == "device-only"
+    assert fallbacks.level("graphs") == "device-only"
     assert "the GPU did not end a graph within 0.3 s" in caplog.text
     executor.close()
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fallback_levels import Levels
 from graph_case import GREEDY, HOMES, TOKENS, contexts, decodes, make_executor, prompts, sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from imitated_streams import ImitatedBackend, Operation
-from ladder_rungs import Rungs
 from pipeline_case import (
     RandomIterations,
     check_result,
@@ -20,7 +20,7 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import (
-    MAX_STAGGERED,
+    MAX_ASYNC_DECODES,
     BlockCopy,
     IterationPlan,
     SamplingInput,
@@ -29,13 +29,13 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.layout import Bucket, Capacity, Members
+from neo_desktop.engine.execute.layout import BatchMembers, Capacity, GraphKey
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace, device_bytes
 from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch, in_torch
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
@@ -75,12 +75,12 @@ def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> No
 
 
 def mixed(step: int = 0, start: int = 10) -> IterationPlan:
-    """Decodes of both places, a new prompt on the device, one of the host's that goes on from `start`."""
+    """Decodes of both tiers, a new prompt on the device, one of the host's that goes on from `start`."""
     first = decodes("abc", step=step).sub_batches[0].sequences
     new, more = sequence("f", 0, 17), sequence("d", start, 25)
     second = decodes("e", step=step).sub_batches[0].sequences
-    ordered = [new, *(s for s in first if s.place == Place.DEVICE), more]
-    ordered += [s for s in first if s.place == Place.HOST]
+    ordered = [new, *(s for s in first if s.tier == KVTier.DEVICE), more]
+    ordered += [s for s in first if s.tier == KVTier.HOST]
     return IterationPlan((SubBatch(tuple(ordered)), SubBatch(second)))
 
 
@@ -136,14 +136,14 @@ def test_decodes_whose_blocks_move_wait_for_them_in_every_layer(model: Decoder, 
     for step in range(3):
         plan = decodes("ab", "cd", step=step)
         there, back = homes["a"][1], (20, 21) if step % 2 == 0 else (0, 5)
-        ways = (Place.DEVICE, Place.HOST) if step % 2 == 0 else (Place.HOST, Place.DEVICE)
+        ways = (KVTier.DEVICE, KVTier.HOST) if step % 2 == 0 else (KVTier.HOST, KVTier.DEVICE)
         copies = tuple(BlockCopy(ways[0], a, ways[1], b) for a, b in zip(there, back, strict=True))
         homes["a"] = (ways[1], back, 20)
         moved = [
-            s._replace(place=ways[1], block_table=IntArray(back).view()) if s.request_id == "a" else s
+            s._replace(tier=ways[1], block_table=IntArray(back).view()) if s.request_id == "a" else s
             for s in plan.sub_batches[0].sequences
         ]
-        moved.sort(key=lambda s: PLACES.index(s.place))
+        moved.sort(key=lambda s: MEASURED_TIERS.index(s.tier))
         plan = IterationPlan((SubBatch(tuple(moved)), plan.sub_batches[1]), copies)
         check_result(model, plan, contexts(plan), executor.execute(plan))
     executor.close()
@@ -163,7 +163,7 @@ def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Deco
 def test_one_place_or_one_sub_batch(model: Decoder, parts: tuple[str, ...]) -> None:
     """`gpu-only`, `fastdecode`, and one sub-batch whose CPU attention runs beside its own."""
     names = "".join(parts)
-    executor, _ = make_executor(model, places={HOMES[name][0]: None for name in names})
+    executor, _ = make_executor(model, tiers={HOMES[name][0]: None for name in names})
     executor.execute(prompts(names))
     for step in range(2):
         plan = decodes(*parts, step=step)
@@ -222,7 +222,7 @@ def test_warming_up_changes_nothing_that_is_stored(model: Decoder) -> None:
     executor.warm_up()
     assert backend.num_runs == 2
     storage = executor._storage
-    assert all(part.isnan().all() for place in PLACES for part in storage[place].parts)
+    assert all(part.isnan().all() for tier in MEASURED_TIERS for part in storage[tier].parts)
     executor.close()
 
 
@@ -313,22 +313,22 @@ def test_a_wait_that_is_missing_shows(model: Decoder) -> None:
     pytest.fail("no order showed that nothing waits")
 
 
-def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, rungs: Rungs) -> None:
+def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, levels: Levels) -> None:
     executor, backend = make_executor(model)
     executor.execute(prompts("ab"))
     for names in ("ab", "a", "ab", "a"):
         executor.execute(decodes(names))
     assert backend.num_programs == 2
-    rungs(norm="torch")
+    levels(norm="torch")
     executor.execute(decodes("ab", step=1))
     assert backend.num_programs == 0
     executor.close()
 
 
 def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
-    model: Decoder, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rungs(paged_decode="torch")
+    levels(paged_decode="torch")
     executor, backend = make_executor(model)
     executor.execute(prompts("ab"))
     monkeypatch.setattr(in_torch, "PIECE_BYTES", 1)  # a token at a time: 1024 of them have room in a table
@@ -344,59 +344,59 @@ def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
 @given(
     st.lists(
         st.lists(
-            st.tuples(st.sampled_from(PLACES), st.integers(1, 3000), st.sampled_from((1, 1, 1, 5))),
+            st.tuples(st.sampled_from(MEASURED_TIERS), st.integers(1, 3000), st.sampled_from((1, 1, 1, 5))),
             max_size=70,
         ),
         min_size=1,
         max_size=2,
     ),
-    st.integers(0, MAX_STAGGERED),
+    st.integers(0, MAX_ASYNC_DECODES),
 )
 def test_a_bucket_holds_its_plan_and_not_much_more(
-    parts: list[list[tuple[Place, int, int]]], num_slots: int
+    parts: list[list[tuple[KVTier, int, int]]], num_slots: int
 ) -> None:
     sub_batches = tuple(
         SubBatch(
             tuple(
                 ScheduledSequence(
-                    f"{i}.{j}", (1,) * count, 16 * blocks - count, place, IntArray(range(blocks)).view(), None
+                    f"{i}.{j}", (1,) * count, 16 * blocks - count, tier, IntArray(range(blocks)).view(), None
                 )
-                for j, (place, blocks, count) in enumerate(part)
+                for j, (tier, blocks, count) in enumerate(part)
             )
         )
         for i, part in enumerate(parts)
     )
-    plan = IterationPlan(sub_batches, staggered=((None,) * num_slots,) * 3 if num_slots else ())
-    members = Members.of_all(plan, PLACES)
-    exact = Bucket.of(plan, members, PLACES, BLOCK_SIZE)
-    bucket = exact.rounded()
-    assert bucket.rounded() == bucket
+    plan = IterationPlan(sub_batches, async_decodes=((None,) * num_slots,) * 3 if num_slots else ())
+    members = BatchMembers.of_all(plan, MEASURED_TIERS)
+    exact = GraphKey.of(plan, members, MEASURED_TIERS, BLOCK_SIZE)
+    graph_key = exact.rounded()
+    assert graph_key.rounded() == graph_key
     has_prompts = not exact.is_whole
-    for rows, padded in zip(exact.sub_batches, bucket.sub_batches, strict=True):
-        counts = (*rows.decodes, rows.staggered), (*padded.decodes, padded.staggered)
+    for rows, padded in zip(exact.sub_batches, graph_key.sub_batches, strict=True):
+        counts = (*rows.decodes, rows.async_decodes), (*padded.decodes, padded.async_decodes)
         for count, room in zip(*counts, strict=True):
             assert (
                 count <= room <= (max(2 * count, 8) if has_prompts else max(count * 1.5, count)) * bool(count)
             )
         assert rows.prompts <= padded.prompts <= rows.prompts + max(64, padded.count / 16)
-    assert sum(rows.staggered for rows in exact.sub_batches) == num_slots
+    assert sum(rows.async_decodes for rows in exact.sub_batches) == num_slots
     longest = exact.max_blocks
-    assert longest <= bucket.max_blocks <= max(2 * longest, 64)
+    assert longest <= graph_key.max_blocks <= max(2 * longest, 64)
 
 
 def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
     config = tiny_config((None,))
     for capacity in (Capacity(64, 8, 64), Capacity(2112, 256, 1024)):
         model = Decoder(config, dtype=torch.float16, device=torch.device("cpu"))
-        workspace = Workspace(Stages(model), PLACES, capacity, 32, has_graphs=True)
+        workspace = Workspace(Stages(model), MEASURED_TIERS, capacity, 32, has_graphs=True)
         states = workspace._states
         tensors = [getattr(state, name) for state in states for name in type(state).__slots__]
         tensors += [getattr(states[0].scratch, name) for name in type(states[0].scratch).__slots__]
         tensors += [workspace._table, workspace._token_ids, workspace.tokens]
         tensors += [workspace.last_hidden, workspace.logits]
         tensors += [workspace._partial_out, workspace._partial_lse]
-        assert workspace.staggered is not None
-        tensors += [workspace.staggered.waiting, workspace.staggered.cos, workspace.staggered.sin]
+        assert workspace.async_decodes is not None
+        tensors += [workspace.async_decodes.waiting, workspace.async_decodes.cos, workspace.async_decodes.sin]
         taken = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
         assert taken == pytest.approx(device_bytes(config, torch.float16, capacity, 32), rel=0.1)
 
@@ -407,7 +407,7 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
 @pytest.mark.parametrize("parts", [("abf",), ("cde",), ("abcd", "fe"), ("ac", "d")])
 def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str, ...]) -> None:
     model = tiny_model((None, 5), device="cuda")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     timeline = Timeline()
     executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
     executor.execute(prompts("abcdef"))
@@ -426,7 +426,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_iterations_with_prompts_are_graphs_between_their_attention() -> None:
     model = tiny_model((None, 5), device="cuda")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     executor.execute(prompts("abcde"))
     for step in range(4):
@@ -438,13 +438,13 @@ def test_on_a_gpu_iterations_with_prompts_are_graphs_between_their_attention() -
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rung", ["host-flags", "device-only", "eager"])
+@pytest.mark.parametrize("level", ["host-flags", "device-only", "eager"])
 def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
-    rungs: Rungs, seed: int, rung: str
+    levels: Levels, seed: int, level: str
 ) -> None:
-    rungs(graphs=rung)
+    levels(graphs=level)
     model = tiny_model(device="cuda")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
     for plan, context in iterations.plans(12):

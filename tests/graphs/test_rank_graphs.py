@@ -10,11 +10,11 @@ from pipeline_case import RandomIterations, check_random_plans, check_result, ma
 from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks.plans import PlanReader, PlanWriter
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.registry import stages_of
@@ -44,16 +44,16 @@ class TwoRanks:
         self.executors = []
         for number, (part, backend) in enumerate(zip(parts_of(model, 2), self.backends, strict=True)):
             storage = make_storage(
-                part, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer
+                part, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer
             )
             stages = stages_of(part, dispatch, sums.of(number), has_head=number == 0)
             self.executors.append(
-                PlanExecutor(stages, storage, CAPACITY, backend, num_programs=8, uses_gpu=True)
+                ModelRunner(stages, storage, CAPACITY, backend, num_programs=8, uses_gpu=True)
             )
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         theirs = self._reader.plan(pickle.loads(pickle.dumps(self._writer.told(plan))))
-        ours, others = self._threads.map(PlanExecutor.execute, self.executors, [plan, theirs])
+        ours, others = self._threads.map(ModelRunner.execute, self.executors, [plan, theirs])
         assert not any((others.sampled, others.failed, others.pooled))
         return ours
 

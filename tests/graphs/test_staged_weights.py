@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_models import expert_model
+from fallback_levels import Levels
 from graph_case import BLOCK_SIZE, contexts, decodes, make_executor, prompts
 from imitated_device import ALWAYS, OUT_OF_MEMORY, ImitatedDevice, needs_imitated_gpu
 from imitated_streams import ImitatedBackend
-from ladder_rungs import Rungs
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_config, tiny_model
 from split_models import divided, host_model, split_model
 from torch import Tensor
@@ -18,12 +18,12 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute import weight_stream
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.shares import StreamedShares
-from neo_desktop.models.linear.split import SplitForm
 
 WINDOWS = (None, 5, None)
 
@@ -52,10 +52,10 @@ def _partly_staged(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
 
 
 @pytest.mark.usefixtures("_staged")
-@pytest.mark.parametrize("rung", ["host-flags", "device-only"])
+@pytest.mark.parametrize("level", ["host-flags", "device-only"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_plans_on_streams_of_any_order(whole: Decoder, rungs: Rungs, rung: str, seed: int) -> None:
-    rungs(graphs=rung)
+def test_random_plans_on_streams_of_any_order(whole: Decoder, levels: Levels, level: str, seed: int) -> None:
+    levels(graphs=level)
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
     executor, _ = make_executor(split_model(seed, WINDOWS), backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
@@ -137,31 +137,33 @@ def test_what_is_pinned_goes_straight() -> None:
     assert not weight_stream.needs_staging(pageable, cpu)
 
 
-def test_where_nothing_can_be_pinned_buffers_would_be_of_no_use(rungs: Rungs) -> None:
-    rungs(host_memory="pageable")
+def test_where_nothing_can_be_pinned_buffers_would_be_of_no_use(levels: Levels) -> None:
+    levels(host_memory="pageable")
     pageable = torch.zeros(8, dtype=torch.uint8)
     assert not weight_stream.needs_staging(pageable, torch.device("cuda"))
 
 
 @needs_imitated_gpu[0]
 @needs_imitated_gpu[1]
-@pytest.mark.parametrize("rung", ["host-flags", "device-only"])
-def test_with_a_driver_that_pins_no_weights(imitated: ImitatedDevice, rungs: Rungs, rung: str) -> None:
+@pytest.mark.parametrize("level", ["host-flags", "device-only"])
+def test_with_a_driver_that_pins_no_weights(imitated: ImitatedDevice, levels: Levels, level: str) -> None:
     """Iterations of decodes are graphs all the same, if flags tell the CPU."""
-    rungs(graphs=rung)
+    levels(graphs=level)
     imitated.fail("cudaHostRegister", OUT_OF_MEMORY, times=ALWAYS)
     names = [name for name, _ in tiny_config(WINDOWS).each_matrix() if name != "head"]
-    form = SplitForm(Dense(uses_tiles=False), replace(DENSE, room=weight_bytes), dict.fromkeys(names, 0))
+    form = OffloadedFormat(
+        Dense(uses_tiles=False), replace(DENSE, room=weight_bytes), dict.fromkeys(names, 0)
+    )
     model = divided(tiny_model(WINDOWS, device="cuda", form=form), 0, 0.5)
     assert imitated.num_failed
     reference = tiny_model(WINDOWS, device="cuda")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     assert executor.fits_graphs
     executor.execute(prompts("abcdefg"))
     for step in range(3):
         plan = decodes("acd", "bfe", step=step)
         check_result(reference, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
-    assert executor._backend.has_graphs is (rung == "host-flags")
-    assert ladder.rung("host_memory") == "pinned"
+    assert executor._backend.has_graphs is (level == "host-flags")
+    assert fallbacks.level("host_memory") == "pinned"
     executor.close()

@@ -18,7 +18,7 @@ from neo_desktop.engine.execute import backend as backends
 from neo_desktop.engine.execute import build as building
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder
+from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
@@ -156,13 +156,13 @@ def carry_out(runs: StreamBackend, key: str, *records: Record, with_graphs: bool
     return is_first
 
 
-def hand_over(gpu: FakeGpu, flags: torch.Tensor) -> Record:
-    def program(recorder: Recorder) -> None:
-        made = recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
-        sent = recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
-        answered = recorder.host(Lane.CPU, STAGE, HostStep(lambda: None, flags), (sent,))
-        arrived = recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (answered,))
-        recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
+def offload_buffers(gpu: FakeGpu, flags: torch.Tensor) -> Record:
+    def program(launcher: Launcher) -> None:
+        made = launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
+        sent = launcher.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
+        answered = launcher.host(Lane.CPU, STAGE, HostStep(lambda: None, flags), (sent,))
+        arrived = launcher.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (answered,))
+        launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
 
     return program
 
@@ -173,7 +173,7 @@ def flags() -> torch.Tensor:
 
 def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
     raised = flags()
-    backend(gpu).start(FixedProgram("key", hand_over(gpu, raised)), with_flags=True, with_graphs=True)
+    backend(gpu).start(FixedProgram("key", offload_buffers(gpu, raised)), with_flags=True, with_graphs=True)
     forks = [("wait", lane.value, ("device", 0)) for lane in LANES[1:]]
     log = [entry for entry in gpu.log if entry[0] not in ("record", "wait for stream")]
     assert log[: len(forks)] == forks
@@ -197,7 +197,7 @@ def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> 
 
 def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:
     runs = backend(gpu)
-    record = hand_over(gpu, flags())
+    record = offload_buffers(gpu, flags())
     assert carry_out(runs, "key", record)  # at once: that compiles the kernels, which a capture must not
     assert gpu.names().count("work") == 4
     assert "begin capture" not in gpu.names()
@@ -217,8 +217,8 @@ def test_between_graphs_what_is_not_fixed_is_put_on_the_streams(gpu: FakeGpu) ->
     runs = backend(gpu)
 
     def work(what: str) -> Record:
-        def record(recorder: Recorder) -> None:
-            recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work(what))
+        def record(launcher: Launcher) -> None:
+            launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work(what))
 
         return record
 
@@ -236,15 +236,15 @@ def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> N
     """What is captured must not refer to an event of another capture."""
     runs, asked, raised = backend(gpu), [], flags()
 
-    def ask(recorder: Recorder) -> None:
-        asked.append(recorder.host(Lane.CPU, STAGE, HostStep(lambda: None, raised)))
+    def ask(launcher: Launcher) -> None:
+        asked.append(launcher.host(Lane.CPU, STAGE, HostStep(lambda: None, raised)))
 
-    def collect(recorder: Recorder) -> None:
-        recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (asked[-1],))
+    def collect(launcher: Launcher) -> None:
+        launcher.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (asked[-1],))
 
     for _ in range(2):
         gpu.log.clear()
-        carry_out(runs, "key", ask, lambda recorder: None, collect)
+        carry_out(runs, "key", ask, lambda launcher: None, collect)
     second = gpu.log[len(gpu.log) - gpu.names()[::-1].index("begin capture") :]
     wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
     waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
@@ -255,7 +255,7 @@ def captures(gpu: FakeGpu, runs: StreamBackend, key: str) -> int:
     """Carry a program out twice, so that it is a graph in any case; return how many graphs were captured."""
     gpu.log.clear()
     for _ in range(2):
-        carry_out(runs, key, hand_over(gpu, flags()))
+        carry_out(runs, key, offload_buffers(gpu, flags()))
     return gpu.names().count("begin capture")
 
 
@@ -309,8 +309,8 @@ def test_a_torch_that_cannot_clear_cublas_memory_goes_on_without(monkeypatch: py
 def test_a_capture_that_breaks_is_joined_and_ends_for_the_allocator_too(gpu: FakeGpu, can_end: bool) -> None:
     runs = backend(gpu)
 
-    def program(recorder: Recorder) -> None:
-        recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"))
+    def program(launcher: Launcher) -> None:
+        launcher.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"))
         if gpu.is_capturing:
             gpu.is_full = not can_end
             raise ValueError("broken")
@@ -340,7 +340,7 @@ def test_a_capture_that_breaks_is_joined_and_ends_for_the_allocator_too(gpu: Fak
 def test_a_flag_that_streams_wait_for_in_vain_is_told(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    monkeypatch.setattr(building, "CHECK_PATIENCE_S", 0.02)
+    monkeypatch.setattr(building, "CHECK_TIMEOUT_S", 0.02)
     flag = torch.zeros(1, 1, dtype=torch.int32)
     gpu.waits_for = flag if comes_back else torch.zeros(1, 1, dtype=torch.int32)
     monkeypatch.setattr(FakeEvent, "query", lambda _: gpu.has_ended())

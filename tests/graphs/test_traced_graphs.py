@@ -11,7 +11,7 @@ from traced_models import FAMILIES, save
 
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
@@ -54,7 +54,7 @@ def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
 def test_on_a_gpu_graphs_give_the_tokens_of_the_code(folder: Path) -> None:
     """What code makes lies in memory that graphs share: each must find its own when it runs again."""
     model, on_cpu = model_in(folder, "cuda"), model_in(folder, "cpu")
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     iterations = RandomIterations(1, block_size=BLOCK_SIZE)
     check_random_plans(executor.execute, on_cpu, iterations, 16, tolerance=2e-3)

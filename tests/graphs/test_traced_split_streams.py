@@ -7,13 +7,13 @@ import torch
 from executors import thread_executor
 from graph_case import BLOCK_SIZE, make_executor
 from imitated_streams import ImitatedBackend
+from offloaded_case import random_split
 from pipeline_case import RandomIterations, check_result, make_storage
-from split_case import random_split
 from split_models import divided
 from torch_layer import TorchLayer
 from traced_models import FAMILIES, save
 
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
@@ -64,7 +64,7 @@ def test_random_plans_on_streams_of_any_order(folder: Path, whole: Decoder, shar
 def test_random_plans_on_threads(folder: Path, whole: Decoder, share: float | None) -> None:
     seed = int(4 * (share or 0)) + 2
     model = split(folder, seed, share)
-    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE, device_kind=TorchLayer)
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE, device_kind=TorchLayer)
     executor, iterations = thread_executor(model, storage), RandomIterations(seed, 24, block_size=BLOCK_SIZE)
     for plan, context in iterations.plans(5):
         result = executor.execute(plan)

@@ -4,36 +4,36 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from async_case import AsyncIterations, Conveyor
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, prompts, sequence
 from imitated_streams import Hook, ImitatedBackend, StallingBackend
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
-from staggered_case import Conveyor, StaggeredIterations
 from workers import running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.remote.link import WorkerLostError
 from neo_desktop.engine.remote.worker import AttentionWorker
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Timeout
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.stages import Stages
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-ONE, TWO = Place.worker(1), Place.worker(2)
+ONE, TWO = KVTier.worker(1), KVTier.worker(2)
 # Where each lives, its blocks, and how many tokens it has before the first decode.
 HOMES = {
-    "a": (Place.DEVICE, (0, 5), 20),
-    "b": (Place.HOST, (8, 1), 16),
+    "a": (KVTier.DEVICE, (0, 5), 20),
+    "b": (KVTier.HOST, (8, 1), 16),
     "c": (ONE, (0, 7), 25),
     "d": (TWO, (3,), 1),
     "e": (ONE, (4, 6), 9),
@@ -57,17 +57,19 @@ class Case:
         hook: Hook | None = None,
         num_queues: int | None = None,
         backend: ImitatedBackend | None = None,
-        patience: Patience = DEFAULT_PATIENCE,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         started = [stack.enter_context(running_worker()) for _ in range(2)]
         self.workers: list[AttentionWorker] = [worker for worker, _ in started]
-        here = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
-        pools = {place: here[place] for place in here.places}
+        here = make_storage(
+            model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer
+        )
+        pools = {tier: here[tier] for tier in here.tiers}
         addresses = [address for _, address in started]
         self.storage = KVStorage(with_workers(model, pools, addresses, NUM_BLOCKS, BLOCK_SIZE))
         self.backend = backend or ImitatedBackend(seed, hook, num_queues)
         self.timeline = Timeline()
-        self.executor = PlanExecutor(
+        self.executor = ModelRunner(
             Stages(model, dispatch),
             self.storage,
             CAPACITY,
@@ -75,7 +77,7 @@ class Case:
             num_programs=8,
             uses_gpu=True,
             timeline=self.timeline,
-            patience=patience,
+            timeout=timeout,
         )
         stack.callback(self.executor.close)
 
@@ -90,10 +92,10 @@ def plan_of(step: int | None, *parts: str) -> IterationPlan:
     def batch(names: str) -> SubBatch:
         found = []
         for name in sorted(names):
-            place, blocks, start = HOMES[name]
+            tier, blocks, start = HOMES[name]
             begin, end = (0, start) if step is None else (start + step, start + step + 1)
             made = sequence(name, begin, end)
-            found.append(made._replace(place=place, block_table=IntArray(blocks).view()))
+            found.append(made._replace(tier=tier, block_table=IntArray(blocks).view()))
         return SubBatch(tuple(found))
 
     return IterationPlan(tuple(batch(names) for names in parts))
@@ -129,7 +131,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     stack: ExitStack, model: Decoder, seed: int
 ) -> None:
     case = Case(stack, model, seed, num_queues=seed or None)
-    iterations = RandomIterations(seed, NUM_BLOCKS, places=case.storage.places, block_size=BLOCK_SIZE)
+    iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers, block_size=BLOCK_SIZE)
     for plan, contexts in iterations.plans(8):
         result = case.executor.execute(plan)
         check_result(model, plan, contexts, result)
@@ -140,8 +142,8 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
 @pytest.mark.parametrize("seed", range(4))
 def test_random_paces_on_streams_of_any_order(stack: ExitStack, model: Decoder, seed: int) -> None:
     case = Case(stack, model, seed, num_queues=(None, 1, 2, 3)[seed])
-    places, num_layers = case.storage.places, model.config.num_layers
-    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, places=places)
+    tiers, num_layers = case.storage.tiers, model.config.num_layers
+    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, tiers=tiers)
     for plan, contexts in iterations.plans(12):
         result = case.executor.execute(plan)
         check_result(model, plan, contexts, result)
@@ -154,11 +156,11 @@ def at_workers(plan: IterationPlan) -> IterationPlan:
     """Return a plan of `graph_case` in which c and d live with workers."""
 
     def moved(each: ScheduledSequence) -> ScheduledSequence:
-        return each._replace(place={"c": ONE, "d": TWO}.get(each.request_id, each.place))
+        return each._replace(tier={"c": ONE, "d": TWO}.get(each.request_id, each.tier))
 
     batches = tuple(SubBatch(tuple(map(moved, batch.sequences))) for batch in plan.sub_batches)
-    staggered = tuple(tuple(each and moved(each) for each in cohort) for cohort in plan.staggered)
-    return replace(plan, sub_batches=batches, staggered=staggered)
+    async_decodes = tuple(tuple(each and moved(each) for each in group) for group in plan.async_decodes)
+    return replace(plan, sub_batches=batches, async_decodes=async_decodes)
 
 
 @pytest.mark.parametrize("beside", [("ab",), ("",), ("a", "b")])
@@ -199,7 +201,7 @@ def test_after_a_worker_was_lost_in_a_turn_the_others_begin_their_tokens_again(
     rest = Conveyor(model.config.num_layers, "ce", num_turns=num_turns - 1, steps=steps)
     for plan, contexts in rest.turns(6):
         check_result(model, plan, contexts, case.executor.execute(at_workers(plan)))
-    assert ladder.rung("graphs") == "host-flags"
+    assert fallbacks.level("graphs") == "host-flags"
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -226,7 +228,7 @@ def test_a_worker_that_is_lost_within_a_graph_ends_the_iteration_and_the_graph_s
     for step in (2, 3):
         case.check(model, plan_of(step, "abce"))
     assert case.backend.num_graphs_launched == 1
-    assert ladder.rung("graphs") == "host-flags"
+    assert fallbacks.level("graphs") == "host-flags"
 
 
 def test_what_workers_do_is_recorded_beside_the_cpu(stack: ExitStack, model: Decoder) -> None:
@@ -240,7 +242,7 @@ def test_what_workers_do_is_recorded_beside_the_cpu(stack: ExitStack, model: Dec
 
 
 def test_where_streams_have_no_flags_threads_talk_to_workers(stack: ExitStack, model: Decoder) -> None:
-    ladder.limit("graphs", "device-only", "a test")
+    fallbacks.limit("graphs", "device-only", "a test")
     case = Case(stack, model)
     case.check(model, plan_of(None, "abcde"))
     for step in range(2):
@@ -252,14 +254,14 @@ def test_a_gpu_that_never_hands_over_is_done_without_from_then_on(
     stack: ExitStack, model: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = StallingBackend()
-    case = Case(stack, model, backend=backend, patience=Patience(1.0, 0.0))
+    case = Case(stack, model, backend=backend, timeout=Timeout(1.0, 0.0))
     case.check(model, plan_of(None, "ac"))
     backend.is_stalling = True
     for step in range(2):
         case.check(model, plan_of(step, "ac"))
         assert not backend.was_graph
     assert 'the GPU did not come to "worker\'s attention" in layer 1' in caplog.text
-    assert ladder.rung("graphs") == "device-only"
+    assert fallbacks.level("graphs") == "device-only"
 
 
 def test_an_executor_may_be_closed_while_a_worker_is_asked(stack: ExitStack, model: Decoder) -> None:

@@ -23,7 +23,7 @@ std::condition_variable& something_new = *new std::condition_variable;
 std::condition_variable& something_ended = *new std::condition_variable;
 auto& queues = *new std::vector<std::deque<OperationPtr>>(kMostQueues);
 unsigned num_pending = 0, num_running = 0, num_deadlocks = 0;
-double patience_s = 20.0;
+double timeout_s = 20.0;
 
 bool is_counting = false;
 auto& calls = *new std::map<std::string, long>;
@@ -48,7 +48,7 @@ bool may_run(const OperationPtr& operation) {
 
 // What the queues wait for, for people.
 std::string standstill() {
-  std::string text = "a deadlock: nothing has been able to run for " + std::to_string(patience_s) + " s";
+  std::string text = "a deadlock: nothing has been able to run for " + std::to_string(timeout_s) + " s";
   for (unsigned i = 0; i < num_queues; i++) {
     if (queues[i].empty()) continue;
     const auto& head = queues[i].front();
@@ -75,7 +75,7 @@ void work() {
     for (unsigned i = 0; i < kMostQueues; i++)
       if (!queues[i].empty() && may_run(queues[i].front())) able.push_back(i);
     if (able.empty()) {  // a word in memory is waited for
-      if (Clock::now() - last_step > std::chrono::duration<double>(patience_s)) {
+      if (Clock::now() - last_step > std::chrono::duration<double>(timeout_s)) {
         num_deadlocks++;
         die(cudaErrorLaunchTimeout, standstill());
         continue;
@@ -129,7 +129,7 @@ unsigned draw(unsigned count) { return generator()() % count; }
 void set_up_queues() {
   generator().seed(static_cast<unsigned>(setting("IMITATED_GPU_SEED", 0)));
   num_queues = std::min(chosen_queues(setting("IMITATED_GPU_QUEUES", 0)), kMostQueues);
-  patience_s = setting("IMITATED_GPU_PATIENCE_S", 20.0);
+  timeout_s = setting("IMITATED_GPU_TIMEOUT_S", 20.0);
   num_deadlocks = 0;
 }
 
@@ -185,9 +185,9 @@ EXPORT int imitated_gpu_set_queues(unsigned count, unsigned seed) {
 }
 
 // For how long nothing may be able to run before that is a deadlock.
-EXPORT void imitated_gpu_set_patience(double seconds) {
+EXPORT void imitated_gpu_set_timeout(double seconds) {
   Guard guard(lock);
-  patience_s = seconds;
+  timeout_s = seconds;
 }
 
 EXPORT unsigned imitated_gpu_num_deadlocks() {

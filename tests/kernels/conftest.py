@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from ladder_rungs import kernels_on
+from fallback_levels import kernels_on
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -17,8 +17,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module", params=["triton", "torch"])
-def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The rung of all kernels, all of which must serve on it."""
+def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The level of all kernels, all of which must serve on it."""
     with kernels_on(request.param):
         yield request.param
 

@@ -17,7 +17,7 @@ from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Relative error of a head's output vector, as in test_paged_decode.

@@ -6,9 +6,9 @@ from importlib import import_module
 import pytest
 import torch
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch, in_torch
 from neo_desktop.engine.kernels.in_triton import activation
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped
 
@@ -61,7 +61,7 @@ def test_a_kernel_that_fails_is_given_up_for_torch(
     monkeypatch.setattr(activation, "_silu_mul", Kernel())
     assert silu()
     assert silu()
-    assert ladder.limits() == {"activation": "torch"}
+    assert fallbacks.limits() == {"activation": "torch"}
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(error) in line
 
@@ -78,4 +78,4 @@ def test_no_memory_is_no_reason_to_give_up(error: Exception, monkeypatch: pytest
     with pytest.raises(RuntimeError) as raised:
         silu()
     assert raised.value is error
-    assert not ladder.limits()
+    assert not fallbacks.limits()

@@ -7,16 +7,16 @@ from torch import Tensor
 from neo_desktop.engine.kernels.dispatch import add_rms_norm, silu_mul
 from neo_desktop.models import operators
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
 
 
 def check(found: Tensor, expected: Tensor) -> None:
     found = found.cpu()
-    if found.dtype is torch.float16:  # rounding at any other place would change many more
+    if found.dtype is torch.float16:  # rounding at any other tier would change many more
         assert (found != expected).float().mean() < 0.005
-    # Of bf16 up to three units in the last place: the interpreter cuts off where a GPU rounds.
+    # Of bf16 up to three units in the last tier: the interpreter cuts off where a GPU rounds.
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3 * 2**-7}[found.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

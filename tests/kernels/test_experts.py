@@ -13,7 +13,7 @@ from neo_desktop.models.experts_config import ClampedGate
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HIDDEN, INTERMEDIATE = 64, 64
 

@@ -9,7 +9,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.models.linear.quantised import KERNEL_TYPES, Part, PartShape
 from neo_desktop.models.linear.unpack import LAYOUTS
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

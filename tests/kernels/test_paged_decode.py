@@ -7,8 +7,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from fallback_levels import Levels, kernels_on
 from hypothesis import given, settings
-from ladder_rungs import Rungs, kernels_on
 from paged_case import PagedCase, make_case
 from torch import Tensor
 
@@ -17,16 +17,16 @@ from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
 from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 
 
 @pytest.fixture(scope="module", params=["tensor cores", "plain FMAs", "torch"])
-def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
+def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both Triton kernels, and torch."""
-    rung = "torch" if request.param == "torch" else "triton"
-    with kernels_on(rung), pytest.MonkeyPatch.context() as patch:
+    level = "torch" if request.param == "torch" else "triton"
+    with kernels_on(level), pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_triton, "has_tensor_cores", lambda device: request.param == "tensor cores")
-        yield rung
+        yield level
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -138,10 +138,10 @@ def test_window_attends_to_the_last_tokens_only(window: int, device: torch.devic
 
 @pytest.mark.parametrize("piece_tokens", [1, 7, 16, 64])
 def test_torch_gives_the_same_piece_by_piece(
-    piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, rungs: Rungs
+    piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
     """With a window, of which each context has another part; and where some contexts end pieces earlier."""
-    rungs(paged_decode="torch")
+    levels(paged_decode="torch")
     for window in (0, 20):
         case = make_case([1, 16, 0, 17, 150], group=4, window=window)
         kv_heads, head_dim = case.k_cache.shape[1], case.q.shape[2]
@@ -210,10 +210,10 @@ def test_one_long_request_uses_the_whole_gpu() -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_without_parts_nothing_is_merged(
-    splits: int, device: torch.device, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    splits: int, device: torch.device, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One split needs no workspace and no second launch."""
-    rungs(paged_decode="triton")
+    levels(paged_decode="triton")
     launches = []
     merge = in_triton._merge
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from fallback_levels import Levels
 from gguf_files import STORED, stored_rows
-from ladder_rungs import Rungs
 from torch import Tensor
 
 from neo_desktop.engine.kernels import dispatch
@@ -14,7 +14,7 @@ from neo_desktop.models.linear.grouped import packed_bytes
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [  # all types, and some in all dtypes
     (name, dtype)
@@ -61,7 +61,7 @@ def check(
 @pytest.mark.parametrize(("type_name", "dtype"), CASES)
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17])
 def test_products_are_exact_but_for_sums(
-    type_name: str, count: int, dtype: torch.dtype, device: torch.device, kernel_rung: str
+    type_name: str, count: int, dtype: torch.dtype, device: torch.device, kernel_level: str
 ) -> None:
     torch.manual_seed(count)
     rows, blocks = (70, 17) if count % 2 else (33, 3)
@@ -71,12 +71,12 @@ def test_products_are_exact_but_for_sums(
     bias = torch.randn(rows).to(dtype).to(device) if count in (2, 5, 17) else None
     linear = loaded([(PartShape(type_name, rows), raw)], bias, dtype, device)
     weight = STORED[type_name].dequantised(raw)
-    check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_rung == "torch")
+    check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_level == "torch")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_may_have_different_types_and_many_rows(
-    dtype: torch.dtype, device: torch.device, kernel_rung: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, device: torch.device, kernel_level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped, "PIECE_BYTES", 64 * 96 * dtype.itemsize)  # a tile at once
     shapes = [PartShape("Q4_0", 30), PartShape("Q4_0", 50), PartShape("Q8_0", 17), PartShape("Q4_1", 70)]
@@ -88,7 +88,7 @@ def test_parts_may_have_different_types_and_many_rows(
     assert linear.form == "Q4_0+Q4_1+Q8_0"
     assert ((linear.dense().cpu().float() - weight).abs() <= torch.finfo(dtype).eps * weight.abs()).all()
     for count in (3, 7, 40):
-        check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_rung == "torch")
+        check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_level == "torch")
     packed = packed_bytes("Q4_0", 80, 96) + packed_bytes("Q8_0", 17, 96) + packed_bytes("Q4_1", 70, 96)
     assert linear.memory() == {device: packed + bias.nbytes}
 
@@ -107,9 +107,9 @@ def test_rows_are_looked_up(type_name: str, dtype: torch.dtype, device: torch.de
 
 
 def test_all_that_is_needed_is_launched_before_the_first_iteration(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, rungs: Rungs
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
-    rungs(quantised="triton")
+    levels(quantised="triton")
     monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: True)
     shapes = [PartShape("Q4_0", 16), PartShape("Q6_K", 16)]
     parts = [(shape, stored_rows(shape.type_name, 16, 256)) for shape in shapes]

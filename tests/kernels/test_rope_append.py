@@ -6,7 +6,7 @@ import torch
 from neo_desktop.engine.kernels.dispatch import rope_append
 from neo_desktop.models.operators import rope, rotation
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 HEADS, KV_HEADS, BLOCK_SIZE, EPS = 6, 3, 16, 1e-6
 SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: stored nowhere
 
@@ -45,7 +45,7 @@ def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, dev
 
     found = row.cpu().view(tokens, width, head_dim)
     assert torch.equal(found[:, -KV_HEADS:], qkv[:, -KV_HEADS:])
-    if dtype is torch.float16:  # rounding at any other place would change many more
+    if dtype is torch.float16:  # rounding at any other tier would change many more
         assert (found != expected).float().mean() < 0.005
     # The interpreter cuts bf16 off where a GPU rounds.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}[dtype]

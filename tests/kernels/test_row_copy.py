@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import read_rows, write_rows
 
-pytestmark = pytest.mark.usefixtures("kernel_rung")
+pytestmark = pytest.mark.usefixtures("kernel_level")
 NUM_BLOCKS, BLOCK_SIZE = 3, 16
 SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: not copied
 IS_COPIED = SLOTS >= 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import toolchain
-from neo_desktop.engine.ladder import ladder
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_computer_that_compiled_this_project_has_what_triton_needs() -> None:
     assert toolchain.find_obstacle() is None
     toolchain.limit_kernels()
-    assert not ladder.limits()
+    assert not fallbacks.limits()
 
 
 def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
@@ -31,7 +31,7 @@ def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
     monkeypatch.setenv("PATH", str(tmp_path))
     for _ in range(2):
         toolchain.limit_kernels()
-    assert ladder.limits() == dict.fromkeys(toolchain.KERNELS, "torch")
+    assert fallbacks.limits() == dict.fromkeys(toolchain.KERNELS, "torch")
     (line,) = [record.getMessage() for record in caplog.records]
     assert "neither gcc nor clang" in line
     assert "sudo apt install gcc" in line
@@ -40,7 +40,7 @@ def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
 def test_without_pythons_headers_torch_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(toolchain, "_include_folder", lambda: str(tmp_path))
     toolchain.limit_kernels()
-    (reason,) = {s.reason for s in ladder.standings() if s.rung.name == "torch"}
+    (reason,) = {s.reason for s in fallbacks.states() if s.level.name == "torch"}
     assert reason is not None
     assert f"{tmp_path}/Python.h" in reason
     assert f"python{sys.version_info.major}.{sys.version_info.minor}-dev" in reason
@@ -64,6 +64,6 @@ def test_headers_that_are_broken_are_found_out(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_whoever_asks_for_torch_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ladder.put(dict.fromkeys(toolchain.KERNELS, "torch"))
+    fallbacks.put(dict.fromkeys(toolchain.KERNELS, "torch"))
     monkeypatch.setattr(toolchain, "find_obstacle", lambda: pytest.fail("was looked for"))
     toolchain.limit_kernels()

@@ -9,13 +9,13 @@ from torch.nn.functional import silu
 from neo_desktop.models import expert_pieces, operators
 from neo_desktop.models.decoder import Experts
 from neo_desktop.models.expert_operators import Choice, ExpertScratch, clamped_mul
-from neo_desktop.models.experts import Mixture
 from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import PartShape
-from neo_desktop.models.linear.split import Split, SplitForm
+from neo_desktop.models.moe import MoE
 from neo_desktop.models.stored_form import StoredForm
 
 CPU = torch.device("cpu")
@@ -27,30 +27,30 @@ BYTES = 3 * SIZE * SIZE * 4  # of an expert, unpacked
 def matrix(name: str, kind: str | None, resident: int, seed: int, *, has_bias: bool) -> Linear:
     rows = COUNT * SIZE
     host_form = DENSE if kind is None else StoredForm(stored={name: (PartShape(kind, rows),)})
-    form = SplitForm(Dense(uses_tiles=False), host_form, {name: resident * SIZE}).named(name)
+    form = OffloadedFormat(Dense(uses_tiles=False), host_form, {name: resident * SIZE}).named(name)
     made = form.empty(rows, SIZE, has_bias=has_bias, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     if kind is None:
         made.load(0, torch.randn(rows, SIZE, generator=generator) / SIZE**0.5)
     else:
-        assert isinstance(made, Split)
+        assert isinstance(made, OffloadedLinear)
         raw = small_rows(kind, rows, SIZE, seed)
         for row in range(0, rows, SIZE):
             made.load_stored(row, raw[row : row + SIZE])
     if has_bias:
-        assert isinstance(made, Split)
+        assert isinstance(made, OffloadedLinear)
         made.load_bias(0, torch.randn(rows, generator=generator))
     return made
 
 
-def mixture_of(
+def moe_of(
     kind: str | None, resident: int, clamped: ClampedGate | None, *, has_bias: bool
-) -> tuple[Mixture, Experts]:
+) -> tuple[MoE, Experts]:
     names = ("0.experts_gate", "0.experts_up", "0.experts_down")
     matrices = (matrix(name, kind, resident, i, has_bias=has_bias) for i, name in enumerate(names))
     experts = Experts(Plain(torch.zeros(COUNT, SIZE)), *matrices)
     config = ExpertsConfig(COUNT, PER_TOKEN, SIZE, (0,), clamped=clamped)
-    return Mixture(experts, config, operators), experts
+    return MoE(experts, config, operators), experts
 
 
 def expected_of(
@@ -83,7 +83,7 @@ def test_device_bus_and_cpu_together_make_what_all_experts_make(
     """At any share; what comes to the device is as exact there as floats are."""
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", step * BYTES)
     clamped = ClampedGate() if step == 2 else None
-    mixture, experts = mixture_of(kind, resident, clamped, has_bias=step == 2)
+    moe, experts = moe_of(kind, resident, clamped, has_bias=step == 2)
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(9, SIZE, generator=generator)
     ids = torch.rand(len(x), COUNT, generator=generator).argsort(1)[:, :PER_TOKEN].int()
@@ -91,25 +91,25 @@ def test_device_bus_and_cpu_together_make_what_all_experts_make(
     expected = expected_of(experts, clamped, x, ids, weights)
     for streamed in range(COUNT - resident + 1):
         room = scratch(ids, weights)
-        pieces = mixture.pieces(streamed, torch.float32)
+        pieces = moe.pieces(streamed, torch.float32)
         assert [piece.count for piece in pieces] == [
             min(step, streamed - first) for first in range(0, streamed, step)
         ]
         found = torch.full_like(x, torch.nan)
-        if mixture.has_device_part:
-            mixture.multiply_on_device(x, room, found)
+        if moe.has_device_part:
+            moe.multiply_on_device(x, room, found)
         for index, piece in enumerate(pieces):
             staged = torch.cat(list(piece.sources))
             assert len(staged) == piece.nbytes
             numbers = torch.full((piece.elements,), torch.nan)
-            adds = index > 0 or mixture.has_device_part
-            mixture.multiply_piece(piece, staged, numbers, x, room, found, adds=adds)
+            adds = index > 0 or moe.has_device_part
+            moe.multiply_piece(piece, staged, numbers, x, room, found, adds=adds)
         if streamed == COUNT - resident:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             continue
-        mixture.find_host_ids(room, streamed)
+        moe.find_host_ids(room, streamed)
         by_cpu = torch.full_like(x, torch.nan)
-        mixture.multiply_on_host(x, room.choice.host_ids, weights, room, by_cpu)
+        moe.multiply_on_host(x, room.choice.host_ids, weights, room, by_cpu)
         found = by_cpu if not streamed and not resident else found + by_cpu
         # A CPU rounds inputs of quantised matrices to 8 bits.
         assert (found - expected).norm() < (1e-5 if kind is None else 0.02) * expected.norm()
@@ -123,8 +123,8 @@ def scratch(ids: Tensor, weights: Tensor) -> ExpertScratch:
 
 
 def test_a_piece_is_one_expert_at_least_and_as_many_as_it_has_room_for() -> None:
-    mixture, _ = mixture_of("Q4_K", RESIDENT, None, has_bias=False)
-    (piece,) = mixture.pieces(3, torch.float32)
+    moe, _ = moe_of("Q4_K", RESIDENT, None, has_bias=False)
+    (piece,) = moe.pieces(3, torch.float32)
     assert (piece.first, piece.count, piece.elements) == (RESIDENT, 3, 3 * BYTES // 4)
     assert piece.nbytes < piece.elements * 0.65  # as it is stored
     assert STORED["Q4_K"].nbytes * piece.elements // 256 <= piece.nbytes

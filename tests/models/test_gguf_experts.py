@@ -170,7 +170,7 @@ def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
         num_bytes = engine._decoder.nbytes
     for part in (0.8, 0.9):
         with Engine.from_pretrained(path, device="cpu", gpu_weights_gib=part * num_bytes / 2**30) as engine:
-            assert engine._decoder.has_split_experts
+            assert engine._decoder.has_offloaded_experts
             assert [output.token_ids for output in engine.generate(prompts, settings)] == expected
 
 

@@ -20,7 +20,7 @@ from neo_desktop.models.json_file import UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
-from neo_desktop.models.traced.outline import examined
+from neo_desktop.models.traced.spec import examined
 
 CPU = torch.device("cpu")
 ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()})

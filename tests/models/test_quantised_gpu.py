@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from dense_model import logits_of_all
+from fallback_levels import Levels, kernels_on
 from gguf_files import write_gguf
-from ladder_rungs import Rungs, kernels_on
 
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import kept_form
@@ -46,15 +46,15 @@ def kept_and_dequantised(path: Path, dtype: torch.dtype) -> tuple[Decoder, Decod
     return kept, load_model(checkpoint, config, dtype=dtype, device=CPU)
 
 
-@pytest.mark.parametrize(("type_name", "tied", "rung"), [("Q4_1", True, "triton"), ("Q8_0", False, "torch")])
+@pytest.mark.parametrize(("type_name", "tied", "level"), [("Q4_1", True, "triton"), ("Q8_0", False, "torch")])
 def test_a_model_computes_with_the_weights_of_its_file(
-    type_name: str, tied: bool, rung: str, make_checkpoint: Any, tmp_path: Path
+    type_name: str, tied: bool, level: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
     """Of a prompt that is longer than what meets packed weights, and of its first token, which does."""
     sizes = SIZES | {"vocab_size": 272, "num_hidden_layers": 1, "intermediate_size": 64}
     _, model = make_checkpoint(**sizes, tie_word_embeddings=tied, attention_bias=True)
     path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
-    with kernels_on(rung):
+    with kernels_on(level):
         kept, dequantised = kept_and_dequantised(path, torch.float32)
         assert {linear.form for linear in kept.linears()} == {type_name}
         for tokens in (TOKENS % 272, TOKENS[:1] % 272):
@@ -78,7 +78,7 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(
 
 
 def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
-    make_checkpoint: Any, tmp_path: Path, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Any, tmp_path: Path, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without kernels only where floats have no room: they take the memory of the file."""
     _, model = make_checkpoint(**SIZES)
@@ -88,7 +88,7 @@ def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
     assert kept_form(form, options, CPU, config) == form
     assert kept_form(form, options, cuda, config) == form.on_gpu(dispatch)
     assert kept_form(form, replace(options, weights_dtype="float16"), cuda, config) == DENSE
-    rungs(quantised="torch")
+    levels(quantised="torch")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     iteration = activation_bytes(config, limits_of(options, cuda), torch.bfloat16) + DEVICE_RESERVE_BYTES
     room = iteration + config.weight_bytes(torch.bfloat16)

@@ -15,7 +15,7 @@ from traced_models import FAMILIES, save
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelError
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank, form_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model
@@ -42,7 +42,7 @@ def logits(path: Path, rank: Rank, reduce: Reduce | None, *, keep: bool = False)
     """Of a rank's part of a checkpoint; of others than rank 0, numbers that nobody wants."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config()
-    form: LinearForm = DENSE
+    form: WeightFormat = DENSE
     if keep:
         part = weights_of_rank(check_model(checkpoint, config), config, rank)
         form = stored_form(part, config_of_rank(config, rank))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import transformers_greedy
 from dense_model import logits_of_all
-from split_case import multiply_in_parts, random_split
+from offloaded_case import multiply_in_parts, random_split
 from torch import Tensor
 from traced_models import FAMILIES, save
 
@@ -16,7 +16,7 @@ from neo_desktop.engine.predict.weight_plan import layer_matrices, least_gpu_byt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear.dense import DENSE, Dense
-from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.stages import Product, Scratch, State, Step
 from neo_desktop.models.traced import segments
@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(tmp_path_factory.mktemp(request.param), *FAMILIES.get(request.param, (request.param, {})))
 
 
-def load(folder: Path, form: SplitForm | Dense = DENSE) -> TracedDecoder:
+def load(folder: Path, form: OffloadedFormat | Dense = DENSE) -> TracedDecoder:
     checkpoint = open_checkpoint(folder)
     model = load_model(checkpoint, read_traced(folder), dtype=torch.float32, device=CPU, form=form)
     assert isinstance(model, TracedDecoder)
@@ -58,7 +58,7 @@ def products_of(steps: Iterator[Step], share: float) -> list[str]:
 
 def logits_in_steps(model: TracedDecoder, token_ids: Tensor, share: float) -> Tensor:
     stages, seen = stages_of(model, None), list[tuple[int, str]]()
-    undivided, turns = stages.advance, {turn for turn, _ in stages.split_matrices}
+    undivided, turns = stages.advance, {turn for turn, _ in stages.offloaded_matrices}
 
     def advance(finished: int | None, begun: int | None, state: State, store: object = None) -> None:
         turn = 0 if finished is None else finished + 1
@@ -70,7 +70,7 @@ def logits_in_steps(model: TracedDecoder, token_ids: Tensor, share: float) -> Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "advance", advance)
         logits = logits_of_all(model, token_ids, stages=stages)
-    assert seen == list(stages.split_matrices)
+    assert seen == list(stages.offloaded_matrices)
     return logits
 
 
@@ -82,7 +82,7 @@ def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None
     expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
     form = random_split(whole.config, seed, device_form=PLAIN, host_form=DENSE)
     if seed == 0:  # all of them
-        form = SplitForm(PLAIN, DENSE, dict.fromkeys(form.resident_rows, 0))
+        form = OffloadedFormat(PLAIN, DENSE, dict.fromkeys(form.resident_rows, 0))
     model = load(folder, form)
     assert model.has_splits
     for share in (0.0, 0.4, 1.0):
@@ -121,8 +121,8 @@ def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch:
     monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
     token_ids = torch.arange(3, 20)
     whole, config = load(folder), read_traced(folder)
-    model = load(folder, SplitForm(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
-    places = stages_of(model, None).split_matrices
+    model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
+    places = stages_of(model, None).offloaded_matrices
     assert {name for _, name in places} <= {"down", "qkv"}
     for name in ("down", "qkv"):
         assert len({split.columns for (_, other), split in places.items() if other == name}) <= 1
@@ -133,7 +133,7 @@ def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch:
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     """The device may still work in what became too small."""
     config = read_traced(folder)
-    model = load(folder, SplitForm(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
+    model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
     stages, found = stages_of(model, None), []
     for rows in (2, 5, 3):
         of = config, rows, torch.float32, CPU

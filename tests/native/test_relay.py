@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
+from relay_case import NUM_LAYERS, batch_of, offload_buffers, relay_of
 
 from neo_desktop.native.relay import Relay, RelayLayer, RelayStalledError
 
@@ -23,7 +23,7 @@ def test_each_layer_is_attended_to_with_its_window() -> None:
         relay.start([batch])
         for layer, window in enumerate(windows):
             expected = replace(case, window=window).run()
-            assert torch.equal(hand_over(batch, layer), expected)
+            assert torch.equal(offload_buffers(batch, layer), expected)
         assert [(step.layer, step.item) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
 
 
@@ -34,7 +34,7 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
     relay.start(batches)
     for layer in range(NUM_LAYERS):
         for batch in batches:
-            assert torch.equal(hand_over(batch, layer), case.run())
+            assert torch.equal(offload_buffers(batch, layer), case.run())
     steps = relay.finish()
     assert [(step.layer, step.item) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
     times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
@@ -43,7 +43,7 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
 
 
 def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
-    """In each layer other requests, in slots of which some are empty; behind a sub-batch of its own place."""
+    """In each layer other requests, in slots of which some are empty; behind a sub-batch of its own tier."""
     case = make_case([400, 120, 77, 33], group=2)
     ordinary, of_layer = batch_of(case), batch_of(case)
     present = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.int32)
@@ -51,14 +51,14 @@ def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
         name: torch.stack([getattr(of_layer, name)] * NUM_LAYERS)
         for name in ("q", "k", "v", "out", "block_tables", "context_lens")
     }
-    staggered = replace(of_layer, **everything)
-    staggered.context_lens.mul_(present)
-    staggered.q.mul_(torch.tensor([1.0, 2.0, 3.0]).view(-1, 1, 1, 1))
+    async_decodes = replace(of_layer, **everything)
+    async_decodes.context_lens.mul_(present)
+    async_decodes.q.mul_(torch.tensor([1.0, 2.0, 3.0]).view(-1, 1, 1, 1))
     relay = relay_of(case)
-    relay.start([ordinary, staggered])
+    relay.start([ordinary, async_decodes])
     for layer in range(NUM_LAYERS):
-        assert torch.equal(hand_over(ordinary, layer), case.run())
-        out = hand_over(staggered, layer)[layer]
+        assert torch.equal(offload_buffers(ordinary, layer), case.run())
+        out = offload_buffers(async_decodes, layer)[layer]
         expected = replace(case, q=case.q * (layer + 1)).run()
         is_there = present[layer].bool()
         assert torch.equal(out[is_there], expected[is_there])
@@ -86,8 +86,8 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> N
     batch = batch_of(case)
     relay = relay_of(case)
     relay.start([batch])
-    hand_over(batch, 0)
-    waiting = threading.Thread(target=lambda: [hand_over(batch, layer) for layer in (1, 2)])
+    offload_buffers(batch, 0)
+    waiting = threading.Thread(target=lambda: [offload_buffers(batch, layer) for layer in (1, 2)])
     relay.cancel()
     waiting.start()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
@@ -95,7 +95,7 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> N
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     relay.start([batch])
-    assert all(torch.equal(hand_over(batch, layer), case.run()) for layer in range(NUM_LAYERS))
+    assert all(torch.equal(offload_buffers(batch, layer), case.run()) for layer in range(NUM_LAYERS))
     relay.finish()
 
 
@@ -128,7 +128,7 @@ def test_each_layer_has_sinks_of_its_own() -> None:
     relay, batch = Relay(layers, block_size=16, scale=case.scale), batch_of(case)
     relay.start([batch])
     for layer, each in enumerate(sinks):
-        assert torch.equal(hand_over(batch, layer), replace(case, sinks=each).run())
+        assert torch.equal(offload_buffers(batch, layer), replace(case, sinks=each).run())
     relay.finish()
     with pytest.raises(ValueError, match="all layers must have as many sinks"):
         Relay([layers[0], replace(layers[1], sinks=None)], block_size=16, scale=1.0)
@@ -141,7 +141,7 @@ def test_scores_level_off_at_a_cap() -> None:
     relay, batch = relay_of(case), batch_of(case)
     relay.start([batch])
     for layer in range(NUM_LAYERS):
-        assert torch.equal(hand_over(batch, layer), case.run())
+        assert torch.equal(offload_buffers(batch, layer), case.run())
     relay.finish()
 
 
@@ -150,7 +150,7 @@ def test_the_relay_sleeps_between_iterations() -> None:
     relay, batch = relay_of(case), batch_of(case)
     relay.start([batch])
     for layer in range(NUM_LAYERS):
-        hand_over(batch, layer)
+        offload_buffers(batch, layer)
     relay.finish()
     before = time.process_time()
     time.sleep(0.4)
@@ -160,28 +160,28 @@ def test_the_relay_sleeps_between_iterations() -> None:
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     case = make_case([400, 120])
     relay, batches = relay_of(case), [batch_of(case), replace(batch_of(case), index=7)]
-    relay.start(batches, patience_s=0.2)
-    hand_over(batches[0], 0)
+    relay.start(batches, timeout_s=0.2)
+    offload_buffers(batches[0], 0)
     with pytest.raises(
         RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 7 within 0.2 s"
     ):
         relay.finish()
     for batch in batches:  # whoever waits later is not left waiting
         assert bool((batch.flags[1, :, 0] == 1).all())
-    relay.start(batches, patience_s=60)
+    relay.start(batches, timeout_s=60)
     for layer in range(NUM_LAYERS):
         for batch in batches:
-            assert torch.equal(hand_over(batch, layer), case.run())
+            assert torch.equal(offload_buffers(batch, layer), case.run())
     relay.finish()
 
 
 def test_patience_begins_anew_with_every_step() -> None:
     case = make_case([40])
     relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch], patience_s=3.0)
+    relay.start([batch], timeout_s=3.0)
     for layer in range(NUM_LAYERS):
-        time.sleep(1.1)  # together more than the patience
-        hand_over(batch, layer)
+        time.sleep(1.1)  # together more than the timeout
+        offload_buffers(batch, layer)
     assert len(relay.finish()) == NUM_LAYERS
 
 
@@ -219,7 +219,7 @@ _, kv_heads, _, head_dim = case.v_cache.shape
 rows = torch.frombuffer(pages, dtype=q.dtype)[: 8 * kv_heads * head_dim].view(2, 4, kv_heads, head_dim)
 others = threads()
 relay = relay_of(case)
-relay.start([ITEM], patience_s=PATIENCE)
+relay.start([ITEM], timeout_s=PATIENCE)
 """
 BEGIN_STEP = """
 protect(0)
@@ -228,11 +228,11 @@ batch.flags[0, 0, 0] = 1
 
 
 def stuck_program(
-    patience_s: float, rest: str, item: str = "replace(batch, q=q)"
+    timeout_s: float, rest: str, item: str = "replace(batch, q=q)"
 ) -> "subprocess.CompletedProcess[str]":
     path = str(Path(__file__).parents[1] / "support")
     program = f"import sys; sys.path.append({path!r})" + STUCK + rest
-    program = program.replace("PATIENCE", str(patience_s)).replace("ITEM", item)
+    program = program.replace("TIMEOUT", str(timeout_s)).replace("ITEM", item)
     return subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
     )
@@ -340,7 +340,7 @@ def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None
 def test_a_relay_that_is_closed_takes_no_more() -> None:
     case = make_case([400, 120])
     relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch], patience_s=60)
+    relay.start([batch], timeout_s=60)
     relay.close()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
         relay.finish()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neo_desktop.native.relay import DONE, READY, Relay, RelayCopies, RelayStalledError, empty_flags
 
-PATIENCE_S = 20.0  # for what must come; only a defect waits for so long
+TIMEOUT_S = 20.0  # for what must come; only a defect waits for so long
 
 
 def make_copies(sizes: list[int], num_buffers: int, num_flags: int | None = None) -> RelayCopies:
@@ -23,7 +23,7 @@ def make_copies(sizes: list[int], num_buffers: int, num_flags: int | None = None
 
 def wait_until_done(copies: RelayCopies, turn: int) -> Tensor:
     """Return what has come to the turn's buffer."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not copies.flags[DONE, turn, 0]:
         assert time.monotonic() < end, f"piece {turn} does not come"
         time.sleep(0)
@@ -56,7 +56,7 @@ def test_pieces_come_in_order_to_buffers_that_are_free(
 def test_a_device_that_takes_nothing_is_told() -> None:
     copies = make_copies([10, 20, 30], 2)
     relay = Relay((), num_layers=3)
-    relay.start([copies], patience_s=0.1)
+    relay.start([copies], timeout_s=0.1)
     wait_until_done(copies, 1)
     with pytest.raises(RelayStalledError, match="the GPU did not take weights that come before piece 2"):
         relay.finish()

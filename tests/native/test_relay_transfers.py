@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import make_case
-from relay_case import batch_of, hand_over, relay_of
+from relay_case import batch_of, offload_buffers, relay_of
 from torch import Tensor
 
 from neo_desktop.native import empty_paired_keys, paged_kv_read, paged_kv_write
@@ -176,7 +176,7 @@ def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
                 make_transfer(num_layers, slots[:count], to_host=to_host, is_behind=is_behind, dtype=dtype)
             )
             slots = slots[count:]
-        relay.start(transfers, patience_s=60)
+        relay.start(transfers, timeout_s=60)
         turns = cycle(pauses)
         for item in transfers:
             shape = (num_layers, 2, len(item.slots), KV_HEADS, HEAD_DIM)
@@ -223,7 +223,7 @@ def test_attention_and_transfers_of_one_relay_take_turns() -> None:
     relay.start([RelayTransfer("earlier KV", False, True, slot, (rows, rows.clone()), flags), batch])
     flags[READY] = 1
     for layer in range(3):
-        assert torch.equal(hand_over(batch, layer), case.run())
+        assert torch.equal(offload_buffers(batch, layer), case.run())
     steps = [(step.layer, step.item) for step in relay.finish()]
     assert steps == [(0, 1), (1, 1), (0, 0), (2, 1), (1, 0), (2, 0)]
     page, row = divmod(int(slot), case.k_cache.shape[2])
@@ -232,7 +232,7 @@ def test_attention_and_transfers_of_one_relay_take_turns() -> None:
 
 def test_an_iteration_without_items_ends_at_once() -> None:
     relay, _ = small_relay()
-    relay.start([], patience_s=60)
+    relay.start([], timeout_s=60)
     assert relay.finish() == []
 
 
@@ -264,13 +264,13 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right(*, to_
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told(said: str, *, to_host: bool) -> None:
     relay, _ = small_relay()
     transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
-    relay.start([transfer], patience_s=0.2)
+    relay.start([transfer], timeout_s=0.2)
     if to_host:
         transfer.flags[READY, 0, 0] = 1
     with pytest.raises(RelayStalledError, match=f"^{said}$"):
         relay.finish()
     assert bool((transfer.flags[DONE, :, 0] == 1).all())  # whoever waits later is not left waiting
-    relay.start([transfer], patience_s=60)
+    relay.start([transfer], timeout_s=60)
     Device(transfer, random_rows(), lambda: None).join()
     assert len(relay.finish()) == NUM_LAYERS
 

@@ -28,7 +28,7 @@ def test_the_engines_own_time_is_told_part_by_part(
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_divided_weights_are_the_fastest_and_below_their_bound(gpu: str, share: float) -> None:
     case = weights_simulation.Case.of(gpu, "Llama-2-13B", share)
-    *others, divided = (case.rung(name) for name in weights_simulation.RUNGS)
+    *others, divided = (case.level(name) for name in weights_simulation.LEVELS)
     assert max(others) < divided <= case.bound()
     ablated = weights_simulation.ablated(case)
     assert ablated["all"] == pytest.approx(divided)

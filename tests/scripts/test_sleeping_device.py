@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.profiling.hand_off import HandOff
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from research.sleeping_device import SleepingDevice
 
 ROOT = Path(__file__).parents[2]
 STAGE = Stage("something", 0, NO_SUB_BATCH, 0)
 
 
-def run(device: SleepingDevice, record: Callable[[Recorder], None]) -> float:
+def run(device: SleepingDevice, record: Callable[[Launcher], None]) -> float:
     """Carry it out twice, as it is recorded and again; return what the second time took."""
     for _ in range(2):
         started = time.perf_counter()
@@ -30,21 +30,21 @@ def run(device: SleepingDevice, record: Callable[[Recorder], None]) -> float:
 
 def test_a_relay_answers_in_the_middle_of_a_program() -> None:
     device = SleepingDevice(lambda lane, work: None)
-    with closing(HandOff(torch.device("cpu"), device, in_graph=True)) as hand_off:
-        assert hand_off.seconds(4096) > 0  # which checks what came back
+    with closing(OffloadTimer(torch.device("cpu"), device, in_graph=True)) as offload:
+        assert offload.seconds(4096) > 0  # which checks what came back
 
 
 def test_work_begins_when_that_of_its_lane_and_what_it_waits_for_has_ended() -> None:
     done: list[str] = []
 
-    def record(recorder: Recorder) -> None:
+    def record(launcher: Launcher) -> None:
         def give(lane: Lane, name: str, after: Sequence[object] = ()) -> object:
-            return recorder.run(lane, STAGE, lambda: done.append(name), after)  # type: ignore[arg-type]
+            return launcher.run(lane, STAGE, lambda: done.append(name), after)  # type: ignore[arg-type]
 
         brought = give(Lane.WEIGHTS, "brought")
         give(Lane.DEVICE, "made")
         give(Lane.DEVICE, "multiplied", (brought,))
-        give(Lane.TO_HOST, "sent", (recorder.mark(),))
+        give(Lane.TO_HOST, "sent", (launcher.mark(),))
 
     run(SleepingDevice(lambda lane, work: None), record)
     assert len(done) == 8
@@ -55,10 +55,10 @@ def test_work_begins_when_that_of_its_lane_and_what_it_waits_for_has_ended() -> 
 
 
 def test_lanes_take_their_time_side_by_side() -> None:
-    def record(recorder: Recorder) -> None:
+    def record(launcher: Launcher) -> None:
         for lane in (Lane.DEVICE, Lane.WEIGHTS):
             for _ in range(3):
-                recorder.run(lane, STAGE, lambda: None)
+                launcher.run(lane, STAGE, lambda: None)
 
     lengths = {Lane.DEVICE: 0.02, Lane.WEIGHTS: 0.01}
     taken_s = run(SleepingDevice(lambda lane, work: lengths[lane]), record)

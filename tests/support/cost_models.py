@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import (
     UNSHARED,
     CostModel,
@@ -16,7 +16,7 @@ from neo_desktop.engine.predict.cost_model import (
 )
 
 # A second memory that the host attends for, as a slower one behind a CPU would be.
-THIRD = Place("third", label="third", in_host_memory=True, host_attends=True)
+THIRD = KVTier("third", label="third", in_host_memory=True, host_attends=True)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (1, 16, 256, 4096)
 
@@ -27,14 +27,14 @@ def machine(
     token_ms: float = 0.008,
     gpu_token_ms: float = 0.00003,
     cpu_token_ms: float = 0.00015,
-    hand_off_ms: float = 0.02,
+    offload_ms: float = 0.02,
     transfer_token_ms: float = 0.001,
     swap_token_ms: float = 0.0007,
     duplex: float = 1.0,
     memory_shares: MemoryShares = UNSHARED,
     overlaps: bool = True,
     num_layers: int = 32,
-    places: Sequence[Place] = PLACES,
+    tiers: Sequence[KVTier] = MEASURED_TIERS,
 ) -> TableCostModel:
     """A machine by formulas; the defaults are about Llama-2-7B on a T4-class slice (times per layer)."""
 
@@ -49,7 +49,7 @@ def machine(
         iteration_ms=0.2,
         linear=Curve(SIZES, [max(weights_ms, n * token_ms) for n in SIZES]),
         head=Curve(SIZES, [0.3 + 0.001 * n for n in SIZES]),
-        hand_off=Curve(SIZES, [hand_off_ms] * len(SIZES)),
+        offload=Curve(SIZES, [offload_ms] * len(SIZES)),
         transfer=Curve(SIZES, [n * transfer_token_ms for n in SIZES]),
         swap=Curve(SIZES, [n * swap_token_ms for n in SIZES]),
         duplex=duplex,
@@ -58,11 +58,11 @@ def machine(
             SIZES, [0.002 * bool(gpu_token_ms) + n * n / 2 * gpu_token_ms / 10 for n in SIZES]
         ),
         later_chunk_attention=surface(gpu_token_ms / 10),
-        attention={place: surface(cpu_token_ms if place.host_attends else gpu_token_ms) for place in places},
+        attention={tier: surface(cpu_token_ms if tier.host_attends else gpu_token_ms) for tier in tiers},
     )
 
 
-def cost_models(places: Sequence[Place] = PLACES) -> st.SearchStrategy[CostModel]:
+def cost_models(tiers: Sequence[KVTier] = MEASURED_TIERS) -> st.SearchStrategy[CostModel]:
     """Machines of all kinds, the sensible ones and the odd."""
     times = st.sampled_from((0.0, 1e-5, 1e-3, 0.1, 10.0))
     return st.one_of(
@@ -73,11 +73,11 @@ def cost_models(places: Sequence[Place] = PLACES) -> st.SearchStrategy[CostModel
             token_ms=times,
             gpu_token_ms=times,
             cpu_token_ms=times,
-            hand_off_ms=times,
+            offload_ms=times,
             transfer_token_ms=times,
             swap_token_ms=times,
             overlaps=st.booleans(),
             num_layers=st.integers(1, 40),
-            places=st.just(tuple(places)),
+            tiers=st.just(tuple(tiers)),
         ),
     )

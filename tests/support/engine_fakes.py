@@ -10,7 +10,7 @@ from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
 
@@ -56,13 +56,13 @@ def next_token(tokens: Sequence[int]) -> int:
 class FakeExecutor(Executor):
     """Executes plans on lists of tokens instead of tensors, and checks each plan as it goes.
 
-    `slots[place][slot]` is the token whose KV lies there: attending means reading the slots of the block
+    `slots[tier][slot]` is the token whose KV lies there: attending means reading the slots of the block
     table. A plan that names a wrong block, or copies in a wrong order, changes the tokens that come out.
     """
 
     block_size: int
     max_batch_tokens: int
-    slots: dict[Place, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    slots: dict[KVTier, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     # (stage, slot) -> the decode that stands there, at its own pace, as of the last turn.
     standing: dict[tuple[int, int], ScheduledSequence] = field(default_factory=dict)
     num_turns: int = 0
@@ -73,7 +73,7 @@ class FakeExecutor(Executor):
     def _carry_out(self, plan: IterationPlan) -> IterationResult:
         num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
         assert num_tokens <= self.max_batch_tokens
-        assert num_tokens or plan.staggered
+        assert num_tokens or plan.async_decodes
         for copy in plan.copies:
             for offset in range(self.block_size):
                 source = copy.source_block * self.block_size + offset
@@ -83,7 +83,7 @@ class FakeExecutor(Executor):
         sampled = {}
         for sequence in (*plan.sequences, *self._turn(plan)):
             assert sequence.token_ids, "a request is scheduled to compute nothing"
-            slots = self.slots[sequence.place]
+            slots = self.slots[sequence.tier]
 
             def slot(position: int, table: IntView = sequence.block_table) -> int:
                 return int(table[position // self.block_size]) * self.block_size + position % self.block_size
@@ -97,17 +97,17 @@ class FakeExecutor(Executor):
 
     def _turn(self, plan: IterationPlan) -> Iterator[ScheduledSequence]:
         """Check that all who go at their own pace go on by one stage; yield those who pass the last one."""
-        if not plan.staggered:
+        if not plan.async_decodes:
             return
-        assert all(plan.staggered), "a turn without slots"
+        assert all(plan.async_decodes), "a turn without slots"
         self.num_turns += 1
         before, self.standing = self.standing, {}
-        last = len(plan.staggered) - 1
-        for stage, cohort in enumerate(plan.staggered):
-            for slot, sequence in enumerate(cohort):
+        last = len(plan.async_decodes) - 1
+        for stage, group in enumerate(plan.async_decodes):
+            for slot, sequence in enumerate(group):
                 if sequence is None:
                     continue
-                assert sequence.place.host_attends
+                assert sequence.tier.host_attends
                 if stage:
                     was = before[stage - 1, slot]
                     assert was[:4] == sequence[:4], "somebody else's hidden states are there"
@@ -129,5 +129,5 @@ def reference_output(request: Request, num_tokens: int) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
-def free_blocks(kv: KVCache) -> dict[Place, int]:
-    return {place: usage.num_blocks - usage.num_used_blocks for place, usage in kv.usage().items()}
+def free_blocks(kv: KVCache) -> dict[KVTier, int]:
+    return {tier: usage.num_blocks - usage.num_used_blocks for tier, usage in kv.usage().items()}

@@ -9,12 +9,12 @@ from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import Lane, Signal, Work
 from neo_desktop.engine.execute.lanes import TOLD_BY, CallerLane, Lanes
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Timeout
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import stages_of
@@ -93,9 +93,9 @@ def thread_executor(
     *,
     lanes: Lanes | None = None,
     timeline: Timeline | None = None,
-    patience: Patience = DEFAULT_PATIENCE,
+    timeout: Timeout = DEFAULT_TIMEOUT,
     stages: Stages | None = None,
-) -> PlanExecutor:
+) -> ModelRunner:
     """Make an executor without a GPU.
 
     Args:
@@ -103,6 +103,6 @@ def thread_executor(
     """
     capacity = Capacity.of(MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT, storage.block_size)
     backend = ThreadBackend(timeline, lanes)
-    return PlanExecutor(
-        stages or stages_of(model, None), storage, capacity, backend, timeline=timeline, patience=patience
+    return ModelRunner(
+        stages or stages_of(model, None), storage, capacity, backend, timeline=timeline, timeout=timeout
     )

@@ -4,16 +4,16 @@ import random
 from dataclasses import replace
 
 import torch
+from offloaded_case import random_split
 from pipeline_case import tiny_config
-from split_case import random_split
 from split_models import SHARES, WINDOWS, divided
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.shares import StreamedShares
-from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.weights import named_weights
 
@@ -59,7 +59,7 @@ def with_shares(model: Decoder, seed: int, share: float | None) -> Decoder:
     return model
 
 
-def _form(config: ModelConfig, seed: int | None) -> Dense | SplitForm:
+def _form(config: ModelConfig, seed: int | None) -> Dense | OffloadedFormat:
     if seed is None:
         return DENSE
     rng = random.Random(seed)
@@ -70,4 +70,4 @@ def _form(config: ModelConfig, seed: int | None) -> Dense | SplitForm:
         count = rng.choice((0, 1, 4, 6))
         for name in EXPERTS:
             resident[f"{layer}.{name}"] = count * 64  # of rows of one expert
-    return SplitForm(Dense(uses_tiles=False), DENSE, resident)
+    return OffloadedFormat(Dense(uses_tiles=False), DENSE, resident)

@@ -7,14 +7,14 @@ from pipeline_case import make_storage, sampling_input
 
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Timeout
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import stages_of
 
@@ -28,15 +28,15 @@ def make_executor(
     model: Decoder,
     seed: int = 0,
     hook: Hook | None = None,
-    places: Collection[Place] = PLACES,
+    tiers: Collection[KVTier] = MEASURED_TIERS,
     backend: ImitatedBackend | None = None,
     timeline: Timeline | None = None,
     capacity: Capacity = CAPACITY,
-    patience: Patience = DEFAULT_PATIENCE,
-) -> tuple[PlanExecutor, ImitatedBackend]:
-    storage = make_storage(model, dict.fromkeys(places, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
+    timeout: Timeout = DEFAULT_TIMEOUT,
+) -> tuple[ModelRunner, ImitatedBackend]:
+    storage = make_storage(model, dict.fromkeys(tiers, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
     backend = backend or ImitatedBackend(seed, hook)
-    executor = PlanExecutor(
+    executor = ModelRunner(
         stages_of(model, dispatch),
         storage,
         capacity,
@@ -44,7 +44,7 @@ def make_executor(
         num_programs=8,
         uses_gpu=True,
         timeline=timeline,
-        patience=patience,
+        timeout=timeout,
     )
     return executor, backend
 
@@ -52,26 +52,26 @@ def make_executor(
 TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(40)] for name in "abcdefg"}
 # Where each lives, its blocks, and how many tokens it has before the first decode.
 HOMES = {
-    "a": (Place.DEVICE, (0, 5), 20),
-    "b": (Place.DEVICE, (2,), 3),
-    "c": (Place.HOST, (8, 1), 16),
-    "d": (Place.HOST, (0, 7), 25),
-    "e": (Place.HOST, (3,), 1),
-    "f": (Place.DEVICE, (9, 11), 17),
-    "g": (Place.HOST, (4, 6), 9),
+    "a": (KVTier.DEVICE, (0, 5), 20),
+    "b": (KVTier.DEVICE, (2,), 3),
+    "c": (KVTier.HOST, (8, 1), 16),
+    "d": (KVTier.HOST, (0, 7), 25),
+    "e": (KVTier.HOST, (3,), 1),
+    "f": (KVTier.DEVICE, (9, 11), 17),
+    "g": (KVTier.HOST, (4, 6), 9),
 }
 
 
 def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = None) -> ScheduledSequence:
-    place, blocks, _ = HOMES[name]
+    tier, blocks, _ = HOMES[name]
     tokens = tuple(TOKENS[name][start:end])
     return ScheduledSequence(
-        name, tokens, start, place, IntArray(blocks).view(), sampling or sampling_input(end)
+        name, tokens, start, tier, IntArray(blocks).view(), sampling or sampling_input(end)
     )
 
 
 def prompts(names: str) -> IterationPlan:
-    ordered = sorted(names, key=lambda name: PLACES.index(HOMES[name][0]))
+    ordered = sorted(names, key=lambda name: MEASURED_TIERS.index(HOMES[name][0]))
     return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
 
 

@@ -31,9 +31,9 @@ class ImitatedDevice:
         if error := self._library.imitated_gpu_set_queues(count, seed):
             raise RuntimeError(f"the imitated GPU does not take {count} queues: CUDA error {error}")
 
-    def set_patience(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Set for how long nothing may be able to run before that is told as a deadlock."""
-        self._library.imitated_gpu_set_patience(ctypes.c_double(seconds))
+        self._library.imitated_gpu_set_timeout(ctypes.c_double(seconds))
 
     def fail(self, call: str, error: int, first: int = 1, times: int = 1) -> None:
         """Let calls from now on fail.

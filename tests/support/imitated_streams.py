@@ -16,10 +16,10 @@ from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.waiting import Watch
+from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
-PATIENCE_S = 20.0  # for a flag that must come; only a defect waits for so long
+TIMEOUT_S = 20.0  # for a flag that must come; only a defect waits for so long
 LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
 FIXED = tuple(lane for lane in LANES if lane not in NEVER_FIXED)
 NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)
@@ -70,7 +70,7 @@ class Answer:
 
 
 @dataclass
-class ImitatedRecorder:
+class ImitatedLauncher:
     """Takes some stages; what comes before them on a lane is `last`. Without flags the CPU's work is one."""
 
     with_flags: bool = True
@@ -152,7 +152,7 @@ class ImitatedBackend:
         self._num_queues = num_queues
         self._seen: set[object] = set()
         self._graphs: dict[tuple[object, int], list[Operation]] = {}
-        self._recorder = ImitatedRecorder()
+        self._launcher = ImitatedLauncher()
         self._runs: deque[Operation] = deque()  # the ends of programs that nobody has waited for
         self._end: Operation | None = None  # of the last one
         self._queues: list[list[Operation]] = [[] for _ in range(num_queues or len(LANES))]
@@ -175,64 +175,64 @@ class ImitatedBackend:
     @property
     def operations(self) -> Sequence[Operation]:
         """Those of the last program, in the order in which they were given."""
-        return self._recorder.operations
+        return self._launcher.operations
 
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: Watchdog) -> None:
         self.watch = watch
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         self.num_runs += 1
         self.num_graphs_launched = self.num_launched = 0
-        self._recorder = recorder = ImitatedRecorder(with_flags)
+        self._launcher = launcher = ImitatedLauncher(with_flags)
         if self._end is not None:
-            recorder.last = dict.fromkeys(LANES, self._end)
+            launcher.last = dict.fromkeys(LANES, self._end)
         is_new = program.key not in self._seen
         self._seen.add(program.key)
         self.was_graph = with_graphs and not is_new
         num_graphs = len(self._graphs)
         for number, part in enumerate(program.parts()):
             if not self.was_graph or not part.is_fixed:
-                before = len(recorder.operations)
-                part(recorder)
-                self.num_launched += sum(o.stage is not NOTHING for o in recorder.operations[before:])
+                before = len(launcher.operations)
+                part(launcher)
+                self.num_launched += sum(o.stage is not NOTHING for o in launcher.operations[before:])
                 continue
             if (program.key, number) not in self._graphs:
                 self._graphs[program.key, number] = self._capture(part)
             self._launch(self._graphs[program.key, number])
             self.num_graphs_launched += 1
-        recorder.wait([operation for operation in recorder.last.values() if operation is not self._end])
-        self._end = recorder.mark()
-        self.enqueue(recorder.operations)
+        launcher.wait([operation for operation in launcher.last.values() if operation is not self._end])
+        self._end = launcher.mark()
+        self.enqueue(launcher.operations)
         self._runs.append(self._end)
         return with_graphs and (is_new or len(self._graphs) > num_graphs)
 
     def _capture(self, part: Part) -> list[Operation]:
-        recorder = ImitatedRecorder(self._recorder.with_flags)
-        begin = recorder.mark()
-        recorder.last = dict.fromkeys(LANES, begin)
-        part(recorder)
-        recorder.wait([operation for operation in recorder.last.values() if operation is not begin])
-        return recorder.operations
+        launcher = ImitatedLauncher(self._launcher.with_flags)
+        begin = launcher.mark()
+        launcher.last = dict.fromkeys(LANES, begin)
+        part(launcher)
+        launcher.wait([operation for operation in launcher.last.values() if operation is not begin])
+        return launcher.operations
 
     def _launch(self, graph: Sequence[Operation]) -> None:
         known: dict[Operation, Operation] = {}
-        recorder = self._recorder
+        launcher = self._launcher
         for operation in graph:
-            before = recorder.last.get(Lane.DEVICE) if operation is graph[0] else None
+            before = launcher.last.get(Lane.DEVICE) if operation is graph[0] else None
             after = (*(known[each] for each in operation.after), *filter(None, (before,)))
             known[operation] = replace(operation, after=after)
-            recorder.operations.append(known[operation])
-        recorder.last |= dict.fromkeys(FIXED, known[graph[-1]])
+            launcher.operations.append(known[operation])
+        launcher.last |= dict.fromkeys(FIXED, known[graph[-1]])
 
     def wait(self) -> None:
         self._carry_out(self._runs.popleft())
 
     @torch.inference_mode()
     def _carry_out(self, end: Operation) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while end not in self._done:
             ready = [
                 queue

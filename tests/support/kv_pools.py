@@ -3,12 +3,12 @@
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.kv.streamed import StreamedPool
 
 
 def spoiled(pool: KVPool) -> KVPool:
     """Fill a pool with what must never be read: NaN, of int8 in the scales."""
-    homes = pool.homes if isinstance(pool, SwappedPool) else ()
+    homes = pool.homes if isinstance(pool, StreamedPool) else ()
     for part in (*pool.parts, *homes):
         part.fill_(torch.nan if part.is_floating_point() else 99)
     return pool

@@ -10,11 +10,11 @@ import torch
 from compile_kernels import AbsentGPU, compile_instead_of_launching
 from triton.runtime.driver import driver
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.dispatch import rope_append
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.shapes import shape
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -63,7 +63,7 @@ def main() -> None:
         rotate(pool, layer, requests)
         rows = torch.empty(2, requests, KV_HEADS, HEAD_DIM, dtype=torch.float16)
         pool.layer(layer % 2).read(numbers(2 * requests, 2 * requests).view(torch.int64), rows)
-    assert not ladder.limits()
+    assert not fallbacks.limits()
     print(len(at_start), len({id(kernel) for _, kernel in found} - at_start))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import (
+    AsyncGroup,
     BlockCopy,
-    Cohort,
     IterationPlan,
     IterationResult,
     SamplingInput,
@@ -22,13 +22,13 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.swapped import SwappedPool
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.kv.streamed import StreamedPool
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import random_model, stages_of
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -59,7 +59,7 @@ def tiny_model(
     windows: tuple[int | None, ...] = (None, 11, None, 3),
     device: str = "cpu",
     seed: int = 0,
-    form: LinearForm = DENSE,
+    form: WeightFormat = DENSE,
     *,
     attention_sinks: bool = False,
     softcap: float | None = None,
@@ -76,7 +76,7 @@ def tiny_model(
 
 def make_storage(
     model: Decoder,
-    num_blocks: Mapping[Place, int],
+    num_blocks: Mapping[KVTier, int],
     block_size: int = BLOCK_SIZE,
     *,
     device_kind: type[KVLayer] | None = TorchLayer,
@@ -88,22 +88,22 @@ def make_storage(
     """
     if model.device.type != "cpu":
         device_kind = None
-    devices = dict.fromkeys(num_blocks, model.device) | {Place.HOST: torch.device("cpu")}
-    kinds = dict.fromkeys(num_blocks, device_kind) | {Place.HOST: None}
+    devices = dict.fromkeys(num_blocks, model.device) | {KVTier.HOST: torch.device("cpu")}
+    kinds = dict.fromkeys(num_blocks, device_kind) | {KVTier.HOST: None}
     return KVStorage(
         {
-            place: spoiled(
-                (SwappedPool if place.is_swapped else KVPool)(
+            tier: spoiled(
+                (StreamedPool if tier.is_streamed else KVPool)(
                     model.config,
                     count,
                     block_size,
                     model.dtype,
-                    devices[place],
-                    kinds[place],
+                    devices[tier],
+                    kinds[tier],
                     model.sinks,
                 )
             )
-            for place, count in num_blocks.items()
+            for tier, count in num_blocks.items()
         }
     )
 
@@ -124,14 +124,14 @@ def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
 class Request:
     name: str
     token_ids: list[int]
-    place: Place
+    tier: KVTier
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    is_staggered: bool = False  # on its way through the layers, one in each turn
+    is_async: bool = False  # on its way through the layers, one in each turn
 
 
 class RandomIterations:
-    """Requests that come, are computed in chunks of any size, move between places and go, at random.
+    """Requests that come, are computed in chunks of any size, move between tiers and go, at random.
 
     There are few blocks, and the one given up last is taken first: within one iteration a block is given up
     by a move and taken by another move, by a prompt or by a decode.
@@ -141,13 +141,13 @@ class RandomIterations:
         self,
         seed: int,
         num_blocks: int = 24,
-        places: tuple[Place, ...] = PLACES,
+        tiers: tuple[KVTier, ...] = MEASURED_TIERS,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         self._rng = random.Random(seed)
         self._block_size = block_size
-        self._places = places
-        self._free = {place: list(range(num_blocks)) for place in places}
+        self._places = tiers
+        self._free = {tier: list(range(num_blocks)) for tier in tiers}
         for blocks in self._free.values():
             self._rng.shuffle(blocks)
         self._requests: list[Request] = []
@@ -160,11 +160,11 @@ class RandomIterations:
             self._leave()
             copies += self._move()
             self._join()
-            cohorts = self._make_cohorts()
+            async_groups = self._make_async_groups()
             sequences = [s for request in self._requests if (s := self._schedule(request)) is not None]
-            if not sequences and not cohorts:
+            if not sequences and not async_groups:
                 continue
-            plan = IterationPlan(self._split(sequences), tuple(copies), staggered=cohorts)
+            plan = IterationPlan(self._split(sequences), tuple(copies), async_decodes=async_groups)
             copies = []
             yield (
                 plan,
@@ -190,26 +190,26 @@ class RandomIterations:
 
     def _give_up(self, request: Request) -> None:
         self._rng.shuffle(request.blocks)
-        self._free[request.place].extend(request.blocks)
+        self._free[request.tier].extend(request.blocks)
         request.blocks = []
 
     def _move(self) -> list[BlockCopy]:
         copies = []
         for request in self._rng.sample(self._requests, len(self._requests)):
-            place = self._rng.choice(self._places)
-            if place == request.place or request.is_staggered or self._rng.random() < 0.5:
+            tier = self._rng.choice(self._places)
+            if tier == request.tier or request.is_async or self._rng.random() < 0.5:
                 continue
-            if place.host_attends and request.place.host_attends:
+            if tier.host_attends and request.tier.host_attends:
                 continue  # rows go to the device or come from there
-            if len(self._free[place]) < len(request.blocks):
+            if len(self._free[tier]) < len(request.blocks):
                 continue
-            taken = [self._free[place].pop() for _ in request.blocks]
+            taken = [self._free[tier].pop() for _ in request.blocks]
             copies += [
-                BlockCopy(request.place, old, place, new)
+                BlockCopy(request.tier, old, tier, new)
                 for old, new in zip(request.blocks, taken, strict=True)
             ]
             self._give_up(request)
-            request.place, request.blocks = place, taken
+            request.tier, request.blocks = tier, taken
         return copies
 
     def _join(self) -> None:
@@ -220,13 +220,13 @@ class RandomIterations:
                 Request(f"request {self._num_made}", tokens, self._rng.choice(self._places))
             )
 
-    def _make_cohorts(self) -> tuple[Cohort, ...]:
-        """Staggered decodes, by stage: there are none."""
+    def _make_async_groups(self) -> tuple[AsyncGroup, ...]:
+        """AsyncDecodes decodes, by stage: there are none."""
         return ()
 
     def _take_blocks(self, request: Request, context_len: int) -> bool:
         """Give a request blocks for so many tokens, if there are as many."""
-        free = self._free[request.place]
+        free = self._free[request.tier]
         needed = -(-context_len // self._block_size) - len(request.blocks)
         if needed > len(free):
             return False
@@ -237,7 +237,7 @@ class RandomIterations:
         rest = len(request.token_ids) - request.num_computed
         count = self._rng.choice((rest, self._rng.randint(0, rest)))
         context_len = request.num_computed + count
-        if count == 0 or request.is_staggered or not self._take_blocks(request, context_len):
+        if count == 0 or request.is_async or not self._take_blocks(request, context_len):
             return None
         start, request.num_computed = request.num_computed, context_len
         is_sampled = context_len == len(request.token_ids) or self._rng.random() < 0.5
@@ -245,7 +245,7 @@ class RandomIterations:
             request.name,
             tuple(request.token_ids[start:context_len]),
             start,
-            request.place,
+            request.tier,
             IntArray(request.blocks).view(),
             sampling_input(context_len) if is_sampled else None,
         )
@@ -257,7 +257,7 @@ class RandomIterations:
             self._rng.choice(parts).append(sequence)
         order = self._places
         for part in parts:
-            part.sort(key=lambda s: (order.index(s.place), s.is_decode))
+            part.sort(key=lambda s: (order.index(s.tier), s.is_decode))
         return tuple(SubBatch(tuple(part)) for part in parts)
 
 

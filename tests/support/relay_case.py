@@ -30,7 +30,7 @@ def batch_of(case: PagedCase) -> RelayBatch:
     return RelayBatch(case.q, k, v, out, case.block_tables, case.context_lens, flags)
 
 
-def hand_over(batch: RelayBatch, layer: int) -> Tensor:
+def offload_buffers(batch: RelayBatch, layer: int) -> Tensor:
     """Do what a GPU does in one layer: raise the flag, wait for the other, take the output."""
     batch.flags[0, layer, 0] = 1
     while batch.flags[1, layer, 0].item() == 0:

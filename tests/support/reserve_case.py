@@ -9,19 +9,19 @@ from pipeline_case import tiny_model
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import take_memory
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 RESERVE = 1000  # bytes, of a machine whose blocks take one
-PLACES = {
-    "neo": (Place.DEVICE, Place.HOST),
-    "auto": (Place.DEVICE, Place.SWAPPED, Place.HOST),
-    "pie": (Place.DEVICE, Place.SWAPPED),
-    "fastdecode": (Place.HOST,),
+MEASURED_TIERS = {
+    "neo": (KVTier.DEVICE, KVTier.HOST),
+    "auto": (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST),
+    "pie": (KVTier.DEVICE, KVTier.STREAMED),
+    "fastdecode": (KVTier.HOST,),
 }
 
 
@@ -49,12 +49,12 @@ def tiny_engine(policy: str, dtype: str = "auto", machine: Machine | None = None
         policy=policy,
         gpu_cache_tokens=320,
         cpu_cache_tokens=640,
-        swap_cache_tokens=640 if Place.SWAPPED in POLICIES[policy].places else None,
+        swap_cache_tokens=640 if KVTier.STREAMED in POLICIES[policy].tiers else None,
         max_batch_tokens=64,
         max_batch_requests=8,
         cpu_cache_dtype=dtype,
     )
-    parts = take_memory(loaded, options, PLACES.get(policy))
+    parts = take_memory(loaded, options, MEASURED_TIERS.get(policy))
     with Engine.from_parts(parts, policy) as engine:
         if machine is not None:
             engine._iterations._reserve = HostReserve(

@@ -2,13 +2,13 @@
 
 import random
 
+from offloaded_case import random_split
 from pipeline_case import tiny_config, tiny_model
-from split_case import random_split
 
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.shares import StreamedShares
-from neo_desktop.models.linear.split import SplitForm
 
 SHARES = (0.0, 0.3, 0.5, 1.0)
 WINDOWS = (None, 11, None, 3)
@@ -27,7 +27,7 @@ def split_model(seed: int, windows: tuple[int | None, ...] = WINDOWS, share: flo
 def host_model(share: float, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:
     """All matrices of all layers lie in host memory."""
     names = [name for name, _ in tiny_config(windows).each_matrix() if name != "head"]
-    form = SplitForm(Dense(uses_tiles=False), DENSE, dict.fromkeys(names, 0))
+    form = OffloadedFormat(Dense(uses_tiles=False), DENSE, dict.fromkeys(names, 0))
     return divided(tiny_model(windows, form=form), 0, share)
 
 

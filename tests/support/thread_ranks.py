@@ -17,7 +17,7 @@ from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Reduce
 from neo_desktop.models.weights import Weights, named_weights
 
-PATIENCE_S = 60.0  # for a rank that must come; only a defect waits for so long
+TIMEOUT_S = 60.0  # for a rank that must come; only a defect waits for so long
 T = TypeVar("T")
 
 
@@ -35,9 +35,9 @@ class ThreadSums:
 
     def _sum(self, number: int, part: Tensor) -> None:
         self._given[number] = part.clone()
-        self._together.wait(PATIENCE_S)
+        self._together.wait(TIMEOUT_S)
         part.copy_(torch.stack([each for each in self._given if each is not None]).sum(0))
-        self._together.wait(PATIENCE_S)
+        self._together.wait(TIMEOUT_S)
 
 
 def on_ranks(count: int, work: Callable[[Rank, Reduce], T]) -> list[T]:

@@ -10,10 +10,10 @@ from pipeline_case import tiny_model
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import take_memory
-from neo_desktop.engine.placement import Place
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]
@@ -21,30 +21,30 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 Tokens = list[tuple[int, ...]]
 
 
-def make_engine(policy: str, device: str = "cuda", places: Sequence[Place] | None = None) -> Engine:
+def make_engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | None = None) -> Engine:
     """Return one; `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory.
 
     Args:
-        places: of a policy that users are not offered.
+        tiers: of a policy that users are not offered.
     """
     decoder = tiny_model((None, 5), device=device)
     decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
     loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
     options = EngineOptions(
-        policy=policy if places is None else "auto",
+        policy=policy if tiers is None else "auto",
         gpu_cache_tokens=256,
         cpu_cache_tokens=256,
         swap_cache_tokens=256,
         max_batch_tokens=64,
         max_batch_requests=4,
     )
-    return Engine.from_parts(take_memory(loaded, options, places), policy)
+    return Engine.from_parts(take_memory(loaded, options, tiers), policy)
 
 
 @contextmanager
-def engine(policy: str, device: str = "cuda", places: Sequence[Place] | None = None) -> Iterator[Engine]:
+def engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | None = None) -> Iterator[Engine]:
     """See `make_engine`; closed in the end, whatever has become of it."""
-    made = make_engine(policy, device, places)
+    made = make_engine(policy, device, tiers)
     try:
         yield made
     finally:

@@ -9,10 +9,10 @@ from checkpoints import VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import FinishReason
 
-ONE = Place.worker(1)
+ONE = KVTier.worker(1)
 NUM_TOKENS = 48
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -42,7 +42,7 @@ def make_engine(
         worker_partition=partition,
         worker_secret=secret,
         worker_timeout_s=timeout_s,
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
     )
 
 
@@ -72,10 +72,10 @@ class Answers:
             self.step()
             assert time.monotonic() < deadline
 
-    def until_back(self, place: Place, patience_s: float = 60.0) -> None:
-        """Go on until a place that was lost is used."""
-        deadline = time.monotonic() + patience_s
-        while not self._engine.stats().num_running_at[place]:
+    def until_back(self, tier: KVTier, timeout_s: float = 60.0) -> None:
+        """Go on until a tier that was lost is used."""
+        deadline = time.monotonic() + timeout_s
+        while not self._engine.stats().num_running_at[tier]:
             if not self._engine.has_work:  # too soon: others ask
                 self._ask()
             self.step()

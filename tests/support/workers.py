@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
@@ -48,11 +48,11 @@ def sinks_of(model: Decoder) -> torch.Tensor | None:
     return None if model.sinks is None else torch.stack(list(model.sinks))
 
 
-def connected(model: Decoder, place: Place, address: Address, num_blocks: int, block_size: int) -> RemotePool:
+def connected(model: Decoder, tier: KVTier, address: Address, num_blocks: int, block_size: int) -> RemotePool:
     """Return the pool of a worker."""
-    link = WorkerLink(place.name, lambda: address, TRUST)
+    link = WorkerLink(tier.name, lambda: address, TRUST)
     link.open(shape_of(model, block_size), sinks_of(model), num_blocks)
-    return RemotePool(place, model.config, block_size, model.dtype, link)
+    return RemotePool(tier, model.config, block_size, model.dtype, link)
 
 
 def _same(address: Address) -> Address:
@@ -60,25 +60,25 @@ def _same(address: Address) -> Address:
 
 
 def connected_by_heads(
-    model: Decoder, place: Place, addresses: Sequence[Address], num_blocks: int, block_size: int
+    model: Decoder, tier: KVTier, addresses: Sequence[Address], num_blocks: int, block_size: int
 ) -> RemotePool:
     """Return the pool of workers that divide the heads."""
-    links = [WorkerLink(place.name, partial(_same, address), TRUST) for address in addresses]
-    group = HeadGroup(place.name, links)
+    links = [WorkerLink(tier.name, partial(_same, address), TRUST) for address in addresses]
+    group = HeadGroup(tier.name, links)
     group.open(shape_of(model, block_size), sinks_of(model), num_blocks)
-    return RemotePool(place, model.config, block_size, model.dtype, group)
+    return RemotePool(tier, model.config, block_size, model.dtype, group)
 
 
 def with_workers(
     model: Decoder,
-    pools: Mapping[Place, KVPool],
+    pools: Mapping[KVTier, KVPool],
     addresses: list[Address],
     num_blocks: int,
     block_size: int,
-) -> dict[Place, KVPool]:
+) -> dict[KVTier, KVPool]:
     """Return pools, and one for each worker."""
     found = dict(pools)
     for number, address in enumerate(addresses, 1):
-        place = Place.worker(number)
-        found[place] = connected(model, place, address, num_blocks, block_size)
+        tier = KVTier.worker(number)
+        found[tier] = connected(model, tier, address, num_blocks, block_size)
     return found

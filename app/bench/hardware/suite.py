@@ -26,13 +26,13 @@ from neo_desktop.app.bench.words import many
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.progress import Progress
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_ROUNDS = 3
-_HAND_OFFS = {
+_OFFLOADS = {
     "graph": "hand-off in a graph (decodes)",
     "streams": "hand-off on streams (with prompts)",
     "threads": "hand-off, imitated by threads",
@@ -51,7 +51,7 @@ class HardwareOptions:
     gpu_matrix_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
     transfer_bytes: tuple[int, ...] = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
     gpu_slice: int | None = None  # multiprocessors of the GPU; None: all of them
-    hand_off_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
+    offload_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
 
 
 def doubling(cores: int) -> tuple[int, ...]:
@@ -119,10 +119,10 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
         if timer is not None:
             work += _of_gpu(timer, sizes, options.transfer_bytes)
         for way in ("threads",) if timer is None else ("streams", "graph"):
-            between = stack.enter_context(closing(hand_off_of(streams, in_graph=way == "graph")))
-            for each in options.hand_off_bytes:
-                measure = partial(_hand_off_us, between, each)
-                work.append(Measurement(_HAND_OFFS[way], size(each), each, "us", measure))
+            between = stack.enter_context(closing(offload_of(streams, in_graph=way == "graph")))
+            for each in options.offload_bytes:
+                measure = partial(_offload_us, between, each)
+                work.append(Measurement(_OFFLOADS[way], size(each), each, "us", measure))
         for done in rounds(work, options.seconds, progress):
             yield HardwareReport(
                 rounds=done,
@@ -146,12 +146,12 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
     progress(1.0, "done")
 
 
-def hand_off_of(streams: Streams, *, in_graph: bool) -> HandOff:
+def offload_of(streams: Streams, *, in_graph: bool) -> OffloadTimer:
     """Make what measures hand-offs."""
-    return HandOff(streams.device, open_backend(streams), in_graph=in_graph)
+    return OffloadTimer(streams.device, open_backend(streams), in_graph=in_graph)
 
 
-def _hand_off_us(between: HandOff, nbytes: int) -> float:
+def _offload_us(between: OffloadTimer, nbytes: int) -> float:
     return between.seconds(nbytes) * 1e6
 
 

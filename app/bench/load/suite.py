@@ -116,7 +116,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
 
 
 def policies(options: LoadOptions) -> tuple[str, ...]:
-    """Return those to compare: with and without the CPU-cache, where there are two places to choose from.
+    """Return those to compare: with and without the CPU-cache, where there are two tiers to choose from.
 
     Without a GPU its cache is imitated; it counts as a place of its own if its size was asked for.
     """

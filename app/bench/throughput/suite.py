@@ -22,10 +22,10 @@ from neo_desktop.app.bench.workload import (
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import ALL_PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
@@ -91,8 +91,8 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
     model = load(options)
     on_gpu = model.decoder.device.type == "cuda"
     names = options.policies or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
-    places = {place for name in names for place in get_policy(name).places}
-    parts = take_memory(model, options, [place for place in ALL_PLACES if place in places])
+    tiers = {tier for name in names for tier in get_policy(name).tiers}
+    parts = take_memory(model, options, [tier for tier in ALL_TIERS if tier in tiers])
 
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")
@@ -100,7 +100,7 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
     tables = profile(model.decoder, parts.storage, parts.limits, progress=profiled, streams=model.streams)
     most_tokens = min(
         model.config.max_context_tokens,
-        *(sum(parts.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),
+        *(sum(parts.num_blocks[tier] for tier in get_policy(name).tiers) * BLOCK_SIZE for name in names),
     )
     workload = fitting(requests, most_tokens)
     notes = say(
@@ -123,8 +123,8 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
 
 def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
     """Make an engine for a policy; all of them use the same memory, one after the other."""
-    places = get_policy(name).places
-    own = replace(parts, num_blocks={place: parts.num_blocks[place] for place in places})
+    tiers = get_policy(name).tiers
+    own = replace(parts, num_blocks={tier: parts.num_blocks[tier] for tier in tiers})
     timeline = Timeline()
     return _Policy(name, own, timeline, Engine.from_parts(own, name, cost_model=tables, timeline=timeline))
 
@@ -271,12 +271,12 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
-    places = get_policy(policy.name).places
+    tiers = get_policy(policy.name).tiers
     gpu_tokens, cpu_tokens = (
         BLOCK_SIZE
-        * sum(n for place, n in policy.parts.num_blocks.items() if place.host_attends is host_attends)
+        * sum(n for tier, n in policy.parts.num_blocks.items() if tier.host_attends is host_attends)
         for host_attends in (False, True)
     )
     bound = Bound(tables, workload.requests, Room(gpu_tokens, cpu_tokens))
-    attends = {place.host_attends for place in places}
+    attends = {tier.host_attends for tier in tiers}
     return bound.output_tokens_per_s(float(False not in attends), float(True in attends))

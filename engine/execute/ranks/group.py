@@ -24,13 +24,13 @@ class Group:
         rank: which of them this process is.
         folder: the same for all, and nobody else's.
         device: of this rank.
-        patience_s: with the slowest of them, for a sum.
+        timeout_s: with the slowest of them, for a sum.
 
     Raises:
         RuntimeError: they do not find each other.
     """
 
-    def __init__(self, rank: Rank, folder: Path, device: torch.device, patience_s: float) -> None:
+    def __init__(self, rank: Rank, folder: Path, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:  # nobody else on the network is to reach them
@@ -40,7 +40,7 @@ class Group:
             init_method=(folder / "ranks").as_uri(),
             rank=rank.number,
             world_size=rank.count,
-            timeout=timedelta(seconds=patience_s),
+            timeout=timedelta(seconds=timeout_s),
         )
         self.sum(torch.zeros(1, device=device))  # what that needs of memory is taken now
 

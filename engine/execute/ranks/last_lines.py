@@ -8,7 +8,7 @@ from typing import IO
 
 MOST_LINES = 40
 MOST_CHARACTERS = 400  # of a line
-PATIENCE_S = 2.0  # with the end of the pipe, once the process has ended
+TIMEOUT_S = 2.0  # with the end of the pipe, once the process has ended
 
 
 class LastLines:
@@ -27,7 +27,7 @@ class LastLines:
 
     def text(self) -> str:
         """Return the last lines of a process that has ended; empty: it wrote nothing."""
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         return "\n".join(tuple(self._lines))
 
     def _read(self) -> None:

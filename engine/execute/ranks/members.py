@@ -14,7 +14,7 @@ from neo_desktop.engine.execute.ranks.messages import (
     Loaded,
 )
 from neo_desktop.engine.frames import FrameWriter
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.rank import Rank
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Member(Protocol):
             RuntimeError: a rank has ended, or chose another dtype.
         """
 
-    def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:
+    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:
         """Tell how many blocks find room; return how many do so on all ranks."""
 
 
@@ -60,9 +60,9 @@ class Follower:
         """See `Member`, likewise the next one."""
         self.tell(Loaded(str(dtype)))
         self._next(Join)
-        self.group = Group(self.rank, self._beginning.folder, device, self._beginning.patience_s)
+        self.group = Group(self.rank, self._beginning.folder, device, self._beginning.timeout_s)
 
-    def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
+    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:  # noqa: D102
         self.tell(Fitting(fitting))
         return dict(self._next(Agreed).blocks)
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
 from neo_desktop.models.rank import Rank
 
 
@@ -33,10 +33,10 @@ class Beginning:
     options: EngineOptions
     rank: Rank
     folder: Path  # where the ranks find each other
-    patience_s: float  # with a sum
+    timeout_s: float  # with a sum
     sys_path: Sequence[str]
     log_level: int
-    limits: Sequence[tuple[str, str, str]]  # of the ladder: mechanism, rung, reason
+    limits: Sequence[tuple[str, str, str]]  # of the fallbacks: mechanism, level, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Loaded:
 class Fitting:
     """How many blocks find room."""
 
-    blocks: Mapping[Place, int]
+    blocks: Mapping[KVTier, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """How many blocks all ranks have."""
 
-    blocks: Mapping[Place, int]
+    blocks: Mapping[KVTier, int]
 
 
 @dataclass(frozen=True, slots=True)

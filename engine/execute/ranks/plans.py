@@ -20,7 +20,7 @@ from neo_desktop.engine.batch import (
     SubBatch,
 )
 from neo_desktop.engine.int_array import IntArray, IntView
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class ToldSequence(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    place: Place
+    tier: KVTier
     num_known: int  # blocks of its table that were told before
     new_blocks: bytes  # int32: those after them
     num_pooled: int
@@ -46,7 +46,7 @@ class ToldPlan(NamedTuple):
     """What is told of an `IterationPlan`."""
 
     sub_batches: Sequence[Sequence[ToldSequence]]
-    staggered: Sequence[Sequence[ToldSequence | None]]
+    async_decodes: Sequence[Sequence[ToldSequence | None]]
     copies: tuple[BlockCopy, ...]
     predicted: IterationTiming
 
@@ -55,19 +55,19 @@ class PlanWriter:
     """Rank 0's side: says what is new."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[str, Place], IntView] = OrderedDict()  # as they were told
+        self._tables: OrderedDict[tuple[str, KVTier], IntView] = OrderedDict()  # as they were told
 
     def told(self, plan: IterationPlan) -> ToldPlan:
         """Return what the other ranks have to be told of the next plan."""
         return ToldPlan(
             [[self._sequence(each) for each in batch.sequences] for batch in plan.sub_batches],
-            [[each and self._sequence(each) for each in cohort] for cohort in plan.staggered],
+            [[each and self._sequence(each) for each in group] for group in plan.async_decodes],
             plan.copies,
             plan.predicted,
         )
 
     def _sequence(self, sequence: ScheduledSequence) -> ToldSequence:
-        key, table = (sequence.request_id, sequence.place), sequence.block_table
+        key, table = (sequence.request_id, sequence.tier), sequence.block_table
         known = self._tables.get(key)
         num_known = len(known) if known is not None and _goes_on(known, table) else 0
         _keep(self._tables, key, table)
@@ -76,7 +76,7 @@ class PlanWriter:
             sequence.request_id,
             sequence.token_ids,
             sequence.start,
-            sequence.place,
+            sequence.tier,
             num_known,
             new_blocks,
             sequence.num_pooled,
@@ -88,7 +88,7 @@ class PlanReader:
     """The side of another rank: puts plans together again. They come in order, and all of them."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[str, Place], IntArray] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, KVTier], IntArray] = OrderedDict()
 
     def plan(self, told: ToldPlan) -> IterationPlan:
         """Return the plan, in which nothing is said of how tokens are chosen."""
@@ -97,8 +97,8 @@ class PlanReader:
             tuple(sub_batches),
             told.copies,
             told.predicted,
-            staggered=tuple(
-                tuple(each and self._sequence(each) for each in cohort) for cohort in told.staggered
+            async_decodes=tuple(
+                tuple(each and self._sequence(each) for each in group) for group in told.async_decodes
             ),
         )
 
@@ -106,7 +106,7 @@ class PlanReader:
         return (self._sequence(each) for each in told)
 
     def _sequence(self, told: ToldSequence) -> ScheduledSequence:
-        key = told.request_id, told.place
+        key = told.request_id, told.tier
         table = self._tables.get(key) if told.num_known else None
         if table is None:
             table = IntArray()
@@ -121,7 +121,7 @@ class PlanReader:
             told.request_id,
             told.token_ids,
             told.start,
-            told.place,
+            told.tier,
             table.view(),
             _SOMEHOW if told.is_sampled else None,
             num_pooled=told.num_pooled,
@@ -134,7 +134,7 @@ def _goes_on(known: IntView, table: IntView) -> bool:
     return is_same or np.array_equal(table[: len(known)], known)
 
 
-def _keep(tables: OrderedDict[tuple[str, Place], T], key: tuple[str, Place], table: T) -> None:
+def _keep(tables: OrderedDict[tuple[str, KVTier], T], key: tuple[str, KVTier], table: T) -> None:
     """Remember a table as the newest; both sides forget the same ones."""
     tables[key] = table
     tables.move_to_end(key)

@@ -63,30 +63,30 @@ class RankProcess:
         with contextlib.suppress(OSError, ValueError):
             self._writer.put(message)
 
-    def answer(self, kind: type[T], patience_s: float | None = None) -> T:
+    def answer(self, kind: type[T], timeout_s: float | None = None) -> T:
         """Wait for what it says next.
 
         Args:
-            patience_s: None: as long as it lives.
+            timeout_s: None: as long as it lives.
 
         Raises:
             RankLostError: it has ended, or is late.
             what it has failed with, while it is set up.
         """
         try:
-            message = self._messages.get(timeout=patience_s)
+            message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
-            raise RankLostError(f"{self} did not answer within {patience_s:g} s") from None
+            raise RankLostError(f"{self} did not answer within {timeout_s:g} s") from None
         if self._failed is not None:
             raise self._failed
         if not isinstance(message, kind):
             raise RankLostError(f"{self} {self.what_ended() or f'said {message}'}")
         return message
 
-    def what_ended(self, patience_s: float = 0.0) -> str | None:
-        """Say how it ended; None: it has not, within the patience."""
+    def what_ended(self, timeout_s: float = 0.0) -> str | None:
+        """Say how it ended; None: it has not, within the timeout."""
         try:
-            status = self._process.wait(patience_s)
+            status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
         if self._failed is not None:

@@ -168,10 +168,10 @@ class Relay {
   // std::invalid_argument if anything in the items is wrong, and std::logic_error if an iteration is under
   // way; then nothing was begun. The items' memory must stay until the iteration has ended.
   //
-  // When nothing goes on for `patience`, neither the GPU nor the CPU, the iteration is given up: all flags
-  // that the GPU may wait for are raised. The patience begins anew with every step. 0: it never ends. Time in
+  // When nothing goes on for `timeout`, neither the GPU nor the CPU, the iteration is given up: all flags
+  // that the GPU may wait for are raised. The timeout begins anew with every step. 0: it never ends. Time in
   // which the computer or this process did not run does not count.
-  void start(std::vector<RelayItem> items, std::chrono::nanoseconds patience = {});
+  void start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout = {});
 
   // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw,
   // RelayStalledError if it was given up, or std::runtime_error if it was cancelled. After RelayStalledError

@@ -206,12 +206,12 @@ class Relay:
         ]
         self._relay = _native.Relay(views, num_layers, num_threads, isa or default_isa())
 
-    def start(self, items: Sequence[RelayItem], patience_s: float = 0.0) -> None:
+    def start(self, items: Sequence[RelayItem], timeout_s: float = 0.0) -> None:
         """Clear the flags and begin an iteration; to be called before the device begins to raise flags.
 
         Args:
             items: what is done in every layer.
-            patience_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
+            timeout_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
                 that the device may wait for are raised, and `finish` says where it stood. 0: it never is.
                 Time in which this process or its computer did not run does not count.
 
@@ -219,7 +219,7 @@ class Relay:
             ValueError: something in the items is wrong; nothing was begun.
             RuntimeError: an iteration is under way, or the relay is closed.
         """
-        self._relay.start([self._seen(item) for item in items], patience_s)
+        self._relay.start([self._seen(item) for item in items], timeout_s)
         self._items = tuple(items)
 
     def finish(self) -> list[RelayStep]:

@@ -1,0 +1,170 @@
+"""What follows the last layer of an iteration: the hidden states of rows that are needed, and tokens."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
+from neo_desktop.engine.execute.outputs import Outputs
+from neo_desktop.engine.execute.part import PartBuilder
+from neo_desktop.engine.execute.sub_batch import SubBatchPass
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.execute.weight_stream import WeightStream
+from neo_desktop.engine.execute.workspace import Workspace
+from neo_desktop.engine.sampler import NO_TOKEN
+from neo_desktop.models.stages import Scratch, Stages, State
+
+
+class OutputHead:
+    """Ends the last layer, for the rows of each sub-batch or for those of all that are needed.
+
+    Args:
+        stages: the model's.
+        workspace: what it works in.
+        passes: the sub-batches.
+        outputs: what is asked of the iteration.
+        chooses: whether the most probable tokens are chosen within a graph, for all rows.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        workspace: Workspace,
+        passes: Sequence[SubBatchPass],
+        outputs: Outputs,
+        *,
+        chooses: bool,
+    ) -> None:
+        self._stages = stages
+        self._config = stages.decoder.config
+        self._workspace = workspace
+        self._passes = passes
+        self._outputs = outputs
+        self._chooses = chooses
+        self._split = self._offloaded_passes()
+        self._last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
+
+    @property
+    def split(self) -> Sequence[OffloadedPass]:
+        """Its products with offloaded matrices, in the order in which the device has them."""
+        return self._split
+
+    @property
+    def on_host(self) -> list[HostWork]:
+        """What the CPU multiplies."""
+        return [work for each in self._split for work in each.on_host]
+
+    def add(self, build: PartBuilder, stream: WeightStream | None, *, is_cut_at_sums: bool) -> None:
+        """Add it to an iteration, whose last attention has ended.
+
+        Args:
+            build: of the iteration.
+            stream: brings what is streamed of offloaded matrices.
+            is_cut_at_sums: whether sums over ranks stand between graphs.
+        """
+        if not self._chooses:
+            build.add(partial(self._end_needed, stream), is_fixed=False)
+        elif is_cut_at_sums:
+            self._add_between_sums(build)
+        else:
+            for number, (each, stage, out) in enumerate(self._all_rows()):
+                end = partial(self._end, stage, each.memory.state, out, number, stream)
+                build.add(end, is_fixed=True)
+        if self._chooses and self._stages.has_head:
+            rows = sum(each.memory.rows.count for each in self._passes)
+            stage = Stage("most probable", self._config.num_layers, NO_SUB_BATCH, rows)
+            build.add_work(stage, partial(self._choose, rows), is_fixed=True)
+        if self._outputs.count:
+            stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self._outputs.count)
+            build.add_work(stage, self._sample, is_fixed=False)
+
+    def _offloaded_passes(self) -> list[OffloadedPass]:
+        products, turns = self._workspace.split, range(self._config.num_layers, self._config.num_layers + 1)
+        if products is None:
+            return []
+        if self._chooses:
+            return [products.of_rows(p.memory.index, p.memory.rows.count, turns) for p in self._passes]
+        count = sum(len(each.last_rows) for each in self._passes)
+        return [products.of_rows(0, count, turns)] if count else []
+
+    def _all_rows(self) -> list[tuple[SubBatchPass, Stage, Tensor]]:
+        """Return each sub-batch, its stage, and where the hidden states of all its rows go."""
+        counts = [each.memory.rows.count for each in self._passes]
+        outs = torch.split(self._workspace.last_hidden[: sum(counts)], counts)
+        return [
+            (each, Stage("linear", self._config.num_layers, each.memory.index, count), out)
+            for each, count, out in zip(self._passes, counts, outs, strict=True)
+        ]
+
+    def _add_between_sums(self, build: PartBuilder) -> None:
+        for each, stage, out in self._all_rows():
+            state = each.memory.state
+            build.add_steps(
+                stage, self._stages.steps(self._config.num_layers - 1, None, state), is_fixed=True
+            )
+            build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
+
+    def _end_needed(self, stream: WeightStream | None, launcher: Launcher) -> None:
+        """Compute the last hidden states that are needed, of all sub-batches in order."""
+        count = sum(len(each.last_rows) for each in self._passes)
+        if not count:
+            return
+        self._last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
+        wanted = [each for each in self._passes if each.last_rows]
+        index = wanted[0].memory.index if len(wanted) == 1 else NO_SUB_BATCH
+        stage = Stage("linear", self._config.num_layers, index, count)
+        state = wanted[0].memory.state
+        if len(wanted) > 1 or list(wanted[0].last_rows) != list(range(state.rows)):
+            scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
+            state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
+            launcher.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
+        self._end(stage, state, self._last_states, 0, stream, launcher)
+
+    def _end(
+        self,
+        stage: Stage,
+        state: State,
+        out: Tensor,
+        number: int,
+        stream: WeightStream | None,
+        launcher: Launcher,
+    ) -> None:
+        """End the last layer for all rows of a state; `number`: which of the split products'."""
+        last, after = self._config.num_layers - 1, tuple[Signal, ...]()
+        if stream is not None:
+            after = tuple(
+                self._split[number].advance(launcher, stream, stage, self._stages.steps(last, None, state))
+            )
+
+        def end() -> None:
+            if stream is None:
+                self._stages.advance(last, None, state)
+            self._stages.final_norm(state, out)
+
+        launcher.run(Lane.DEVICE, stage, end, after)
+
+    def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
+        """Bring the last rows of all these sub-batches together: weights are read once for them."""
+        device = into.residual.device
+        last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, device)
+        first = 0
+        for each, rows in zip(
+            passes, torch.split(last_rows, [len(each.last_rows) for each in passes]), strict=True
+        ):
+            each.memory.state.select(rows, into, first)
+            first += len(rows)
+
+    def _choose(self, rows: int) -> None:
+        """Choose tokens greedily; what samples in another way reads the logits."""
+        workspace = self._workspace
+        logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
+        largest, tokens = logits.max(dim=-1)
+        workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
+
+    def _sample(self) -> None:
+        self._outputs.start(self._last_states)

@@ -1,0 +1,239 @@
+"""KV that lies in host memory and is attended to on the device, on its way there and back (Pie, section 3.2).
+
+What earlier iterations left of a layer comes to the window, see `kv.streamed`, as soon as its slot there is
+free; what is new leaves. Both directions at once, behind the computation:
+
+    device      |linear l|attention l|linear l+1|attention l+1|linear l+2|attention l+2|..
+    swap-in     |layer l+1           |layer l+2               |layer l+3                |..
+    swap-out             |new rows of l         |new rows of l+1          |..
+
+Decodes' new rows come to memory of their own and are stored when the iteration has ended well. Those of
+prompts, which are many, go where they belong at once: to slots that nobody reads before that. So an iteration
+that fails at any point can be done again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.copy_times import CopyTimes
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.prefill import Prefill
+from neo_desktop.engine.execute.prompts import DevicePrompts
+from neo_desktop.engine.execute.ring import Ring
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.streamed import WINDOW, BlockRun, StreamedPool
+
+NAME = "swap in"
+
+
+def streamed_pool(storage: KVStorage) -> StreamedPool | None:
+    """Return the pool whose KV is swapped; there is one at most."""
+    pools = (storage[tier] for tier in storage.tiers)
+    return next((pool for pool in pools if isinstance(pool, StreamedPool)), None)
+
+
+class PrefetchStream:
+    """The layers of a swapped pool on their way through the window, in an iteration.
+
+    Args:
+        layers: the swapped ones.
+        bring: starts to bring what is attended to of a layer.
+        num_tokens: how many tokens' KV that is.
+        times: of the copies.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        bring: Callable[[int], None],
+        num_tokens: int,
+        times: CopyTimes,
+    ) -> None:
+        self._start = bring
+        self._num_tokens = num_tokens
+        self._times = times
+        self._waiting = deque(layers if num_tokens else ())
+        self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
+        self._arrived: dict[int, Signal] = {}
+        self._wanted: set[int] = set()  # layers that the device waits for, or has waited for
+        self._ring = Ring(WINDOW)
+
+    def allow(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> None:
+        """Let a layer come, after the signals."""
+        self._ready[layer] = after
+        self._bring(launcher)
+
+    def allow_all(self, launcher: Launcher) -> None:
+        """Let all layers come."""
+        self._ready = dict.fromkeys(self._waiting, ())
+        self._bring(launcher)
+
+    def wait(self, launcher: Launcher, layer: int) -> None:
+        """Let what attends to a layer, or writes to it, wait for its copy."""
+        if layer not in self._arrived:
+            return
+        if layer not in self._wanted:
+            self._wanted.add(layer)
+            self._times.wanted(launcher, layer)
+        launcher.wait((self._arrived[layer],))
+
+    def measured(self) -> tuple[float, float, int]:
+        """Return what the copies took, what the device waited for them, and the tokens that came.
+
+        All must have ended.
+        """
+        if not self._num_tokens:
+            return 0.0, 0.0, 0
+        return *self._times.read(), self._num_tokens
+
+    def used(self, launcher: Launcher, layer: int) -> None:
+        """Take in that all that attends to a layer has been given to the device."""
+        if layer not in self._arrived:
+            return
+        self._ring.give_back(launcher.mark())
+        self._bring(launcher)
+
+    def _bring(self, launcher: Launcher) -> None:
+        """Have layers come, as far as there is room."""
+        while self._waiting and self._waiting[0] in self._ready and self._ring.has_room:
+            layer = self._waiting.popleft()
+            _, is_free = self._ring.fill()  # the pool knows the slot of a layer
+            stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_tokens)
+            copy = partial(self._times.around, layer, partial(self._start, layer))
+            self._arrived[layer] = launcher.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
+
+
+class PrefetchBuffers:
+    """What the new rows of swapped decodes go through: kept for all iterations, so that graphs can use it.
+
+    Args:
+        pool: theirs.
+        rows: of a sub-batch.
+        dtype: of k and v.
+        device: the model's.
+    """
+
+    def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pool = pool
+        self._rows = rows
+        self._dtype, self._device = dtype, device
+        self._kept = [self._memory(rows) for _ in range(2)]
+        self._times = CopyTimes(pool.streamed_layers, device)
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """What graphs copy from and to."""
+        return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
+
+    def stream(self, runs: Sequence[BlockRun]) -> PrefetchStream:
+        """Return what brings runs of blocks of all layers in an iteration."""
+        pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
+        bring = partial(pool.bring, runs=runs)
+        return PrefetchStream(pool.streamed_layers, bring, num_blocks * pool.block_size, self._times)
+
+    def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
+        """Return what the decodes of a sub-batch go through.
+
+        Args:
+            index: of the sub-batch.
+            slots: where their rows are stored, in the end.
+            rows: theirs, with padding.
+        """
+        kept = self._kept[index] if rows <= self._rows else self._memory(rows)
+        numbers, shape = rows * self._numbers_of(1), (2, rows, *self._pool.row_shape)
+        on_device, on_host = (torch.unflatten(memory[:, :numbers], 1, shape) for memory in kept)
+        return NewRows(self._pool, index, torch.tensor(slots, dtype=torch.int64), on_device, on_host)
+
+    def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
+        shape = (len(self._pool.streamed_layers), rows * self._numbers_of(1))
+        on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
+
+    def _numbers_of(self, rows: int) -> int:
+        kv_heads, head_dim = self._pool.row_shape
+        return 2 * rows * kv_heads * head_dim
+
+
+class NewRows:
+    """The new rows of a sub-batch's swapped decodes, on their way to host memory.
+
+    Args:
+        pool: theirs.
+        index: of the sub-batch.
+        slots: [decodes] int64 in host memory: where they are stored in the end.
+        kept: [swapped layers, 2, rows, kv_heads, head_dim] on the device.
+        on_host: likewise in host memory.
+    """
+
+    def __init__(self, pool: StreamedPool, index: int, slots: Tensor, kept: Tensor, on_host: Tensor) -> None:
+        self._pool = pool
+        self._index = index
+        self._slots = slots
+        self._kept, self._on_host = kept, on_host
+
+    def keep(self, layer: int, kv: Rows) -> None:
+        """Keep the rows of a layer: work for the device, whose k and v soon are those of the next layer."""
+        turn = self._pool.turn(layer)
+        if turn is not None:
+            self._kept[turn].copy_(kv)
+
+    def send(self, launcher: Launcher, layer: int, kept: Signal) -> None:
+        """Let them leave, once they have been kept."""
+        turn = self._pool.turn(layer)
+        if turn is not None:
+            stage = Stage("swap out", layer, self._index, self._kept.shape[2])
+            send = partial(self._on_host[turn].copy_, self._kept[turn], non_blocking=True)
+            launcher.run(Lane.SWAP_OUT, stage, send, (kept,))
+
+    def store(self) -> None:
+        """Store all of them: the iteration has ended well."""
+        self._pool.store(self._slots, self._on_host[:, :, : len(self._slots)])
+
+
+class StreamedPrompts(DevicePrompts):
+    """Chunks whose KV lies in host memory, and is attended to on the device.
+
+    Args:
+        pool: the tier's.
+        chunks: theirs.
+        slots: where their own tokens are stored, [tokens] int64 in host memory.
+        stream: brings what precedes them.
+        index: of the sub-batch.
+    """
+
+    def __init__(
+        self,
+        pool: StreamedPool,
+        chunks: Sequence[Prefill],
+        slots: Tensor,
+        stream: PrefetchStream,
+        index: int,
+    ) -> None:
+        super().__init__(pool, chunks)
+        self._streamed = pool
+        self._stream = stream
+        self._index = index
+        self._home = pool.rows_at(slots)
+        self._sent: tuple[Signal, ...] = ()  # the layer's k and v
+
+    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
+        """See `Prompts`."""
+        self._sent = ()
+        if self._streamed.turn(layer) is not None:
+            new = kv[:, self._rows]
+            stage = Stage("swap out", layer, self._index, new.shape[1])
+            write = partial(self._home.write, layer, new)
+            self._sent = (launcher.run(Lane.SWAP_OUT, stage, write, (launcher.mark(),)),)
+        self._stream.wait(launcher, layer)
+        return ()
+
+    def attended(self, launcher: Launcher) -> None:
+        """See `Prompts`."""
+        launcher.wait(self._sent)  # the next layer's k and v take the place of this one's

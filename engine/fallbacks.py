@@ -1,0 +1,291 @@
+"""The fallbacks: every mechanism that may fail on somebody's computer, and what serves in its place.
+
+Each level gives the same tokens; a lower one is slower, or takes more memory. Where a mechanism stands is a
+matter of the whole process, since the GPU and its driver are:
+
+    forced        NEO_DESKTOP_LEVEL_<MECHANISM>=<level> in the environment
+    limited       `limit`: by a check at the start, by `doctor`, by a failure in the middle of the work
+    otherwise     its highest level
+
+Mechanisms ask `level` each time they have the choice, so that a limit holds from the next iteration on.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from neo_desktop import native
+from neo_desktop.engine.wsl import is_wsl
+
+logger = logging.getLogger(__name__)
+
+VARIABLE_PREFIX = "NEO_DESKTOP_LEVEL_"
+_WSL_HINT = "; this is WSL2, see docs/wsl2.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One way of doing something."""
+
+    name: str
+    what: str  # in words, for tables
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """Something that can be done in several ways, the best one first."""
+
+    name: str
+    title: str
+    levels: tuple[Level, ...]
+    is_for_gpu: bool = True
+
+    def position(self, level: str) -> int:
+        """Return how far down a level is; 0 is the highest.
+
+        Raises:
+            ValueError: there is no such level.
+        """
+        for index, each in enumerate(self.levels):
+            if each.name == level:
+                return index
+        names = ", ".join(each.name for each in self.levels)
+        raise ValueError(f"{self.name} has no level {level!r}; choose one of: {names}")
+
+
+def _kernel(name: str, title: str) -> Mechanism:
+    return Mechanism(
+        name, title, (Level("triton", "a Triton kernel"), Level("torch", "torch's operators, on any card"))
+    )
+
+
+MECHANISMS: Mapping[str, Mechanism] = {
+    mechanism.name: mechanism
+    for mechanism in (
+        Mechanism(
+            "graphs",
+            "Iterations of decodes",
+            (
+                Level("host-flags", "CUDA graphs that hand over to the CPU and back"),
+                Level("device-only", "CUDA graphs where only the GPU works; else launched piece by piece"),
+                Level("eager", "launched piece by piece"),
+            ),
+        ),
+        _kernel("paged_decode", "Decode attention"),
+        _kernel("rope_append", "Rotation, and KV into the cache"),
+        _kernel("norm", "Residual and normalisation"),
+        _kernel("activation", "Gated activation"),
+        _kernel("row_copy", "Rows of KV into the cache and out of it"),
+        _kernel("quantised", "Products with quantised weights"),
+        _kernel("experts", "Mixtures of experts"),
+        Mechanism(
+            "prompt_attention",
+            "Attention of prompts",
+            (
+                Level("flash", "FlashAttention"),
+                Level("memory-efficient", "memory-efficient attention"),
+                Level("math", "plain products, piece by piece, which are slow"),
+            ),
+        ),
+        Mechanism(
+            "host_memory",
+            "Host memory that the GPU reads and writes",
+            (Level("pinned", "pinned"), Level("pageable", "pageable: copies wait for each other")),
+        ),
+        Mechanism(
+            "isa",
+            "Instructions of CPU attention",
+            tuple(Level(isa, isa) for isa in reversed(native.available_isas())),
+            is_for_gpu=False,
+        ),
+        Mechanism(
+            "huge_pages",
+            "Pages of weights and KV in host memory",
+            (Level("huge", "huge pages"), Level("small", "pages of the usual size")),
+            is_for_gpu=False,
+        ),
+        Mechanism(
+            "affinity",
+            "Threads of CPU attention",
+            (Level("bound", "each bound to a core"), Level("free", "wherever the system puts them")),
+            is_for_gpu=False,
+        ),
+        Mechanism(
+            "nvml",
+            "What the driver tells of the GPU",
+            (Level("nvml", "all of it"), Level("without", "what torch knows")),
+        ),
+    )
+}
+
+# Where these others stand lower, the mechanism stands on its lowest level, whatever its own limit is.
+NEEDS: Mapping[str, Mapping[str, str]] = {"graphs": {"host_memory": "pinned"}}
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackState:
+    """Where a mechanism stands."""
+
+    mechanism: Mechanism
+    level: Level
+    reason: str | None  # why it is not the highest; None: it is
+
+
+class Fallbacks:
+    """Where each mechanism stands; any thread may ask and limit.
+
+    Args:
+        forced: `mechanism -> level`.
+
+    Raises:
+        ValueError: there is no such mechanism or level.
+    """
+
+    def __init__(self, forced: Mapping[str, str] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._positions: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+        self._changes = 0
+        for name, level in (forced or {}).items():
+            if name not in MECHANISMS:
+                raise ValueError(f"there is no mechanism {name!r}; those there are: {', '.join(MECHANISMS)}")
+            self._positions[name] = MECHANISMS[name].position(level)
+            self._reasons[name] = f"{variable(name)} asks for it"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Fallbacks":
+        """Make fallbacks from NEO_DESKTOP_LEVEL_… variables; raises what the constructor raises."""
+        return cls(
+            {
+                name.removeprefix(VARIABLE_PREFIX).lower(): level
+                for name, level in environment.items()
+                if name.startswith(VARIABLE_PREFIX) and level
+            }
+        )
+
+    def level(self, mechanism: str) -> str:
+        """Return the name of the level to use now."""
+        return MECHANISMS[mechanism].levels[self._position(mechanism)].name
+
+    def _position(self, mechanism: str) -> int:
+        if self._unmet_need(mechanism) is not None:
+            return len(MECHANISMS[mechanism].levels) - 1
+        return self._positions.get(mechanism, 0)
+
+    def _unmet_need(self, mechanism: str) -> str | None:
+        """Return what a mechanism lacks, in words; None: nothing."""
+        for name, level in NEEDS.get(mechanism, {}).items():
+            other = MECHANISMS[name]
+            position = other.position(level)
+            if self._positions.get(name, 0) > position:
+                return f"{other.title}: it must be {other.levels[position].what}"
+        return None
+
+    def limit(self, mechanism: str, level: str, reason: str, *, is_told: bool = False) -> bool:
+        """Use no higher level than this one from now on.
+
+        Args:
+            reason: a clause for people, such as "the driver refused ...".
+            is_told: people know already, and the log is spared.
+
+        Returns:
+            Whether that changed anything; it was logged then.
+        """
+        chosen = MECHANISMS[mechanism]
+        if not self._lower(mechanism, level, reason):
+            return False
+        if not is_told:
+            what = chosen.levels[chosen.position(level)].what
+            logger.warning("%s: %s (%s%s)", chosen.title, what, reason, _WSL_HINT if is_wsl() else "")
+        return True
+
+    def _lower(self, mechanism: str, level: str, reason: str) -> bool:
+        position = MECHANISMS[mechanism].position(level)
+        with self._lock:
+            if self._positions.get(mechanism, 0) >= position:
+                return False
+            self._positions[mechanism] = position
+            self._changes += 1
+            self._reasons[mechanism] = reason
+        return True
+
+    def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
+        """Use no higher level of several mechanisms; one line of the log tells of those that this changes.
+
+        Args:
+            reason: see `limit`.
+        """
+        changed = [name for name in mechanisms if self._lower(name, level, reason)]
+        if changed:
+            what = MECHANISMS[changed[0]].levels[MECHANISMS[changed[0]].position(level)].what
+            titles = "; ".join(MECHANISMS[name].title for name in changed)
+            logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
+
+    def descend(self, mechanism: str, reason: str) -> bool:
+        """Use the level below the present one from now on; return whether there is one."""
+        position = self._position(mechanism) + 1
+        levels = MECHANISMS[mechanism].levels
+        return position < len(levels) and self.limit(mechanism, levels[position].name, reason)
+
+    @contextmanager
+    def at_levels(self, levels: Mapping[str, str]) -> Iterator[None]:
+        """Stand on these levels within the block, higher or lower ones than before; then as before.
+
+        It is of the whole process: no other work may be under way.
+
+        Raises:
+            ValueError: there is no such level.
+        """
+        with self._lock:
+            before = dict(self._positions), dict(self._reasons)
+        try:
+            self.put(levels)
+            yield
+        finally:
+            with self._lock:
+                self._positions, self._reasons = before
+                self._changes += 1
+
+    def put(self, levels: Mapping[str, str]) -> None:
+        """Stand on these levels from now on, higher or lower ones than before.
+
+        Raises:
+            ValueError: there is no such level.
+        """
+        positions = {name: MECHANISMS[name].position(level) for name, level in levels.items()}
+        with self._lock:
+            self._positions |= positions
+            self._changes += 1
+            self._reasons |= dict.fromkeys(positions, "it was asked for")
+
+    @property
+    def changes(self) -> int:
+        """How often anything was changed; what depends on levels is made anew when it has grown."""
+        return self._changes
+
+    def states(self) -> Sequence[FallbackState]:
+        """Return where all mechanisms stand."""
+        return [
+            FallbackState(
+                mechanism,
+                mechanism.levels[self._position(name)],
+                self._unmet_need(name) or self._reasons.get(name),
+            )
+            for name, mechanism in MECHANISMS.items()
+        ]
+
+    def limits(self) -> Mapping[str, str]:
+        """Return `mechanism -> level` of all that are not at their highest."""
+        return {name: self.level(name) for name, position in self._positions.items() if position}
+
+
+def variable(mechanism: str) -> str:
+    """Return the name of the environment variable that forces a mechanism's level."""
+    return VARIABLE_PREFIX + mechanism.upper()
+
+
+fallbacks = Fallbacks.from_environment(os.environ)  # the process's
+native.follow_isa(lambda: fallbacks.level("isa"))

@@ -1,0 +1,103 @@
+"""From a prompt to what the engine queues: tokenised, checked and hashed, by whichever thread has time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.marks import ChatText
+from neo_desktop.models.tokenizer import Tokenizer
+
+CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
+
+Prompt = str | ChatText | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt that an engine can take, and what is asked of it."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks
+
+
+@dataclass(frozen=True, slots=True)
+class InputProcessor:
+    """What has to be known of an engine to prepare requests for it; no engine is needed.
+
+    Values can be sent to another process, and any thread may use one.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context_tokens: int
+    block_size: int
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
+    ) -> PreparedRequest:
+        """Tokenise a prompt and find out whether it can be run.
+
+        Args:
+            prompt: text, a chat or token ids.
+            add_special_tokens: let the tokenizer put its special tokens around a text; chats have theirs.
+            cuts_max_tokens: where `max_tokens` is more than the context has room for, take what there is.
+
+        Raises:
+            ContextLengthError: prompt and output would not fit into the context.
+            SettingError: a setting names tokens outside the vocabulary.
+            ValueError: the prompt is empty, or holds such tokens.
+        """
+        if isinstance(prompt, str | ChatText):
+            token_ids = self._tokenise(prompt, add_special_tokens)
+        else:
+            token_ids = tuple(prompt)
+        self._check_length(len(token_ids), None if cuts_max_tokens else params.max_tokens)
+        if (unknown := self._unknown(token_ids)) is not None:
+            raise ValueError(f"the prompt {self._outside(unknown)}")
+        for field in ("stop_token_ids", "logit_bias"):
+            if (unknown := self._unknown(getattr(params, field))) is not None:
+                raise SettingError(field, self._outside(unknown))
+        hashes: list[BlockHash] = []
+        if params.pooling is None:  # otherwise no token may be left out since its KV is there
+            extend_hashes(hashes, token_ids, self.block_size)
+        return PreparedRequest(token_ids, params, tuple(hashes))
+
+    def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
+        # A text that is far too long is refused for its beginning; all of it might take minutes.
+        num_chars = self.max_context_tokens * CHARS_PER_TOKEN
+        beginning = text.beginning(num_chars) if isinstance(text, ChatText) else text[:num_chars]
+        token_ids = self._encode(beginning, add_special_tokens)
+        if len(beginning) < len(text):
+            if len(token_ids) > self.max_context_tokens:
+                raise ContextLengthError(self.max_context_tokens, len(token_ids), is_whole=False)
+            token_ids = self._encode(text, add_special_tokens)
+        return tuple(token_ids)
+
+    def _encode(self, text: str | ChatText, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, ChatText):
+            return self.tokenizer.encode_chat(text)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _check_length(self, num_tokens: int, max_tokens: int | None) -> None:
+        limit = self.max_context_tokens
+        if not num_tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if num_tokens >= limit:
+            raise ContextLengthError(limit, num_tokens)
+        if max_tokens is not None and num_tokens + max_tokens > limit:
+            raise ContextLengthError(limit, num_tokens, max_tokens)
+
+    def _unknown(self, token_ids: Iterable[int]) -> int | None:
+        """Return the first token id outside the vocabulary."""
+        return next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
+
+    def _outside(self, token_id: int) -> str:
+        return f"holds token id {token_id}, which is outside the vocabulary of {self.vocab_size} tokens"

@@ -1,0 +1,217 @@
+"""KV that lies in host memory and comes to the device, layer by layer, to be attended to there.
+
+Some layers are resident: their KV stays on the device, so that there is something to compute while the first
+of the others is on its way. Those take turns in a window of a few slots, each of which holds one layer:
+
+    layer      0         1       2       3       4       5       ..
+    lies in    device    host    host    host    host    host
+    comes to             slot 0  slot 1  slot 0  slot 1  slot 0
+
+A block has the same number in every layer, in host memory and in the window: a request has one block table,
+and the attention sees a layer as always. In host memory rows follow each other by slots, not divided by heads
+or pages, so that neighbouring slots are brought and stored in one copy.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.engine.cuda.pinned import kv_bytes
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.pages import give_back
+from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.models.config import ModelConfig
+
+NUM_RESIDENT = 1  # layers that stay on the device
+WINDOW = 2  # layers on the device that are not resident: one is attended to while the next one comes
+
+
+class BlockRun(NamedTuple):
+    """Blocks that follow each other."""
+
+    first: int
+    num_blocks: int
+
+
+class StreamedPool(KVPool):
+    """K and V of all blocks of a tier whose KV is swapped.
+
+    Args:
+        config: the model's.
+        num_blocks: in each layer.
+        block_size: tokens per block.
+        dtype: of K and V.
+        device: that attends to them.
+        kind: how they lie there; None: as fits the device.
+        sinks: see `KVPool`.
+        num_resident: layers that stay there, at least one.
+    """
+
+    # A gap between two runs that is no larger comes, too: a bus of 25 GB/s takes about 10 µs for it, which is
+    # what another copy would take to start.
+    bridged_bytes = 256 * 1024
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: type[KVLayer] | None = None,
+        sinks: Sequence[Tensor] | None = None,
+        num_resident: int = NUM_RESIDENT,
+    ) -> None:
+        num_layers = config.num_layers
+        resident = min(max(num_resident, 1), num_layers)
+        # They are spread evenly, so that what has to come is, too. The first one is resident.
+        streamed = [layer for layer in range(num_layers) if layer * resident % num_layers >= resident]
+        self._turns = {layer: turn for turn, layer in enumerate(streamed)}
+        own = iter(range(resident))
+        slots = [
+            resident + self._turns[layer] % WINDOW if layer in self._turns else next(own)
+            for layer in range(num_layers)
+        ]
+        super().__init__(config, num_blocks, block_size, dtype, device, kind, sinks, slots)
+        # [layers, slots, kv_heads, head_dim] each: of those that are not resident.
+        row = config.num_kv_heads, config.head_dim
+        shape = 2, len(streamed), num_blocks * block_size, *row
+        if device.type == "cuda":
+            memory = kv_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        else:
+            memory = torch.empty(shape, dtype=dtype)
+        self.homes = memory[0], memory[1]
+        self._is_pinned = device.type == "cuda" and fallbacks.level("host_memory") == "pinned"
+
+    @property
+    def fused_kv_append(self) -> bool:
+        """See `KVPool`; with the rotation the layer may still be on its way."""
+        return False
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Those that lie in host memory, in order."""
+        return tuple(self._turns)
+
+    def turn(self, layer: int) -> int | None:
+        """Return which of the swapped layers a layer is; None: it is resident."""
+        return self._turns.get(layer)
+
+    def runs_of(self, blocks: NDArray[np.int32]) -> list["BlockRun"]:
+        """Return the runs that hold these blocks, any of them several times: what is brought by copies.
+
+        Small gaps come, too: they take less time than another copy would.
+        """
+        block_bytes = 2 * self.block_size * math.prod(self.row_shape) * self.dtype.itemsize
+        return _merged(np.unique(blocks), self.bridged_bytes // block_bytes)
+
+    def bring(self, layer: int, runs: Sequence["BlockRun"]) -> None:
+        """Start to bring runs of blocks of a swapped layer to its slot of the window."""
+        turn, there = self._turns[layer], self.layer(layer)
+        k, v = self.homes
+        for first_block, num_blocks in runs:
+            begin, end = (block * self.block_size for block in (first_block, first_block + num_blocks))
+            there.fill(k[turn, begin:end], v[turn, begin:end], begin)
+
+    @property
+    def block_bytes(self) -> int:
+        """See `KVPool`; pinned memory cannot be given back."""
+        homes = 0 if self._is_pinned else sum(home.nbytes for home in self.homes)
+        return super().block_bytes + homes // max(self.num_blocks, 1)
+
+    def give_back(self, num_blocks: int) -> int:
+        """See `KVPool`."""
+        begin = num_blocks * self.block_size
+        return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
+
+    def rows_at(self, slots: Tensor) -> "StreamedRows":
+        """See `KVPool`."""
+        return StreamedRows(self, slots)
+
+    def store(self, slots: Tensor, rows: Tensor) -> None:
+        """Store rows of all swapped layers in host memory, once nothing is under way.
+
+        Args:
+            slots: [tokens] int64 in host memory.
+            rows: [swapped layers, 2, tokens, kv_heads, head_dim] in host memory.
+        """
+        for index, home in enumerate(self.homes):
+            native.store_rows(rows[:, index].flatten(-2), slots, home.flatten(-2))
+
+
+def make_pool(
+    tier: KVTier,
+    config: ModelConfig,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: Sequence[Tensor] | None,
+) -> KVPool:
+    """Make the pool of a tier for a model that runs on a device; arguments as of `KVPool`."""
+    if tier.is_streamed:
+        return StreamedPool(config, num_blocks, BLOCK_SIZE, dtype, device, sinks=sinks)
+    return KVPool(config, num_blocks, BLOCK_SIZE, dtype, memory_of(tier, device), sinks=sinks)
+
+
+def layers_of(num_layers: int) -> tuple[int, int]:
+    """Return how many layers of a swapped block lie on the device, and how many in host memory."""
+    num_streamed = max(num_layers - NUM_RESIDENT, 0)
+    return num_layers - num_streamed + min(WINDOW, num_streamed), num_streamed
+
+
+class StreamedRows(PoolRows):
+    """See `PoolRows`; of layers that are not resident they are copied from host memory and to it."""
+
+    def __init__(self, pool: StreamedPool, slots: Tensor) -> None:
+        super().__init__(pool, slots)
+        self._streamed = pool
+        self._runs = _runs(slots)
+
+    def read(self, layer: int, out: Rows) -> None:
+        """See `PoolRows`."""
+        turn = self._streamed.turn(layer)
+        if turn is None:
+            super().read(layer, out)
+            return
+        for home, rows in zip(self._streamed.homes, out, strict=True):
+            for first, slot, count in self._runs:
+                rows[first : first + count].copy_(home[turn, slot : slot + count], non_blocking=True)
+
+    def write(self, layer: int, rows: Rows) -> None:
+        """See `PoolRows`."""
+        turn = self._streamed.turn(layer)
+        if turn is None:
+            super().write(layer, rows)
+            return
+        for home, each in zip(self._streamed.homes, rows.contiguous(), strict=True):
+            for first, slot, count in self._runs:
+                home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
+
+
+def _merged(blocks: NDArray[np.int32], most_between: int) -> list[BlockRun]:
+    """Return runs that cover blocks, which rise; between two runs are more others than `most_between`."""
+    if not len(blocks):
+        return []
+    begins = np.flatnonzero(np.diff(blocks, prepend=blocks[:1] - most_between - 2) > most_between + 1)
+    ends = [*begins[1:], len(blocks)]
+    return [
+        BlockRun(int(blocks[begin]), int(blocks[end - 1]) + 1 - int(blocks[begin]))
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
+    """Return `(first row, its slot, rows)` of rows whose slots follow each other."""
+    numbers = slots.numpy()
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1).tolist()
+    ends = [*begins[1:], len(numbers)]
+    return [(begin, int(numbers[begin]), end - begin) for begin, end in zip(begins, ends, strict=True)]

@@ -1,0 +1,159 @@
+"""An iteration in the making, in numbers: what it may hold, what it holds, who could still join."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.options import MAX_TOKEN_MS
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes
+from neo_desktop.engine.schedule.steady_state import SteadyState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds on one iteration."""
+
+    max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
+    max_batch_requests: int  # requests that run at the same time
+    max_token_ms: float = MAX_TOKEN_MS  # of a decode at its own pace, per token, as predicted
+
+    def __post_init__(self) -> None:
+        if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
+            raise ValueError(
+                "max_batch_requests must be at least 1 and max_batch_tokens at least max_batch_requests, got "
+                f"{self.max_batch_requests} and {self.max_batch_tokens}"
+            )
+        if not self.max_token_ms >= 0:
+            raise ValueError(f"max_token_ms must be at least 0, got {self.max_token_ms}")
+
+
+class HostQueue:
+    """Decodes that the host attends for, in the order in which iterations take them.
+
+    Args:
+        contexts: (where its KV lies, its context tokens) of each.
+    """
+
+    def __init__(self, contexts: Sequence[tuple[KVTier, int]]) -> None:
+        self.contexts = contexts
+        self._sums: list[tuple[KVTier, Sequence[int], Sequence[int]]] = []  # (tier, decodes, tokens before)
+        if not contexts:
+            return
+        tiers, tokens = zip(*contexts, strict=True)
+        if tiers.count(tiers[0]) == len(tiers):
+            sums = list(accumulate(tokens, initial=0))
+            self._sums.append((tiers[0], range(len(sums)), sums))
+            return
+        for tier in dict.fromkeys(tiers):
+            is_here = [each == tier for each in tiers]
+            here = [each * is_one for each, is_one in zip(tokens, is_here, strict=True)]
+            self._sums.append((tier, [0, *accumulate(is_here)], [0, *accumulate(here)]))
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def decodes(self, positions: Sequence[int]) -> dict[KVTier, Decodes]:
+        """Return `tier -> those of these decodes whose KV lies there`."""
+        found: dict[KVTier, Decodes] = {}
+        if isinstance(positions, range):
+            for tier, counts, tokens in self._sums:
+                requests = counts[positions.stop] - counts[positions.start]
+                if requests:
+                    found[tier] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
+            return found
+        for position in positions:
+            tier, context_tokens = self.contexts[position]
+            requests, before = found.get(tier, (0, 0))
+            found[tier] = Decodes(requests + 1, before + context_tokens)
+        return found
+
+    def host_ms(self, cost: CostModel, begin: int, end: int) -> float:
+        """Return what the decodes `begin .. end - 1` take the host; see `estimate.host_ms`.
+
+        Most of what is decided is found out by this number, for one part of the queue after the other.
+        """
+        ms, num_all, worker_ms = 0.0, 0, 0.0
+        for tier, counts, tokens in self._sums:
+            requests = counts[end] - counts[begin]
+            if requests:
+                num_all += requests
+                here_ms = cost.attention_ms(tier, requests, tokens[end] - tokens[begin])
+                if tier.is_remote:
+                    worker_ms = max(worker_ms, here_ms + cost.network_ms(tier, requests).all)
+                else:
+                    ms += here_ms
+        return max(ms, worker_ms) + cost.offload_ms(num_all) if num_all else 0.0
+
+    def tokens(self, begin: int, end: int) -> int:
+        """Return the context tokens of the decodes `begin .. end - 1`."""
+        return sum(tokens[end] - tokens[begin] for _, _, tokens in self._sums)
+
+
+class Chunk(NamedTuple):
+    """Some tokens of a prompt."""
+
+    tokens: int
+    prefill_ms: float  # T_pf of one layer; 0 where a single token is a decode
+    rows: int  # to be sampled: 1 if it is the prompt's last
+
+
+@dataclass(slots=True)
+class BatchBuilder:
+    """What an iteration holds so far."""
+
+    cost: CostModel
+    limits: SchedulerLimits
+    budget: int  # tokens that may still be added
+    shape: BatchShape  # of sub-batch 0, without the queue
+    queue: HostQueue = field(default_factory=lambda: HostQueue(()))
+    num_starved: int = 0  # how many at the front of the queue waited so long that they join at any price
+    moved_tokens: int = 0  # whose KV crosses the bus beside the computation; see `iteration_ms`
+    num_waiting: int = 0  # prompts that live nowhere yet
+    mean_prompt_tokens: float = 0.0
+    num_running: int = 0  # requests that live somewhere
+    num_on_host: int = 0  # those whose decodes the host attends for
+    most_on_device: int = 0  # requests like those that came, that the preferred tier has memory for
+    num_streamed: int = 0  # those whose KV comes from host memory to the device
+    residents: Mapping[KVTier, Decodes] = field(default_factory=dict)  # who lives where, as typical decodes
+    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # async decodes, under way
+    steady_state: SteadyState | None = None  # what is best in the long run; None: nobody asked
+    chunks: list[Chunk] = field(default_factory=list)
+    most_per_prompt: int | None = None  # tokens of a prompt; None: any number
+
+    def add_chunk(self, tier: KVTier, tokens: int, start: int, num_tokens: int) -> None:
+        """Add tokens of a request.
+
+        Args:
+            tier: where it lives.
+            tokens: how many, within the budget.
+            start: how many are computed already.
+            num_tokens: how many the request has.
+        """
+        shape = self.shape
+        is_last = start + tokens == num_tokens
+        prefill_ms = 0.0
+        if tokens > 1:
+            prefill_ms = self.cost.prefill_attention_ms(tokens, start)
+            self.shape = BatchShape(
+                shape.tokens + tokens,
+                shape.rows + is_last,
+                shape.prefill_ms + prefill_ms,
+                shape.decodes,
+                # It attends to what is before it, which comes, and its own leaves.
+                shape.fetched + (start if tier.is_streamed else 0),
+                shape.stored + (tokens if tier.is_streamed else 0),
+            )
+        else:  # for the kernels, a single token is a decode
+            self.shape = shape.plus({tier: Decodes(1, start + 1)})._replace(rows=shape.rows + is_last)
+        self.budget -= tokens
+        self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
+        if tier.host_attends:
+            self.moved_tokens += tokens
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Of prompts."""
+        return sum(chunk.tokens for chunk in self.chunks)

@@ -1,0 +1,386 @@
+"""Which of the host's decodes join an iteration, and in which sub-batch: candidates, and the best of them."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import (
+    NO_DECODES,
+    BatchShape,
+    Decodes,
+    OffDeviceTimes,
+    async_off_device,
+    async_rows,
+    copies_ms,
+    device_attention_ms,
+    host_ms,
+    joined,
+    off_device_times,
+    times_ms,
+    times_of,
+)
+from neo_desktop.engine.schedule.batch_builder import Chunk, HostQueue
+
+NOTHING = BatchShape()
+# A plan that is predicted to be this little better is not worth being different: predictions err by more.
+TOLERANCE = 0.01
+MOST_GUESSES = 6
+MOST_MISSES = 8  # decodes in a row that fit neither sub-batch: nothing much shorter will come
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What an iteration takes from the queue, as positions in it."""
+
+    second: Sequence[int]  # those in sub-batch 1
+    first: Sequence[int]  # those in sub-batch 0
+    queue: HostQueue
+    shape: BatchShape  # of sub-batch 0 without them
+    predicted_ms: float
+    num_chunks_second: int = 0  # chunks of prompts, the last ones, that are in sub-batch 1
+    shape_second: BatchShape = NOTHING  # theirs
+    # async decodes that this iteration could take along, by where their KV lies.
+    async_decodes: Mapping[KVTier, int] = field(default_factory=dict)
+
+    @property
+    def num_taken(self) -> int:
+        """Decodes of the queue in both."""
+        return len(self.second) + len(self.first)
+
+    @property
+    def num_async(self) -> int:
+        """async decodes, of all tiers."""
+        return sum(self.async_decodes.values())
+
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        """What the sub-batches hold."""
+        shape = self.shape.plus(self.queue.decodes(self.first))
+        second = self.shape_second.plus(self.queue.decodes(self.second))
+        return (shape, second) if second.tokens else (shape,)
+
+
+class CandidateGenerator:
+    """What an iteration could hold; each of its methods is a way to divide that.
+
+    Args:
+        load: of sub-batch 0 without the queue.
+        queue: decodes that the host attends for.
+        moved_tokens: see `iteration_ms`.
+        chunks: of prompts, which are part of the load.
+        async_decodes: async decodes that are under way.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        shape: BatchShape,
+        queue: HostQueue,
+        moved_tokens: int = 0,
+        chunks: Sequence[Chunk] = (),
+        async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
+    ) -> None:
+        self.shape = shape
+        self._chunks = chunks
+        self._async_decodes = async_decodes
+        self.queue = queue
+        self._cost = cost
+        self._copies_ms = copies_ms(cost, (shape,), moved_tokens)
+        # A prompt's last token alone is a decode, wherever it lives.
+        self._at_host = {tier: each for tier, each in shape.decodes.items() if tier.host_attends}
+        self._attention_ms = device_attention_ms(cost, shape)
+
+    def front(self, num_second: int, num_taken: int) -> Partition:
+        """The front of the queue: first those of sub-batch 1, then those of sub-batch 0."""
+        return self._partition(range(num_second), range(num_second, num_taken))
+
+    def together(self) -> Partition:
+        """Everything in one."""
+        return self.front(0, len(self.queue))
+
+    def halves(self) -> Partition:
+        """All in two sub-batches of about equal context; prompts are in the first (FastDecode)."""
+        n, tokens = len(self.queue), self.queue.tokens
+        half = tokens(0, n) / 2
+        num_second = bisect_left(range(n + 1), half, key=lambda i: tokens(0, i))
+        if num_second == n and not self.shape.tokens:
+            num_second -= 1
+        return self.front(max(num_second, 0), n)
+
+    def hidden(self, num_starved: int = 0) -> Partition:
+        """What hides behind the device: NEO's step 4, see `fill`."""
+        return self._partition(*self.fill(num_starved))
+
+    def fill(self, num_starved: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+        """Let each join a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold.
+
+        Args:
+            num_starved: how many at the front join sub-batch 1 in any case.
+
+        Returns:
+            The positions of those in sub-batch 1, and of those in sub-batch 0.
+        """
+        linear_ms, queue = self._cost.linear_ms, self.queue
+        num_second = max(self._fitting(0, linear_ms(self.shape.tokens)), num_starved)
+        num_taken = num_second
+        if not self._at_host:
+            num_taken += self._fitting(num_second, linear_ms(num_second) + self._attention_ms)
+        if num_taken == len(queue):
+            return range(num_second), range(num_second, num_taken)
+        second, first = list(range(num_second)), list(range(num_second, num_taken))
+        in_second: Mapping[KVTier, Decodes] = queue.decodes(range(num_second))
+        in_first: Mapping[KVTier, Decodes] = joined(
+            self._at_host, queue.decodes(range(num_second, num_taken))
+        )
+        misses = 0
+        for position in range(num_taken, len(queue)):  # what is shorter than the next one may still fit
+            tier, context_tokens = queue.contexts[position]
+            one = {tier: Decodes(1, context_tokens)}
+            longer = joined(in_second, one)
+            if host_ms(self._cost, longer) <= linear_ms(self.shape.tokens + len(first)):
+                second.append(position)
+                in_second = longer
+                continue
+            longer = joined(in_first, one)
+            if host_ms(self._cost, longer) <= linear_ms(len(second)) + self._attention_ms:
+                first.append(position)
+                in_first = longer
+                continue
+            misses += 1
+            if misses == MOST_MISSES:
+                break
+        return second, first
+
+    def candidates(self) -> Iterator[Partition]:
+        """Yield all that is worth a thought, the simplest first."""
+        n, tokens, linear_ms = len(self.queue), self.shape.tokens, self._cost.linear_ms
+        if tokens:
+            yield self.front(0, 0)
+        if not n:
+            return
+        yield self.together()
+        if tokens:
+            beside_attention = self._fitting(0, self._attention_ms)
+            if 0 < beside_attention < n:
+                yield self.front(0, beside_attention)
+            # NEO: sub-batch 1 hides behind the linear stages of sub-batch 0, then the other way round.
+            second = self._fitting(0, linear_ms(tokens))
+            if second:
+                limit_ms = linear_ms(second) + self._attention_ms
+                yield self.front(second, second + self._fitting(second, limit_ms))
+        if n > 1:
+            # All of them, bound by the host: sub-batch 0 takes as many as hide the other's linear stages.
+            limit_ms = linear_ms(n) + self._attention_ms
+            first = min(self._fitting(0, limit_ms) + 1, n // 2) if tokens else n // 2
+            yield self.front(n - first, n)
+            if tokens:
+                yield self.front(n, n)
+
+    def with_prompts_in_both(self) -> Iterator[Partition]:
+        """Yield ways to give each sub-batch about half of the prompts' tokens, and some of the decodes.
+
+        Chunks stay whole: those of a prompt may follow each other only within a sub-batch.
+        """
+        chunks, count = self._chunks, len(self.queue)
+        if count < 2 or len(chunks) < 2 or self._at_host:
+            return
+        half = (self.shape.tokens + count) / 2
+        second, num_chunks = BatchShape(), 0
+        while num_chunks < len(chunks) - 1:
+            tokens, prefill_ms, rows = chunks[-1 - num_chunks]
+            if tokens == 1 or second.tokens + tokens / 2 > half:
+                break
+            second = BatchShape(second.tokens + tokens, second.rows + rows, second.prefill_ms + prefill_ms)
+            num_chunks += 1
+        if not num_chunks:
+            return
+        shape = self.shape._replace(
+            tokens=self.shape.tokens - second.tokens,
+            rows=self.shape.rows - second.rows,
+            prefill_ms=max(self.shape.prefill_ms - second.prefill_ms, 0.0),
+        )
+        cost, attention_ms = self._cost, device_attention_ms(self._cost, shape)
+        for num_taken in sorted({count, 3 * count // 4, count // 2, count // 4} - {0, 1}, reverse=True):
+            # The host attends for each sub-batch while the device works for the other.
+            first_ms = cost.linear_ms(shape.tokens + num_taken // 2) + second.prefill_ms
+            second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
+            num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
+            in_second, in_first = range(num_second), range(num_second, num_taken)
+            times = times_of(cost, shape.tokens + len(in_first), attention_ms, self._on_host(in_first))
+            of_second = second.tokens + num_second
+            others = times_of(cost, of_second, second.prefill_ms, self._on_host(in_second))
+            rows = self.shape.rows + num_taken
+            predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
+            yield Partition(in_second, in_first, self.queue, shape, predicted_ms, num_chunks, second)
+
+    def with_async(
+        self, partition: Partition, max_token_ms: float, *, workers_only: bool = False
+    ) -> Iterator[Partition]:
+        """Yield a split with async decodes beside it: as many as each tier has time for.
+
+        Those that are under way can always go on, whatever that takes.
+
+        Args:
+            max_token_ms: see `SchedulerLimits`.
+            workers_only: whether only those of workers may begin.
+        """
+        cost = self._cost
+        if not (self._async_decodes or len(self.queue)) or not cost.overlaps or partition.num_chunks_second:
+            return
+        taken = {*partition.first, *partition.second}
+        rest = self.queue.decodes([i for i in range(len(self.queue)) if i not in taken])
+        rest = {
+            tier: decodes
+            for tier, decodes in rest.items()
+            if tier.is_remote or (tier.host_attends and not workers_only)
+        }
+        possible = joined(self._async_decodes, rest)
+        if not possible:
+            return
+        in_first = joined(self._at_host, self.queue.decodes(partition.first))
+        in_second = self.queue.decodes(partition.second)
+        tokens = self.shape.tokens + len(partition.first)
+        first = times_of(cost, tokens, self._attention_ms, off_device_times(cost, in_first))
+        second = (
+            times_of(cost, len(partition.second), 0.0, off_device_times(cost, in_second))
+            if in_second
+            else None
+        )
+        layer_ms = partition.predicted_ms - cost.head_ms(partition.shape.rows + partition.num_taken)
+        layer_ms /= cost.num_layers
+        # The network is all workers' together, a tier's time its own.
+        network_ms = layer_ms - first.on_host.sending - (second.on_host.sending if second else 0.0)
+        cpu_ms = first.host_linear + (second.host_linear if second else 0.0)
+        under_way = {tier: requests for tier, (requests, _) in self._async_decodes.items()}
+        left = MAX_ASYNC_DECODES * cost.num_layers - sum(under_way.values())
+        counts = dict(under_way)
+        for tier, decodes in possible.items():
+            begun = under_way.get(tier, 0)
+            idle_ms = layer_ms - (0.0 if tier.is_remote else cpu_ms)
+            for each in (in_first, in_second):
+                if tier in each:
+                    here = off_device_times(cost, {tier: each[tier]})
+                    idle_ms -= here.cpu + here.away
+
+            most = _share(decodes, min(decodes.requests, begun + left))
+            count = max(self._fitting_beside(tier, most, idle_ms, network_ms), begun)
+            if count:
+                counts[tier] = count
+                left -= count - begun
+                network_ms -= async_off_device(cost, {tier: _share(decodes, count)}).sending
+
+        def with_so_many(counts: Mapping[KVTier, int]) -> Partition:
+            own = {tier: _share(possible[tier], count) for tier, count in counts.items()}
+            rows = async_rows(cost, own)
+            times = first._replace(
+                linear=cost.linear_ms(tokens + rows), host_linear=cost.host_linear_ms(tokens + rows)
+            )
+            sampled = partition.shape.rows + partition.num_taken + rows
+            own_ms = async_off_device(cost, own)
+            predicted_ms = times_ms(cost, times, second, sampled, self._copies_ms, own_ms)
+            return replace(partition, predicted_ms=predicted_ms, async_decodes=counts)
+
+        if sum(counts.values()) > sum(under_way.values()):
+            more = with_so_many(counts)
+            if (cost.num_layers + 1) * more.predicted_ms <= max_token_ms:
+                yield more
+                return
+        if under_way:
+            yield with_so_many(under_way)
+
+    def _fitting_beside(self, tier: KVTier, decodes: Decodes, idle_ms: float, network_ms: float) -> int:
+        """Return how many of these decodes a tier can attend for in a layer at their own pace.
+
+        Args:
+            idle_ms: what it has time for.
+            network_ms: likewise the network.
+        """
+
+        def is_too_much(count: int) -> bool:
+            own = async_off_device(self._cost, {tier: _share(decodes, count)})
+            return own.cpu + own.away > idle_ms or own.sending > network_ms
+
+        return bisect_left(range(1, decodes.requests + 1), True, key=is_too_much)
+
+    def _partition(self, second: Sequence[int], first: Sequence[int]) -> Partition:
+        """Predict a split; sub-batch 0 is never empty."""
+        shape = self.shape
+        tokens = shape.tokens + len(first)
+        if second and not tokens:
+            second, first = (), second
+            tokens = len(first)
+        cost = self._cost
+        times = times_of(cost, tokens, self._attention_ms, self._on_host(first, self._at_host))
+        others = times_of(cost, len(second), 0.0, self._on_host(second)) if second else None
+        rows = shape.rows + len(first) + len(second)
+        predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
+        return Partition(second, first, self.queue, shape, predicted_ms)
+
+    def _on_host(
+        self, positions: Sequence[int], others: Mapping[KVTier, Decodes] = NO_DECODES
+    ) -> OffDeviceTimes:
+        return off_device_times(self._cost, joined(others, self.queue.decodes(positions)))
+
+    def _fitting(self, begin: int, limit_ms: float) -> int:
+        """Return how many decodes from `begin` on the host can do in that time."""
+        queue, cost = self.queue, self._cost
+        if begin == len(queue):
+            return 0
+        low, high = 1, len(queue) - begin
+        high_ms = queue.host_ms(cost, begin, begin + high)
+        if high_ms <= limit_ms:
+            return high
+        low_ms = queue.host_ms(cost, begin, begin + low)
+        if low_ms > limit_ms:
+            return 0
+        for _ in range(MOST_GUESSES):  # about linear in the count
+            if high - low < 2:
+                break
+            guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
+            guess = min(max(guess, low + 1), high - 1)
+            ms = queue.host_ms(cost, begin, begin + guess)
+            if ms <= limit_ms:
+                low, low_ms = guess, ms
+            else:
+                high, high_ms = guess, ms
+        return low
+
+
+def _share(decodes: Decodes, count: int) -> Decodes:
+    """Return so many of these decodes, of their mean context."""
+    return Decodes(count, max(decodes.context_tokens * count // decodes.requests, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What an iteration brings: a unit for each decode of the queue that it takes, and the rest.
+
+    Worth over time is what candidates are compared by.
+    """
+
+    decode: float
+    rest: float  # of what is in the iteration anyway
+    num_layers: int = 1
+
+    def rate(self, partition: Partition) -> float:
+        """Return the worth per ms; of a decode at its own pace, a layer's share of it."""
+        worth = self.rest + (partition.num_taken + partition.num_async / self.num_layers) * self.decode
+        return worth / partition.predicted_ms if partition.predicted_ms else float(partition.num_taken)
+
+    def best(self, partitions: Iterable[Partition]) -> tuple[Partition, float]:
+        """Return the best one and its rate; of those that are about as good, the first.
+
+        Raises:
+            ValueError: there is none.
+        """
+        best: tuple[Partition, float] | None = None
+        for partition in partitions:
+            rate = self.rate(partition)
+            if best is None or rate > best[1] * (1 + TOLERANCE):
+                best = partition, rate
+        if best is None:
+            raise ValueError("there is nothing to do")
+        return best

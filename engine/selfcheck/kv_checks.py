@@ -1,0 +1,155 @@
+"""KV layers against float64: rows in and out, decode attention over them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.selfcheck.rig import Rig, require
+
+# Relative error of a head's output, as one vector, rounding to the dtype included.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.int8: 2e-2}
+INT8_STEP = 0.51 / 127  # of a row's largest element: half a step, and the rounding of its scale
+LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # of batches
+MANY = 24  # requests of one more batch
+
+
+class LayerCase:
+    """Random KV of a batch in one layer, in scattered blocks.
+
+    Args:
+        rig: gives shape and device.
+        dtype: of the KV.
+        lengths: tokens of each request, the newest included.
+        kind: of the layer, which says whose memory it is in.
+    """
+
+    def __init__(self, rig: Rig, dtype: torch.dtype, lengths: tuple[int, ...], kind: type[KVLayer]) -> None:
+        config = rig.one_layer()
+        self.device = torch.device("cpu") if kind is HostLayer else rig.device
+        self.compute_dtype = rig.dtype
+        self.scale = config.attention_scale
+        generator = torch.Generator().manual_seed(len(lengths))
+        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        self.sinks, self.softcap = rig.sinks, config.attention_softcap
+        sinks = None if self.sinks is None else [self.sinks]
+        pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind, sinks)
+        self.layer: KVLayer = pool.layer(0)
+        order = torch.randperm(sum(blocks) + 3, generator=generator)[: sum(blocks)].int()
+        self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        self.slots: list[Tensor] = []
+        for row, own in enumerate(torch.split(order, blocks)):
+            self.tables[row, : len(own)] = own
+            positions = torch.arange(lengths[row])
+            self.slots.append(own[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
+
+        def rows(count: int, heads: int) -> Tensor:
+            values = torch.randn(count, heads, config.head_dim, generator=generator)
+            return values.to(self.compute_dtype)
+
+        self.k, self.v = (rows(sum(lengths), config.num_kv_heads) for _ in range(2))
+        self.q = rows(len(lengths), config.num_heads) * rig.query_size
+        self.lengths = lengths
+        self.ends = torch.tensor(lengths).cumsum(0)
+
+    def write(self) -> None:
+        """Store all tokens but the newest of each request."""
+        is_old = torch.ones(len(self.k), dtype=torch.bool)
+        is_old[self.ends - 1] = False
+        if is_old.any():
+            slots = torch.cat(self.slots)[is_old]
+            self.layer.write(*self._there(self.k[is_old], self.v[is_old], slots))
+
+    def stored(self, dtype: torch.dtype) -> Tensor:
+        """Read all rows back: [2, tokens, kv_heads, head_dim]."""
+        out = torch.empty(2, *self.k.shape, dtype=dtype, device=self.device)
+        self.layer.read(torch.cat(self.slots).to(self.device), out)
+        return out.cpu()
+
+    def attend(self, window: int | None) -> Tensor:
+        """Store the newest tokens and attend from them: [requests, heads, head_dim]."""
+        newest = self.ends - 1
+        last = torch.stack([slots[-1] for slots in self.slots])
+        q, k, v, slots, tables = self._there(self.q, self.k[newest], self.v[newest], last, self.tables)
+        lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        out = torch.full_like(q, torch.nan)
+        self.layer.decode(q, k, v, slots, tables, lens, out, self.scale, window)
+        return out.cpu()
+
+    def expected(self, rows: Tensor, window: int | None) -> Tensor:
+        """The answer in float64, of rows as `stored` gives them."""
+        keys, values = rows.double()
+        group = self.q.shape[1] // keys.shape[1]
+        out = torch.empty(self.q.shape, dtype=torch.float64)
+        for request, end in enumerate(self.ends.tolist()):
+            length = min(self.lengths[request], window or self.lengths[request])
+            k, v = (part[end - length : end].repeat_interleave(group, 1) for part in (keys, values))
+            scores = torch.einsum("hd,thd->ht", self.q[request].double(), k) * self.scale
+            weights = weights_of(capped(scores, self.softcap), self.sinks)
+            out[request] = torch.einsum("ht,thd->hd", weights, v)
+        return out
+
+    def _there(self, *tensors: Tensor) -> list[Tensor]:
+        return [tensor.to(self.device) for tensor in tensors]
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores as they level off at a model's cap, if it has one."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [heads, ..., tokens], in which sinks [heads] take part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """The largest relative error of any vector along the last dimension."""
+    wrong = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    return float(wrong.max())
+
+
+def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
+    """Rows come out of their slots as they were put in."""
+    case = LayerCase(rig, dtype, LENGTHS[1], kind)
+    case.write()
+    case.attend(None)
+    rows = torch.stack((case.k, case.v))
+    figures: dict[str, Figure] = {"bytes": rows.nbytes}
+    if dtype is torch.int8:
+        stored = case.stored(torch.float32)
+        largest = rows.float().abs().amax(-1, keepdim=True)
+        require(float(((stored - rows.float()).abs() / largest).max()), INT8_STEP, figures)
+    elif not torch.equal(case.stored(rig.dtype), rows):
+        raise CheckError("rows came back from the cache with other values", figures)
+    return figures
+
+
+def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
+    """Decode attention is that of float64, for several batches, lengths and windows."""
+    figures: dict[str, Figure] = {"cases": 0}
+    worst, bytes_ = 0.0, 0
+    for lengths in (*LENGTHS, tuple(40 + 7 * n for n in range(MANY))):
+        case = LayerCase(rig, dtype, lengths, kind)
+        case.write()
+        for window in rig.windows:
+            found = case.attend(window)
+            stored = case.stored(torch.float32 if dtype is torch.int8 else rig.dtype)
+            error = error_of(found, case.expected(stored, window))
+            worst = error if math.isnan(error) else max(worst, error)
+            figures["cases"] = int(figures["cases"]) + 1
+            if not worst <= BOUNDS[dtype]:
+                figures |= {"batch": len(lengths), "window": window or 0}
+                break
+        require(worst, BOUNDS[dtype], figures)
+        bytes_ = 2 * sum(lengths) * rig.config.num_kv_heads * rig.config.head_dim * dtype.itemsize
+    figures |= {"ms": rig.milliseconds(lambda: case.attend(None)), "bytes": bytes_}
+    return figures

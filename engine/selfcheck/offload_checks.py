@@ -1,0 +1,298 @@
+"""Everything that is handed over between GPU and CPU, with random delays on both sides.
+
+device   |kernel, pause|                                  |kernel, pause|
+to-host                 |copy|flag
+(CPU)                              |pause, compute|flag
+to-device                                          |copy|
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.doctor.outcome import CheckError, Figures
+from neo_desktop.engine.execute.backend import Backend, open_backend
+from neo_desktop.engine.execute.build import check_flags
+from neo_desktop.engine.execute.lane import Lane, Launcher
+from neo_desktop.engine.execute.round_trips import RoundTrips, SmallProgram
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.kv.layer import slots_of
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
+from neo_desktop.engine.selfcheck.check import Check
+from neo_desktop.engine.selfcheck.rig import Rig, on_levels
+from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
+
+DEADLINE_S = 40.0
+CHAIN = 24  # hand-overs in a row, as in an iteration over so many layers
+PROGRAMS = 4  # each with pauses of its own
+SECONDS = {False: 5.0, True: 1.0}  # of stress; whether it is a first start
+MODULUS = 10_007
+MOST_PAUSE_S = 0.002
+PAUSE_CYCLES = 1_000_000  # of a GPU: half a millisecond or so
+
+N = TypeVar("N", int, Tensor)
+Pause = Callable[[random.Random], None]  # on the device
+
+
+def offload_checks(rig: Rig) -> Iterator[Check]:
+    """Yield the checks of flags, graphs, streams and memory; for a GPU."""
+    yield Check(
+        "graphs-host-flags",
+        "Graphs that hand over to the CPU and back, with random delays",
+        "graphs",
+        "host-flags",
+        DEADLINE_S,
+        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=True),
+    )
+    yield Check(
+        "graphs-relay",
+        "CPU attention in the middle of a graph",
+        "graphs",
+        "host-flags",
+        DEADLINE_S,
+        lambda: check_relay(rig, _backend(rig), _pause),
+    )
+    yield Check(
+        "graphs-device-only",
+        "Graphs, captured and replayed with other numbers",
+        "graphs",
+        "device-only",
+        DEADLINE_S,
+        lambda: check_replay(rig, _backend(rig)),
+    )
+    yield Check(
+        "graphs-eager",
+        "Streams that wait for each other and for the CPU, with random delays",
+        "graphs",
+        "eager",
+        DEADLINE_S,
+        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=False),
+    )
+    for level in ("pinned", "pageable"):
+        yield Check(
+            f"host_memory-{level}",
+            f"Copies between GPU and host memory, {level}",
+            "host_memory",
+            level,
+            DEADLINE_S,
+            partial(check_copies, rig, level),
+        )
+    yield Check("swap", "KV moved to host memory and back", None, None, DEADLINE_S, lambda: check_swap(rig))
+
+
+def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
+    """Numbers go there and back for as long as the stress takes.
+
+    Args:
+        in_graphs: whether flags tell the CPU, also from graphs; otherwise one of the backend's threads waits.
+    """
+    pinned = rig.device.type == "cuda"
+    flags = empty_flags(CHAIN, pinned=pinned)
+    if in_graphs:
+        check_flags(backend, flags[READY, :1])
+    numbers = torch.zeros(1024, dtype=torch.int64, device=rig.device)
+    sent, answer = (torch.zeros(1024, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+    rng, host_rng = random.Random(0), random.Random(1)
+
+    def make() -> None:
+        pause(rng)
+        numbers.add_(1)
+
+    def compute(layer: int) -> None:
+        if host_rng.random() < 0.3:
+            time.sleep(host_rng.random() * MOST_PAUSE_S)
+        answer.copy_(_computed(sent, layer))
+
+    trips = RoundTrips(
+        flags,
+        make,
+        send=lambda: sent.copy_(numbers, non_blocking=True),
+        answer=compute,
+        bring=lambda: numbers.copy_(answer, non_blocking=True),
+    )
+    began = time.perf_counter()
+    runs, expected = 0, 0
+    while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < 2 * PROGRAMS:
+        program = trips.program(runs % PROGRAMS)
+        flags.zero_()
+        host = threading.Thread(target=_answer, args=(trips,), daemon=True)
+        if in_graphs:
+            host.start()
+        _carry_out(backend, program, in_graphs=in_graphs)
+        if in_graphs:
+            host.join()
+        for layer in range(CHAIN):
+            expected = _computed(expected + 1, layer)
+        if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
+            raise CheckError("what came back from the CPU is not what was sent", {"runs": runs})
+        runs += 1
+    backend.close()
+    return {"runs": runs, "offload_buffers": runs * CHAIN}
+
+
+def _answer(trips: RoundTrips) -> None:
+    """The CPU's side: look at a flag, take a while, raise the other."""
+    for layer in range(CHAIN):
+        while trips.flags[READY, layer, 0].item() != 1:
+            time.sleep(0)
+        trips.answer(layer)
+        trips.flags[DONE, layer, 0] = 1
+
+
+def _computed(numbers: N, layer: int) -> N:
+    return (numbers * 3 + layer) % MODULUS
+
+
+def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> None:
+    """Run a program, which comes after this thread's work on the device."""
+    with backend.on_device():
+        backend.start(program, with_flags=in_graphs, with_graphs=in_graphs)
+        backend.wait()
+
+
+def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
+    """The native relay attends in the middle of programs of several sizes; requests see themselves alone."""
+    config, pinned = rig.config, rig.device.type == "cuda"
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    rng, runs = random.Random(0), 0
+    for requests in (1, 5, 40):
+        cache = torch.zeros(requests, kv_heads, 1, head_dim)
+        relay = Relay(
+            [RelayLayer(cache, cache.clone(), None, None, window=0)] * CHAIN, block_size=1, scale=1.0
+        )
+        qkv = torch.zeros(requests, heads + 2 * kv_heads, head_dim, device=rig.device)
+        out = torch.empty(requests, heads, head_dim, device=rig.device)
+        sent = torch.empty(qkv.shape, pin_memory=pinned)
+        answer = torch.empty(out.shape, pin_memory=pinned)
+        q, k, v = torch.split(sent, [heads, kv_heads, kv_heads], dim=1)
+        flags = empty_flags(CHAIN, pinned=pinned)
+        tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
+        batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
+
+        def make(qkv: Tensor = qkv) -> None:
+            pause(rng)
+            qkv.add_(1)
+
+        trips = RoundTrips(
+            flags,
+            make,
+            send=partial(sent.copy_, qkv, non_blocking=True),
+            bring=partial(out.copy_, answer, non_blocking=True),
+        )
+        for number in range(1, 6):  # at once, and then as a graph
+            relay.start([batch], DEADLINE_S / 2)
+            try:
+                _carry_out(backend, trips.program(requests), in_graphs=True)
+            except BaseException:
+                relay.cancel()
+                raise
+            relay.finish()
+            runs += 1
+            # Layers count; all else is rounding.
+            if not float((out.cpu() - number * CHAIN).abs().max()) < 0.01:
+                raise CheckError("what came back from CPU attention is not what was sent", {"runs": runs})
+        backend.forget()
+    return {"runs": runs, "offload_buffers": runs * CHAIN}
+
+
+def check_replay(rig: Rig, backend: Backend) -> Figures:
+    """A graph computes with what its memory holds when it is replayed."""
+    x, weight = (torch.zeros(64, 64, device=rig.device) for _ in range(2))
+    out = torch.zeros(64, 64, device=rig.device)
+
+    def record(launcher: Launcher) -> None:
+        launcher.run(Lane.DEVICE, Stage("product", 0, 0, 64), lambda: torch.mm(x, weight, out=out))
+
+    for run in range(1, 6):
+        x.fill_(run)
+        weight.fill_(run + 1)
+        _carry_out(backend, SmallProgram("replay", record), in_graphs=True)
+        if not torch.equal(out.cpu(), torch.full((64, 64), 64.0 * run * (run + 1))):
+            raise CheckError("a graph that was replayed computed something else", {"runs": run})
+    backend.forget()
+    return {"runs": 5}
+
+
+def check_copies(rig: Rig, level: str) -> Figures:
+    """Copies of several sizes, both ways, while others are under way."""
+    pinned = level == "pinned" and rig.device.type == "cuda"
+    is_gpu = rig.device.type == "cuda"
+    with on_levels({"host_memory": level}):
+        for size in (1, 4097, 1 << 20, 1 << 24):
+            source = torch.arange(size, dtype=torch.int32)
+            there = torch.empty(size, dtype=torch.int32, device=rig.device)
+            host, back = (torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2))
+            host.copy_(source)
+            stream = torch.cuda.stream(_stream(rig)) if is_gpu else nullcontext()
+            with stream:
+                there.copy_(host, non_blocking=True)
+                there.add_(1)
+                back.copy_(there, non_blocking=True)
+                rig.synchronize()
+            if not torch.equal(back, source + 1):
+                raise CheckError("numbers were lost on their way over the bus", {"bytes": 4 * size})
+    ms = rig.milliseconds(lambda: back.copy_(there, non_blocking=True))
+    return {"ms": ms, "bytes": back.nbytes}
+
+
+def check_swap(rig: Rig) -> Figures:
+    """KV of the device comes back from host memory as it was, in other blocks."""
+    config, (near, far) = rig.one_layer(), MEASURED_TIERS
+    pools = {
+        place: KVPool(
+            config,
+            16,
+            BLOCK_SIZE,
+            rig.dtype,
+            memory_of(place, rig.device),
+            sinks=None if rig.sinks is None else [rig.sinks],
+        )
+        for place in MEASURED_TIERS
+    }
+    row_shape = (config.num_kv_heads, config.head_dim)
+    given = torch.randn(2, 8 * BLOCK_SIZE, *row_shape).to(rig.dtype).to(rig.device)
+    first, other = torch.randperm(16).view(2, -1)
+    layer = pools[near].layer(0)
+    layer.write(given[0], given[1], slots_of(first, BLOCK_SIZE).to(rig.device))
+    memory = TransferMemory(1, row_shape, rig.dtype, rig.device)
+    copies = [BlockCopy(near, a, far, b) for a, b in zip(first.tolist(), other.tolist(), strict=True)]
+    copies += [BlockCopy(far, block, near, block) for block in other.tolist()]
+    backend = _backend(rig)
+    moves = Moves(KVStorage(pools).copy_groups(copies), memory)
+
+    def record(launcher: Launcher) -> None:
+        launcher.wait(moves.submit(launcher, 0))
+
+    _carry_out(backend, SmallProgram("swap", record), in_graphs=False)
+    backend.close()
+    found = torch.empty_like(given)
+    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), found)
+    if not torch.equal(found, given):
+        raise CheckError("KV that was moved to host memory came back with other values")
+    return {"bytes": given.nbytes}
+
+
+def _stream(rig: Rig) -> torch.cuda.Stream:
+    return open_streams(rig.device, rig.subject.gpu_slice).stream()
+
+
+def _backend(rig: Rig) -> Backend:
+    return open_backend(open_streams(rig.device, rig.subject.gpu_slice))
+
+
+def _pause(rng: random.Random) -> None:
+    """Keep the device's current stream busy for a random while."""
+    if rng.random() < 0.3:
+        torch.cuda._sleep(int(rng.random() * PAUSE_CYCLES))  # type: ignore[no-untyped-call]

@@ -1,0 +1,111 @@
+"""What checks work with: the model's shape, its device, and the way to a level."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.doctor.outcome import CheckError
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.loading import choose_device, choose_dtype, open_model
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.shapes import shape as published_shape
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A subject's shape, device and dtype; no weights are loaded.
+
+    Raises:
+        ValueError, ModelError: see `loading.load`.
+    """
+
+    subject: Subject
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return choose_device(self.subject.device)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        if self.subject.shape is not None:
+            return published_shape(self.subject.shape)
+        return open_model(self.subject.model).config()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV."""
+        return choose_dtype(self.subject.dtype, self.config, self.device)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of the model's layers, and one that hides something in any case."""
+        of_model = {window for window in self.config.layer_windows if window is not None}
+        return (None, *sorted(of_model)[:1]) if of_model else (None, 100)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Any [heads] on the CPU, if the model has some; None: it has none."""
+        heads = self.config.num_heads
+        return torch.linspace(-2.0, 4.0, heads) if self.config.attention_sinks else None
+
+    @property
+    def query_size(self) -> float:
+        """How large numbers of queries are: so that a cap of scores, if the model has one, changes many."""
+        return (self.config.attention_softcap or 2.0) / 2
+
+    def one_layer(self) -> ModelConfig:
+        """Return the shape with a single layer."""
+        return replace(self.config, num_layers=1, layer_windows=(None,))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        """Return how long a piece of work takes at best; it has run before."""
+        best = float("inf")
+        for _ in range(REPEATS):
+            self.synchronize()
+            started = time.perf_counter()
+            work()
+            self.synchronize()
+            best = min(best, time.perf_counter() - started)
+        return round(1e3 * best, 4)
+
+
+@contextmanager
+def on_levels(levels: Mapping[str, str]) -> Iterator[None]:
+    """Stand on levels of the fallbacks within the block.
+
+    Raises:
+        CheckError: one was given up meanwhile: something else served in its place.
+    """
+    with fallbacks.at_levels(levels):
+        yield
+        for standing in fallbacks.states():
+            wanted = levels.get(standing.mechanism.name)
+            if wanted is not None and standing.level.name != wanted:
+                raise CheckError(standing.reason or "something else served in its place")
+
+
+def require(error: float, bound: float, figures: dict[str, float | int | str]) -> None:
+    """Put an error and its bound among the figures.
+
+    Raises:
+        CheckError: the error is above the bound, or no number.
+    """
+    figures |= {"error": "nan" if math.isnan(error) else error, "bound": bound}
+    if not error <= bound:
+        raise CheckError(f"the relative error is {error:.1e}; at most {bound:.1e} is rounding", figures)

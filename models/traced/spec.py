@@ -1,0 +1,307 @@
+"""What a model of `transformers` consists of, found out by a run without numbers."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from logging import ERROR
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neo_desktop.models.families import is_language_model
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
+from neo_desktop.models.traced.capture import (
+    EXPERTS,
+    NAME,
+    TRACING,
+    Calls,
+    CannotCutError,
+    Catching,
+    intercepted,
+)
+from neo_desktop.models.traced.conversions import Conversions
+from neo_desktop.models.traced.experts import mixed
+from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
+from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
+from neo_desktop.models.traced.source import Source
+
+# Attributes of configurations with the number of positions; most classes map a name of theirs to the first.
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_UNKNOWN_CONTEXT = 2048
+_CHANGING = ("dynamic", "longrope")  # rotations whose frequencies depend on a prompt's length
+ROWS = 5  # of the run; any number that is no size of a model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' advice to itself."""
+    from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def empty_model(source: Source, dtype: torch.dtype) -> Any:
+    """Return the model that is described, without numbers.
+
+    Raises:
+        ModelError: transformers is not installed, or does not know it.
+    """
+    try:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
+    except ImportError:
+        raise ModelError(
+            f"{source.named} describes a model that only transformers knows: install "
+            "neo-desktop[transformers], or choose another model."
+        ) from None
+    config: Any = None
+    with _quiet():
+        try:
+            config = source.config()
+            with torch.device("meta"), intercepted(Calls()):  # so that its name is known
+                make: Any = AutoModelForCausalLM
+                others = {"experts_implementation": EXPERTS, "dtype": dtype}
+                try:
+                    model = make.from_config(config, attn_implementation=NAME, **others)
+                except KeyError:  # its attention is chosen from a list of its own
+                    model = make.from_config(config, attn_implementation="sdpa", **others)
+        except Exception as error:  # of whatever kind: it is other people's code
+            raise not_made(source, config, error) from None
+    names = config.architectures
+    if not is_language_model(names) and type(model).__name__ not in names:
+        raise ModelError(
+            f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
+            "model: choose another model."
+        )
+    for name in source.untied:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
+    return model.eval()
+
+
+def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
+    """Run a model and write down what it asks for; return its scores [1, rows, vocab].
+
+    Raises:
+        CannotCutError: it is more than stages can do.
+    """
+    given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise CannotCutError("it takes no positions")
+    with _quiet(), intercepted(calls), Catching(calls, model), _steady(model):
+        logits: Tensor = model(**given).logits
+    return logits
+
+
+def spec(source: Source, modified_ns: int) -> TracedSpec:
+    """Return the outline of a model.
+
+    Raises:
+        ModelError: transformers does not know it, or it cannot be cut into stages.
+    """
+    return examined(source, modified_ns)[0]
+
+
+def conversions_of(source: Source) -> Conversions:
+    """Return how the parameters of a model come out of its checkpoint; raises as `spec` does."""
+    return examined(source, source.named.stat().st_mtime_ns)[1]
+
+
+@contextmanager
+def _steady(model: nn.Module) -> Iterator[None]:
+    """Keep the frequencies of rotations that change once a prompt is long; see `TracedSpec.most_tokens`."""
+    modules: list[Any] = [each for each in model.modules() if hasattr(each, "rope_type")]
+    kept = [each.rope_type for each in modules]
+    for each in modules:
+        each.rope_type = _without_change(each.rope_type)
+    try:
+        yield
+    finally:
+        for each, before in zip(modules, kept, strict=True):
+            each.rope_type = before
+
+
+def _without_change(rope_type: Any) -> Any:
+    if isinstance(rope_type, dict):
+        return {kind: _without_change(each) for kind, each in rope_type.items()}
+    return "default" if rope_type in _CHANGING else rope_type
+
+
+def _most_tokens(config: Any) -> int | None:
+    """Return how many tokens leave all frequencies as they are; None: any number."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    found = [
+        int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for each in sections
+        if each.get("rope_type") in _CHANGING
+    ]
+    return min(found, default=None)
+
+
+@lru_cache(maxsize=32)
+def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
+    """Return both of what a model tells without numbers; kept for the models that were asked for last."""
+    with TRACING:
+        return _run_without_numbers(source)
+
+
+def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
+    model, calls = empty_model(source, torch.float32), Calls()
+    ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+    try:
+        if (part := missing_part(model)) is not None:
+            raise CannotCutError(part)
+        with torch.no_grad():
+            logits = run(model, ids, ids, calls)
+        return _spec(model, calls, logits), Conversions(model)
+    except Exception as error:  # of whatever kind: it is other people's code
+        raise cannot_cut(source, model, error) from None
+
+
+def is_wide(model: Any, name: str) -> bool:
+    """Return whether something of a model is kept in float32, whatever the others' dtype."""
+    return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases[name] = first
+    stored = model.state_dict().keys()
+    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in stored}
+    buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    tensors = {name: parameters[name] for name in names.values()} | buffers
+    first = _same_attention(model, calls)
+    sinks = [each.sinks for each in calls.attention if each.sinks is not None]
+    if any(id(each) not in names or each.shape != (first.heads,) for each in sinks):
+        raise CannotCutError("its attention sinks are no weights, one of each head")
+    read = {*calls.read, *map(id, sinks)}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
+    unread = frozenset(tensors.keys() - shapes.keys())
+    products = [each for each in calls.products if id(each.weight) in names]
+    if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
+        raise CannotCutError("it has no embeddings of tokens, or no linear layers")
+    last = products[-1]
+    if last.weight.shape[0] != logits.shape[-1]:
+        raise CannotCutError("it does not end with a head")
+    looked_up = {id(weight) for weight in calls.looked_up}
+    times = {id(each.weight): 0 for each in products}
+    for each in products:
+        times[id(each.weight)] += 1
+    groups: dict[tuple[int, bool], list[Any]] = {}
+    for each in products[:-1]:
+        if times[id(each.weight)] == 1 and id(each.weight) not in looked_up:
+            groups.setdefault((id(each.x), each.bias is None), []).append(each)
+    matrices = tuple(_fused(group, names) for group in groups.values())
+    is_tied = id(last.weight) in looked_up
+    if times[id(last.weight)] > 1:
+        raise CannotCutError("its head is used elsewhere, too")
+    head = None if is_tied else _fused([last], names)
+    moe_layers = tuple(mixed(model, call, names) for call in calls.experts)
+    for moe in moe_layers:
+        del shapes[moe.gate_up], shapes[moe.down]
+    for fused in (*matrices, *(() if head is None else (head,))):
+        for name in (*fused.weights, *fused.biases):
+            del shapes[name]
+    return TracedSpec(
+        parameters=shapes,
+        matrices=matrices,
+        head=head,
+        embedding=names[id(calls.looked_up[0])],
+        vocab_size=logits.shape[-1],
+        hidden_size=last.weight.shape[1],
+        aliases=aliases,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        scale=first.scale,
+        windows=tuple(call.window for call in calls.attention),
+        softcap=first.softcap,
+        sinks=tuple(names[id(each)] for each in sinks),
+        moe_layers=moe_layers,
+        wide=tuple(name for name in shapes if is_wide(model, name)),
+        unread=unread,
+        most_tokens=_most_tokens(model.config),
+    )
+
+
+def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:
+    return FusedSizes(
+        weights=tuple(names[id(each.weight)] for each in products),
+        biases=tuple(names[id(each.bias)] for each in products if each.bias is not None),
+        rows=tuple(each.weight.shape[0] for each in products),
+        columns=products[0].weight.shape[1],
+    )
+
+
+def _same_attention(model: Any, calls: Calls) -> Any:
+    """Return the first layer's attention, of which the others differ by windows at most."""
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(calls.attention) < layers:
+        raise CannotCutError(
+            f"{layers - len(calls.attention)} of its {layers} layers have no attention that this engine knows"
+        )
+    if len(calls.attention) > layers:
+        raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
+    first = calls.attention[0]
+    for call in calls.attention:
+        sizes = (call.heads, call.kv_heads, call.head_dim)
+        if sizes != (first.heads, first.kv_heads, first.head_dim):
+            raise CannotCutError("its layers have heads of different numbers or sizes")
+        if call.softcap != first.softcap:
+            raise CannotCutError("its layers cap scores of attention differently")
+        if (call.sinks is None) != (first.sinks is None):
+            raise CannotCutError("only some of its layers have attention sinks")
+    if first.head_dim % 2:
+        raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
+    return first
+
+
+def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the parameters with the modules that have them; those that several have come several times."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
+
+
+@lru_cache(maxsize=32)
+def description(source: Source, _modified_ns: int) -> Description:
+    """Return what a configuration says of a model's text that its code does not show.
+
+    The model's outline is known: so the configuration can be read.
+
+    Raises:
+        ModelError: the context is absurd.
+    """
+    with _quiet():
+        config = source.config()
+    text = config.get_text_config(decoder=True)
+    contexts = (getattr(text, name, None) for name in _CONTEXT)
+    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    if not 1 <= context <= MAX_CONTEXT_TOKENS:
+        raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
+
+    def ids(name: str) -> tuple[int, ...]:
+        for each in (config, text):
+            value = getattr(each, name, None)
+            found = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < text.vocab_size for token in found):
+                return tuple(found)
+        return ()
+
+    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))

@@ -1,0 +1,95 @@
+"""Where mechanisms stand: forced, limited, one level lower."""
+
+from pathlib import Path
+
+import pytest
+
+from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, variable
+
+
+def test_everything_stands_highest_at_first() -> None:
+    fallbacks = Fallbacks()
+    assert all(s.level is s.mechanism.levels[0] and s.reason is None for s in fallbacks.states())
+    assert not fallbacks.limits()
+
+
+def test_the_environment_forces_rungs() -> None:
+    fallbacks = Fallbacks.from_environment(
+        {"NEO_DESKTOP_LEVEL_PAGED_DECODE": "torch", "HOME": "/", variable("nvml"): ""}
+    )
+    assert fallbacks.level("paged_decode") == "torch"
+    assert fallbacks.level("rope_append") == "triton"
+    assert fallbacks.limits() == {"paged_decode": "torch"}
+
+
+@pytest.mark.parametrize("forced", [{"paged_decode": "cuda"}, {"magic": "on"}])
+def test_what_does_not_exist_is_refused_with_what_does(forced: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"triton, torch|graphs, paged_decode"):
+        Fallbacks(forced)
+
+
+def test_limits_only_lower_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    fallbacks = Fallbacks()
+    assert fallbacks.limit("graphs", "eager", "the driver refused")
+    assert not fallbacks.limit("graphs", "device-only", "something else")
+    assert not fallbacks.limit("graphs", "eager", "again")
+    assert fallbacks.level("graphs") == "eager"
+    assert [record.getMessage().count("the driver refused") for record in caplog.records] == [1]
+    (standing,) = [s for s in fallbacks.states() if s.mechanism.name == "graphs"]
+    assert standing.reason == "the driver refused"
+
+
+def test_descending_ends_at_the_lowest() -> None:
+    fallbacks = Fallbacks()
+    assert [fallbacks.descend("prompt_attention", "it failed") for _ in range(3)] == [True, True, False]
+    assert fallbacks.level("prompt_attention") == "math"
+
+
+def test_names_are_unique_and_speak() -> None:
+    for mechanism in MECHANISMS.values():
+        names = [level.name for level in mechanism.levels]
+        assert len(set(names)) == len(names) > 1
+        assert mechanism.title
+        assert all(level.what for level in mechanism.levels)
+
+
+def test_one_line_tells_of_several_mechanisms(caplog: pytest.LogCaptureFixture) -> None:
+    fallbacks = Fallbacks({"norm": "torch"})
+    for _ in range(2):
+        fallbacks.limit_all(("norm", "activation", "row_copy"), "torch", "there is no compiler")
+    assert fallbacks.limits() == dict.fromkeys(("norm", "activation", "row_copy"), "torch")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "Gated activation; Rows of KV" in line
+    assert "there is no compiler" in line
+
+
+def test_rungs_hold_within_a_block_only() -> None:
+    fallbacks = Fallbacks()
+    fallbacks.limit("graphs", "device-only", "the driver refused")
+    with fallbacks.at_levels({"graphs": "host-flags", "norm": "torch"}):
+        assert fallbacks.level("graphs") == "host-flags"
+        assert fallbacks.level("norm") == "torch"
+        fallbacks.limit("nvml", "without", "it is not there")
+    assert fallbacks.limits() == {"graphs": "device-only"}
+    with pytest.raises(ValueError, match="choose one of"), fallbacks.at_levels({"graphs": "none"}):
+        pass
+
+
+def test_the_page_about_the_architecture_has_every_mechanism_and_rung() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dev" / "fallbacks.md").read_text(encoding="utf-8")
+    section = page.split("## The fallbacks")[1].split("## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name.strip(" `"): [level.strip(" `") for level in levels.split("→")] for name, levels in rows}
+    here = {name: [level.name for level in mechanism.levels] for name, mechanism in MECHANISMS.items()}
+    listed["isa"] = [isa for isa in listed["isa"] if isa in here["isa"]]  # those of this CPU
+    assert listed == here
+
+
+def test_graphs_need_pinned_memory() -> None:
+    fallbacks = Fallbacks({"graphs": "device-only"})
+    fallbacks.limit("host_memory", "pageable", "the driver refused")
+    assert fallbacks.level("graphs") == "eager"
+    (standing,) = [s for s in fallbacks.states() if s.mechanism.name == "graphs"]
+    assert standing.level.name == "eager"
+    assert "pinned" in (standing.reason or "")
+    assert not fallbacks.descend("graphs", "it failed")

@@ -1,0 +1,413 @@
+"""KV that comes from host memory layer by layer gives the tokens of a plain computation, whatever fails."""
+
+import random
+import threading
+import time
+from itertools import pairwise, permutations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from executors import Hook, HookedLanes, carry_out_copies, thread_executor
+from hypothesis import HealthCheck, given, settings
+from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from tiny_engine import engine, tokens_of
+from torch_layer import TorchLayer
+
+from neo_desktop.engine.batch import BlockCopy, IterationPlan, IterationTiming, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.streamed import WINDOW, StreamedPool
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
+from neo_desktop.models.decoder import Decoder
+
+WINDOWS = (None, 11, None, 3, None, None)  # of six layers: slots of the window are used again
+NUM_LAYERS = len(WINDOWS)
+NUM_BLOCKS = 24
+ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
+LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS))
+TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+
+# Each request: where it lives, its blocks, and its tokens before the second iteration.
+HOMES = {
+    "a": (KVTier.STREAMED, (5, 0, 9), 20),
+    "b": (KVTier.STREAMED, (1, 3), 9),
+    "c": (KVTier.DEVICE, (0, 1, 2), 17),
+    "d": (KVTier.HOST, (4, 7, 2), 20),
+    "e": (KVTier.STREAMED, (7, 8, 2, 11), 12),
+    "f": (KVTier.STREAMED, (10, 6, 4, 12), 0),
+    "g": (KVTier.HOST, (15, 13, 14), 10),
+}
+TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(32)] for name in HOMES}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model(WINDOWS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_bridged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that is so small would come in one piece."""
+    monkeypatch.setattr(StreamedPool, "bridged_bytes", 0)
+
+
+def make_executor(
+    model: Decoder,
+    tiers: tuple[KVTier, ...] = ALL,
+    hook: Hook | None = None,
+    device_kind: type[KVLayer] | None = TorchLayer,
+    timeline: Timeline | None = None,
+) -> ModelRunner:
+    storage = make_storage(model, dict.fromkeys(tiers, NUM_BLOCKS), device_kind=device_kind)
+    lanes = None if hook is None else HookedLanes(hook, timeline)
+    return thread_executor(model, storage, lanes=lanes, timeline=timeline)
+
+
+def sequence(name: str, start: int, end: int) -> ScheduledSequence:
+    tier, blocks, _ = HOMES[name]
+    tokens = tuple(TOKENS[name][start:end])
+    return ScheduledSequence(name, tokens, start, tier, IntArray(blocks).view(), sampling_input(end))
+
+
+def beginning() -> IterationPlan:
+    """Compute the first tokens of all but one, where they live."""
+    names = [name for tier in ALL for name in HOMES if HOMES[name][0] == tier and HOMES[name][2]]
+    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in names)),))
+
+
+def mixed(step: int = 0) -> IterationPlan:
+    """Decodes of all tiers; prompts that go on, and one that begins."""
+
+    def decode(name: str) -> ScheduledSequence:
+        start = HOMES[name][2] + step
+        return sequence(name, start, start + 1)
+
+    first = (decode("c"), decode("a"), sequence("d", 20, 23))
+    second = (decode("b"), sequence("e", 12, 29), sequence("f", 0, 27), decode("g"))
+    return IterationPlan((SubBatch(first), SubBatch(second)))
+
+
+def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) -> None:
+    contexts = {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
+    check_result(model, plan, contexts, executor.execute(plan))
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
+@pytest.mark.parametrize("places", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_plans_give_the_tokens_of_a_plain_computation(
+    model: Decoder, seed: int, tiers: tuple[KVTier, ...], device_kind: type[KVLayer] | None
+) -> None:
+    """Prompts in chunks, decodes, moves between all tiers, in one or two sub-batches."""
+    executor = make_executor(model, tiers, device_kind=device_kind)
+    iterations = RandomIterations(seed, NUM_BLOCKS, tiers)
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
+    """One lane is far behind all others, and everybody hesitates now and then."""
+    rng = random.Random(lane)
+
+    def hesitate(at: str, stage: Stage) -> None:
+        if at == lane:
+            time.sleep(0.003)
+        elif rng.random() < 0.3:
+            time.sleep(rng.random() * 0.002)
+
+    executor = make_executor(model, hook=hesitate)
+    iterations = RandomIterations(LANES.index(lane), NUM_BLOCKS, ALL)
+    for plan, contexts in iterations.plans(5):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("num_resident", range(NUM_LAYERS + 1))
+def test_any_number_of_layers_may_stay_on_the_device(model: Decoder, num_resident: int) -> None:
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS))
+    pool = StreamedPool(
+        model.config, NUM_BLOCKS, BLOCK_SIZE, model.dtype, model.device, TorchLayer, None, num_resident
+    )
+    num_streamed = NUM_LAYERS - max(num_resident, 1)
+    assert len(pool.streamed_layers) == num_streamed
+    assert pool.turn(0) is None  # there is something to compute while the next one comes
+    assert len(pool.parts[0]) == max(num_resident, 1) + min(num_streamed, WINDOW)
+    storage = type(storage)({**{tier: storage[tier] for tier in ALL}, KVTier.STREAMED: pool})
+    executor = thread_executor(model, storage)
+    for plan in (beginning(), mixed(), mixed(1)):
+        run_and_check(model, executor, plan)
+    executor.close()
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(ALL, 2)), ids=str)
+@pytest.mark.parametrize("slow", [Lane.DEVICE, Lane.SWAP, Lane.HOST_SWAP, Lane.SWAP_IN])
+def test_requests_decode_in_the_iteration_that_moves_them(
+    model: Decoder, source: KVTier, target: KVTier, slow: Lane
+) -> None:
+    is_slow = False
+
+    def hesitate(lane: str, stage: Stage) -> None:
+        if is_slow and lane == slow:
+            time.sleep(0.003)
+
+    executor = make_executor(model, hook=hesitate)
+    order = random.Random(3).sample(range(NUM_BLOCKS), 12)
+    blocks = {name: order[3 * number : 3 * number + 3] for number, name in enumerate("abcd")}
+
+    def part(name: str, tier: KVTier, start: int, end: int) -> ScheduledSequence:
+        tokens = tuple(TOKENS[name][start:end])
+        table = IntArray(blocks[name]).view()
+        return ScheduledSequence(name, tokens, start, tier, table, sampling_input(end))
+
+    executor.execute(IterationPlan((SubBatch(tuple(part(name, source, 0, 20) for name in "abcd")),)))
+    is_slow = True
+    copies = tuple(BlockCopy(source, block, target, block) for name in "abcd" for block in blocks[name])
+    parts = [SubBatch(tuple(part(name, target, 20, 21) for name in names)) for names in ("ab", "cd")]
+    run_and_check(model, executor, IterationPlan(tuple(parts), copies))
+    parts = [SubBatch(tuple(part(name, target, 21, 22) for name in names)) for names in ("abcd",)]
+    run_and_check(model, executor, IterationPlan(tuple(parts)))
+    executor.close()
+
+
+def test_layers_come_and_new_rows_leave_beside_the_computation_of_others(model: Decoder) -> None:
+    """Each waits inside its stage for the other to have begun."""
+    begun: set[tuple[str, str, int]] = set()
+    changed = threading.Condition()
+    num_meetings = 0
+
+    def meet(lane: str, stage: Stage) -> None:
+        nonlocal num_meetings
+        with changed:
+            begun.add((lane, stage.name, stage.layer))
+            changed.notify_all()
+            if lane == Lane.SWAP_IN:  # while the layer before it is computed
+                awaited = "device", "linear", stage.layer - 1
+            elif lane == Lane.SWAP_OUT and stage.layer + 1 < NUM_LAYERS:
+                awaited = "device", "linear", stage.layer + 1
+            else:
+                return
+            assert changed.wait_for(lambda: awaited in begun, TIMEOUT_S), f"{stage} waits for {awaited}"
+            num_meetings += 1
+
+    executor = make_executor(model, hook=meet)
+    plan = IterationPlan((SubBatch((sequence("a", 0, 20),)),))
+    begun |= {("device", "linear", layer) for layer in range(NUM_LAYERS)}
+    executor.execute(plan)
+    begun.clear()
+    num_meetings = 0
+    run_and_check(model, executor, IterationPlan((SubBatch((sequence("a", 20, 21),)),)))
+    assert num_meetings == 2 * (NUM_LAYERS - 1) - 1
+    executor.close()
+
+
+def test_the_scheduler_is_told_what_copies_took_and_what_the_device_waited_for_them(model: Decoder) -> None:
+    """Copies begin when the device has come to need them; where nothing is swapped there are none."""
+    is_needed = threading.Event()
+
+    def hook(lane: str, stage: Stage) -> None:
+        if lane == Lane.DEVICE and stage.name == "wait for a copy":
+            is_needed.set()
+        elif lane == Lane.SWAP_IN and stage.layer == 1:
+            assert is_needed.wait(TIMEOUT_S)
+
+    def timing(*parts: ScheduledSequence) -> IterationTiming:
+        found = executor.execute(IterationPlan((SubBatch(parts),))).timing
+        assert found is not None
+        return found
+
+    executor = make_executor(model, hook=hook)
+    prompt = timing(sequence("c", 0, 17), sequence("a", 0, 20))
+    assert (prompt.copies_ms, prompt.copy_wait_ms) == (0, 0)  # there is no KV before it
+    is_needed.clear()
+    streamed = timing(sequence("c", 17, 18), sequence("a", 20, 21))
+    assert 0 < streamed.copies_ms < streamed.total_ms
+    assert 0 < streamed.copy_wait_ms < streamed.total_ms
+    resident = timing(sequence("c", 18, 19))
+    assert (resident.copies_ms, resident.copy_wait_ms) == (0, 0)
+    executor.close()
+
+
+def test_blocks_that_requests_share_are_brought_once(model: Decoder) -> None:
+    """A prefix is in the tables of both; so many tokens come as there are blocks, in each layer."""
+    timeline = Timeline()
+    executor = make_executor(model, timeline=timeline)
+    tokens = TOKENS["a"]
+    tables = {"x": [0, 1, 2], "y": [0, 1, 3]}
+
+    def decode(name: str) -> ScheduledSequence:
+        table = IntArray(tables[name]).view()
+        return ScheduledSequence(name, (tokens[18],), 18, KVTier.STREAMED, table, sampling_input(19))
+
+    for name in tables:
+        start = 0 if name == "x" else 16
+        prompt = decode(name)._replace(token_ids=tuple(tokens[start:18]), start=start)
+        executor.execute(IterationPlan((SubBatch((prompt,)),)))
+    timeline.take()
+    plan = IterationPlan((SubBatch((decode("x"),)), SubBatch((decode("y"),))))
+    check_result(model, plan, dict.fromkeys("xy", tokens[:19]), executor.execute(plan))
+    brought = [span.stage for span in timeline.take() if span.lane == Lane.SWAP_IN]
+    assert [stage.layer for stage in brought] == list(range(1, NUM_LAYERS))
+    assert {stage.tokens for stage in brought} == {4 * BLOCK_SIZE}
+    executor.close()
+
+
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])
+def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer] | None) -> None:
+    """Other decodes join each iteration. What earlier ones left in the window is not a number."""
+    timeline = Timeline()
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), device_kind=device_kind)
+    executor = thread_executor(model, storage, timeline=timeline)
+    run_and_check(model, executor, beginning())
+    pool = storage[KVTier.STREAMED]
+    assert isinstance(pool, StreamedPool)
+    steps = dict.fromkeys(HOMES, 0)
+    for names in ("a", "be", "e", "ab", "bea", "b", "eca"):
+        for part in pool.parts:
+            part[max(NUM_LAYERS - len(pool.streamed_layers), 1) :] = torch.nan  # the window
+        timeline.take()
+        decodes = []
+        for name in names:
+            start = HOMES[name][2] + steps[name]
+            decodes.append(sequence(name, start, start + 1))
+            steps[name] += 1
+        run_and_check(model, executor, IterationPlan((SubBatch(tuple(decodes)),)))
+        streamed = [each for each in decodes if each.tier.is_streamed]
+        num_blocks = sum(-(-each.start // BLOCK_SIZE) for each in streamed)
+        brought = [span.stage.tokens for span in timeline.take() if span.lane == Lane.SWAP_IN]
+        assert brought == [num_blocks * BLOCK_SIZE] * (NUM_LAYERS - 1)
+    executor.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    blocks=st.lists(st.integers(0, 60), min_size=1, max_size=20),
+    most_between=st.integers(0, 6),
+    row_bytes=st.integers(0, 7),
+)
+def test_runs_hold_all_blocks_and_no_large_gap(
+    model: Decoder, blocks: list[int], most_between: int, row_bytes: int
+) -> None:
+    pool = StreamedPool(model.config, 1, BLOCK_SIZE, model.dtype, model.device, TorchLayer)
+    block_bytes = 2 * pool.homes[0][0, :BLOCK_SIZE].nbytes
+    pool.bridged_bytes = most_between * block_bytes + row_bytes
+    runs = pool.runs_of(torch.tensor(blocks, dtype=torch.int32).numpy())
+    brought = [block for first, count in runs for block in range(first, first + count)]
+    assert set(blocks) <= set(brought)
+    assert {run.first for run in runs} | {run.first + run.num_blocks - 1 for run in runs} <= set(blocks)
+    assert brought == sorted(set(brought))
+    for before, after in pairwise(runs):
+        assert after.first - (before.first + before.num_blocks) > most_between
+    for before, after in pairwise(sorted(set(blocks))):
+        is_bridged = after - before - 1 <= most_between
+        assert all(block in brought for block in range(before, after)) == is_bridged or after == before + 1
+
+
+def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder) -> None:
+    """Every stage of every lane, layer and sub-batch fails once; then the same plan gives its tokens."""
+    stages: list[tuple[str, Stage]] = []
+    failing: list[tuple[str, Stage]] = []
+    is_listening = False
+
+    def hook(lane: str, stage: Stage) -> None:
+        if is_listening:
+            stages.append((lane, stage))
+        if failing == [(lane, stage)]:
+            raise ValueError(f"{stage.name} is broken")
+        if failing and lane != "device":
+            time.sleep(0.0005)  # likely to be at work when another lane fails
+
+    executor = make_executor(model, hook=hook)
+    executor.execute(beginning())
+    is_listening = True
+    run_and_check(model, executor, mixed())
+    is_listening = False
+    assert {lane for lane, _ in stages} == set(LANES)
+    for lane, stage in dict.fromkeys(stages):
+        failing[:] = [(lane, stage)]
+        with pytest.raises(ValueError, match=f"{stage.name} is broken"):
+            executor.execute(mixed())
+        failing.clear()
+        run_and_check(model, executor, mixed())
+    executor.close()
+
+
+def test_of_decodes_nothing_is_stored_before_the_iteration_has_ended_well(model: Decoder) -> None:
+    failing = False
+
+    def hook(lane: str, stage: Stage) -> None:
+        if failing and lane == "device" and stage.name == "sample":
+            raise ValueError("broken")
+
+    storage = make_storage(model, {KVTier.STREAMED: NUM_BLOCKS})
+    executor = thread_executor(model, storage, lanes=HookedLanes(hook))
+    executor.execute(IterationPlan((SubBatch((sequence("a", 0, 20), sequence("b", 0, 9))),)))
+    pool = storage[KVTier.STREAMED]
+    assert isinstance(pool, StreamedPool)
+    before = [home.clone() for home in pool.homes]
+    plan = IterationPlan((SubBatch((sequence("a", 20, 21),)), SubBatch((sequence("b", 9, 10),))))
+    failing = True
+    with pytest.raises(ValueError, match="broken"):
+        executor.execute(plan)
+    failing = False
+    for home, old in zip(pool.homes, before, strict=True):
+        assert torch.equal(home.nan_to_num(1e9), old.nan_to_num(1e9))
+    run_and_check(model, executor, plan)
+    for home, old in zip(pool.homes, before, strict=True):
+        changed = (home.nan_to_num(1e9) != old.nan_to_num(1e9)).flatten(2).any(-1)
+        slots = [9 * BLOCK_SIZE + 20 % BLOCK_SIZE, 3 * BLOCK_SIZE + 9 % BLOCK_SIZE]
+        assert [layer.nonzero().flatten().tolist() for layer in changed] == [sorted(slots)] * (NUM_LAYERS - 1)
+    executor.close()
+
+
+@pytest.mark.parametrize("way", [(KVTier.DEVICE, KVTier.STREAMED), (KVTier.HOST, KVTier.STREAMED)], ids=str)
+def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder, way: tuple[KVTier, KVTier]) -> None:
+    home, away = way
+    storage = make_storage(model, dict.fromkeys(way, NUM_BLOCKS))
+    blocks = [3, 4, 5, 9, 1]
+    slots = torch.tensor([block * BLOCK_SIZE + i for block in blocks for i in range(BLOCK_SIZE)])
+    shape = (2, len(slots), *storage[home].row_shape)
+    rows = [torch.randn(shape) for _ in range(NUM_LAYERS)]
+    for layer, each in enumerate(rows):
+        storage[home].rows_at(slots).write(layer, each)
+    there = [BlockCopy(home, block, away, 20 - block) for block in blocks]
+    back = [BlockCopy(away, 20 - block, home, block) for block in blocks]
+    for copies in (there, back):
+        carry_out_copies(model.config, model.dtype, storage, copies)
+        if copies is there:
+            for layer in range(NUM_LAYERS):
+                storage[home].rows_at(slots).write(layer, torch.zeros(shape))
+    for layer, each in enumerate(rows):
+        found = torch.empty(shape)
+        storage[home].rows_at(slots).read(layer, found)
+        assert torch.equal(found, each)
+
+
+@pytest.mark.parametrize("places", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
+def test_an_engine_gives_the_same_tokens_whichever_places_it_has(
+    monkeypatch: pytest.MonkeyPatch, tiers: tuple[KVTier, ...]
+) -> None:
+    monkeypatch.setitem(POLICIES, "with swapped KV", Policy("with swapped KV", tiers))
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine("with swapped KV", "cpu", tiers) as made:
+        assert tokens_of(made) == expected
+
+
+@pytest.mark.parametrize("policy", ["pie", "auto"])
+def test_policies_that_swap_give_the_same_tokens(policy: str) -> None:
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine(policy, "cpu") as made:
+        assert tokens_of(made) == expected

@@ -1,0 +1,227 @@
+"""AsyncDecodes decodes on streams of any order, in graphs, and when something fails."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from async_case import AsyncIterations, Conveyor
+from fallback_levels import Levels
+from graph_case import BLOCK_SIZE, GREEDY, NUM_BLOCKS, make_executor, prompts
+from imitated_streams import ImitatedBackend, Operation, StallingBackend
+from pipeline_case import check_result, make_storage, tiny_model
+
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute import model_runner
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.host import HostBatch, Relays
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.program import Part
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
+from neo_desktop.engine.watchdog import Timeout
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.native.relay import READY
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Three layers, one with a window."""
+    return tiny_model((None, 5, None), form=Dense(uses_tiles=False))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_paces_on_streams_of_any_order(model: Decoder, seed: int) -> None:
+    backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
+    executor, _ = make_executor(model, backend=backend)
+    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers)
+    for plan, context in iterations.plans(16):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result)
+        backend.check_flags()
+        iterations.take_in(result)
+    assert iterations.num_ended > 0
+    executor.close()
+
+
+@pytest.mark.parametrize("beside", [("ab",), ("",), ("ab", "g"), ("a", "b")])
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
+def test_turns_are_graphs(model: Decoder, num_queues: int | None, beside: tuple[str, ...]) -> None:
+    """One graph each, of two that take turns; beside decodes of both tiers in one or two sub-batches."""
+    backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
+    executor, _ = make_executor(model, backend=backend)
+    executor.execute(prompts("abcdeg"))
+    for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers, beside=beside).turns(12)):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result)
+        assert backend.num_graphs_launched == (turn > 1)
+        backend.check_flags()
+    assert backend.num_programs == 2
+    executor.close()
+
+
+def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abcdeg"))
+    for plan, context in Conveyor(model.config.num_layers, "cd", ("ab", "g"), GREEDY).turns(9):
+        check_result(model, plan, context, executor.execute(plan))
+    assert backend.was_graph
+    executor.close()
+
+
+def test_turns_that_are_too_large_take_memory_of_their_own(model: Decoder) -> None:
+    """But for what lasts from one turn to the next."""
+    capacities = Capacity(tokens=4, decodes=2, blocks=1), Capacity(tokens=256, decodes=1, blocks=64)
+    for capacity in capacities:
+        executor, backend = make_executor(model, capacity=capacity)
+        executor.execute(prompts("abcdef"))
+        for plan, context in Conveyor(model.config.num_layers, beside=("abf",)).turns(6):
+            check_result(model, plan, context, executor.execute(plan))
+        assert not backend.was_graph
+        executor.close()
+
+
+def test_no_memory_for_a_turns_graph_loses_nothing(model: Decoder) -> None:
+    class Short(ImitatedBackend):
+        num_captured = 0
+
+        def _capture(self, part: Part) -> list[Operation]:
+            self.num_captured += 1
+            if self.num_captured == 2:
+                raise torch.OutOfMemoryError("no room")
+            return super()._capture(part)
+
+    backend = Short()
+    executor, _ = make_executor(model, backend=backend)
+    executor.execute(prompts("abcde"))
+    for plan, context in Conveyor(model.config.num_layers).turns(10):
+        check_result(model, plan, context, executor.execute(plan))
+    assert backend.num_captured == 2
+    assert not backend.was_graph
+    executor.close()
+
+
+def test_the_relay_has_them_in_the_order_of_the_device(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits for a flag that comes behind what waits for the relay; with few queues for ever."""
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abcdefg"))
+    batches: list[HostBatch] = []
+    start = Relays.start
+
+    def note(relays: Relays, given: Sequence[HostBatch], *rest: object) -> None:
+        batches[:] = given
+        start(relays, given, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Relays, "start", note)
+    for plan, context in Conveyor(model.config.num_layers, "de", ("acb", "fg")).turns(4):
+        check_result(model, plan, context, executor.execute(plan))
+        assert [batch.is_async for batch in batches] == [False, True, False]
+        flags = [batch.offload_buffers.flags[READY] for batch in batches]
+        wanted = [each[layer].data_ptr() for layer in range(model.config.num_layers) for each in flags]
+        raised = [o for o in backend.operations if o.flag is not None and not o.is_wait]
+        assert [operation.flag for operation in raised] == wanted
+        for earlier, later in pairwise(raised):
+            assert later.follows(earlier)
+    executor.close()
+
+
+def failing_once(executor: ModelRunner, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+    """Let a turn come to nothing at its very end."""
+    wait, turns = executor._backend.wait, iter(range(100))
+
+    def stalled() -> None:
+        wait()
+        if next(turns) == turn:
+            raise model_runner.OffloadStalledError("the GPU was slow")
+
+    monkeypatch.setattr(executor._backend, "wait", stalled)
+
+
+@pytest.mark.parametrize("failing", range(3, 9))
+def test_a_turn_that_is_done_again_finds_what_the_last_one_left(
+    model: Decoder, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, _ = make_executor(model, failing)
+    executor.execute(prompts("abcde"))
+    failing_once(executor, monkeypatch, failing)
+    for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers).turns(12)):
+        check_result(model, plan, context, executor.execute(plan))
+        assert (executor._relays is None) == (turn >= failing)  # from then on threads do the CPU's part
+    executor.close()
+
+
+def test_a_cohort_that_is_never_handed_over_is_told_and_done_again(
+    model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = StallingBackend()
+    executor, _ = make_executor(model, backend=backend, timeout=Timeout(1.0, 0.0))
+    executor.execute(prompts("abcde"))
+    for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers).turns(10)):
+        backend.is_stalling = turn == 5
+        check_result(model, plan, context, executor.execute(plan))
+    assert "the GPU did not hand over q, k and v for layer 1 of async decodes" in caplog.text
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", [Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE])
+def test_a_turn_that_fails_can_be_tried_again(model: Decoder, lane: Lane) -> None:
+    """Whoever plans may do so, if it is sure of the KV."""
+    is_failing = False
+
+    def hook(at: Lane, stage: Stage) -> None:
+        if is_failing and at == lane and stage.layer == 2:
+            raise ValueError("broken")
+
+    executor, _ = make_executor(model, hook=hook)
+    executor.execute(prompts("abcde"))
+    for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers).turns(9)):
+        is_failing = turn in (4, 6)
+        if is_failing:
+            with pytest.raises(ValueError, match="broken"):
+                executor.execute(plan)
+        is_failing = False
+        check_result(model, plan, context, executor.execute(plan))
+    executor.close()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("any_queues")
+@needs_gpu
+@pytest.mark.parametrize("beside", [("",), ("ac", "bg")])
+def test_on_a_gpu_turns_give_the_tokens_of_a_plain_computation(beside: tuple[str, ...]) -> None:
+    model = tiny_model((None, 5), device="cuda")
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor.execute(prompts("abcdeg"))
+    for plan, context in Conveyor(2, "de", beside).turns(6):  # at once, captured, and launched again
+        check_result(model, plan, context, executor.execute(plan), tolerance=2e-3)
+    executor.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("level", ["host-flags", "device-only", "eager"])
+def test_on_a_gpu_random_paces_give_the_tokens_of_a_plain_computation(
+    levels: Levels, seed: int, level: str
+) -> None:
+    levels(graphs=level)
+    model = tiny_model(device="cuda")
+    storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE)
+    for plan, context in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()

@@ -1,0 +1,220 @@
+"""Swapped KV in graphs: layers that come and rows that leave, on streams of any order."""
+
+import pytest
+import torch
+from fallback_levels import Levels
+from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, contexts
+from imitated_streams import Hook, ImitatedBackend
+from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from tiny_engine import engine, tokens_of
+
+from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.stages import Stages
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+WINDOWS = (None, 5, None, None)  # of four layers: one is resident, a slot of the window is used twice
+ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
+HOMES = {
+    "a": (KVTier.STREAMED, (0, 5), 20),
+    "b": (KVTier.STREAMED, (2,), 3),
+    "c": (KVTier.DEVICE, (8, 1), 16),
+    "d": (KVTier.HOST, (0, 7), 25),
+    "e": (KVTier.HOST, (3,), 1),
+    "f": (KVTier.STREAMED, (9, 11), 17),
+    "g": (KVTier.DEVICE, (4, 6), 9),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model(WINDOWS, form=Dense(uses_tiles=False))
+
+
+def make_executor(
+    model: Decoder,
+    tiers: tuple[KVTier, ...] = ALL,
+    backend: ImitatedBackend | None = None,
+    hook: Hook | None = None,
+    capacity: Capacity = CAPACITY,
+) -> tuple[ModelRunner, ImitatedBackend]:
+    storage = make_storage(model, dict.fromkeys(tiers, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
+    backend = backend or ImitatedBackend(0, hook)
+    stages = Stages(model, dispatch)
+    return ModelRunner(stages, storage, capacity, backend, num_programs=8, uses_gpu=True), backend
+
+
+def sequence(name: str, start: int, end: int) -> ScheduledSequence:
+    tier, blocks, _ = HOMES[name]
+    tokens = tuple(TOKENS[name][start:end])
+    return ScheduledSequence(name, tokens, start, tier, IntArray(blocks).view(), sampling_input(end))
+
+
+def prompts(names: str) -> IterationPlan:
+    ordered = sorted(names, key=lambda name: ALL.index(HOMES[name][0]))
+    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
+
+
+def decodes(*names: str, step: int = 0) -> IterationPlan:
+    """The tokens after the prompts: sub-batches of these names."""
+    parts = [[(name, HOMES[name][2] + step) for name in part] for part in names]
+    return IterationPlan(
+        tuple(SubBatch(tuple(sequence(name, start, start + 1) for name, start in part)) for part in parts)
+    )
+
+
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
+@pytest.mark.parametrize("parts", [("abf",), ("ac", "bf"), ("acd", "bfe")], ids=str)
+def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tuple[str, ...]) -> None:
+    """All swapped; beside others of the device; with CPU attention, in two sub-batches."""
+    names = "".join(parts)
+    tiers = tuple(tier for tier in ALL if any(HOMES[name][0] == tier for name in names))
+    backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
+    executor, _ = make_executor(model, tiers, backend)
+    executor.execute(prompts(names))
+    for step in range(3):
+        plan = decodes(*parts, step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+        backend.check_flags()
+        assert backend.num_graphs_launched == (step > 0)
+    assert backend.num_programs == 1
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None:
+    """Prompts, moves between all tiers, decodes in one or two sub-batches."""
+    backend = ImitatedBackend(seed, num_queues=(None, 1, 3, 8)[seed])
+    executor, _ = make_executor(model, ALL, backend)
+    iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
+    for plan, context in iterations.plans(6):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result)
+        backend.check_flags()
+        iterations.take_in(result)
+    executor.close()
+
+
+def test_a_graph_serves_smaller_iterations_and_other_blocks(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abfc"))
+    for step, names in ((0, "abfc"), (1, "abfc"), (0, "bfac"), (2, "afbc")):
+        plan = decodes(names, step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert backend.num_programs == 1
+    assert backend.was_graph
+    for step, names in ((3, "afc"), (0, "bfc")):  # two of the tier: another graph, the same memory
+        for _ in range(2):
+            plan = decodes(names, step=step)
+            check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert backend.num_programs == 2
+    executor.close()
+
+
+def test_iterations_that_are_too_large_take_memory_of_their_own(model: Decoder) -> None:
+    executor, backend = make_executor(model, capacity=Capacity(tokens=16, decodes=1, blocks=1))
+    executor.execute(prompts("abf"))
+    for step in range(3):
+        plan = decodes("abf", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert not backend.was_graph
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", [Lane.DEVICE, Lane.SWAP_IN, Lane.SWAP_OUT, Lane.TO_HOST, Lane.TO_DEVICE])
+def test_an_iteration_that_fails_can_be_done_again(model: Decoder, lane: Lane) -> None:
+    fails, failing_layer = False, 1
+
+    def hook(where: Lane, stage: Stage) -> None:
+        if fails and where is lane and stage.layer == failing_layer:
+            raise OSError("no more")
+
+    executor, backend = make_executor(model, hook=hook)
+    executor.execute(prompts("abfcd"))
+    for step in range(3):
+        plan = decodes("abc", "fd", step=step)
+        fails, failing_layer = True, 1 + step
+        with pytest.raises(OSError, match="no more"):
+            executor.execute(plan)
+        fails = False
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert backend.was_graph
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("any_queues")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation() -> None:
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    timeline = Timeline()
+    executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
+    assert executor.fits_graphs
+    executor.execute(prompts("abcdefg"))
+    for step in range(4):  # at once, captured, and launched again
+        plan = decodes("acd", "bfe", step=step)
+        timeline.take()
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+        lanes = {"device", "cpu", "to-host", "to-device", "swap-in", "swap-out"}
+        assert {span.lane for span in timeline.take()} == lanes
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("level", ["host-flags", "device-only", "eager"])
+def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
+    levels: Levels, seed: int, level: str
+) -> None:
+    levels(graphs=level)
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
+    for plan, context in iterations.plans(10):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_pageable_memory_is_a_rung_below(levels: Levels) -> None:
+    levels(host_memory="pageable")
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    assert not executor.fits_graphs
+    assert fallbacks.level("graphs") == "eager"
+    executor.execute(prompts("abcdefg"))
+    for step in range(3):
+        plan = decodes("acd", "bfe", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_an_engine_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "with swapped KV", Policy("with swapped KV", (KVTier.STREAMED,)))
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine("with swapped KV", "cuda", (KVTier.STREAMED,)) as made:
+        assert tokens_of(made) == expected

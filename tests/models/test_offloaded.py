@@ -1,0 +1,197 @@
+"""Matrices that are split between a device and host memory: products, models, and what cannot be split."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloaded_case import multiply_in_parts, random_split
+from torch import Tensor
+
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear import offloaded
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
+from neo_desktop.models.registry import load_model, random_model
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.stages import Scratch, Stages, State
+
+CPU = torch.device("cpu")
+PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
+SHARES = (0.0, 0.3, 0.7, 1.0)
+
+
+def split_of(weight: Tensor, bias: Tensor | None, resident: int) -> OffloadedLinear:
+    """Loaded in pieces, of which one lies on both sides."""
+    rows, columns = weight.shape
+    form = OffloadedFormat(PLAIN, DENSE, {"0.qkv": resident}).named("0.qkv")
+    made = form.empty(rows, columns, has_bias=bias is not None, dtype=weight.dtype, device=CPU)
+    assert isinstance(made, OffloadedLinear)
+    for row in range(0, rows, 100):
+        made.load(row, weight[row : row + 100])
+    if bias is not None:
+        for row in range(0, rows, 70):
+            made.load_bias(row, bias[row : row + 70])
+    assert made.memory() == {
+        CPU: form.nbytes(rows, columns, weight.dtype)
+        + DENSE.nbytes(rows - resident, columns, weight.dtype)
+        + (0 if bias is None else bias.nbytes)
+    }
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 400),
+    st.integers(1, 60),
+    st.floats(0, 0.999),
+    st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_products_do_not_depend_on_where_a_row_is_computed(
+    count: int,
+    rows: int,
+    pairs: int,
+    resident_share: float,
+    share: float,
+    dtype: torch.dtype,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 2 * pairs, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(count, 2 * pairs, generator=generator).to(dtype)
+    linear = split_of(weight, bias, int(rows * resident_share) // 64 * 64)
+    assert torch.equal(linear.dense(), weight)
+    exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    bound = torch.finfo(dtype).eps * exact.abs() + 1e-5 * (x.double().abs() @ weight.double().abs().T + 4)
+    for each in (share, 0.0, 1.0):
+        out = x.new_full((count, rows), torch.nan)
+        multiply_in_parts(linear, x, out, each)
+        assert ((out.double() - exact).abs() <= bound).all()
+    out = linear.multiply(x, x.new_full((count, rows), torch.nan))
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.floats(0, 1), st.integers(1, 2000))
+def test_pieces_are_whole_tiles_next_to_each_other(host_rows: int, share: float, piece_bytes: int) -> None:
+    linear = split_of(torch.randn(64 + host_rows, 6), None, 64)
+    streamed = linear.streamed(share)
+    assert streamed == host_rows or streamed % 16 == 0
+    assert abs(streamed - share * host_rows) <= 8 or streamed == host_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloaded, "PIECE_BYTES", piece_bytes)
+        pieces = linear.pieces(streamed)
+    ends = [64, *(piece.rows.stop for piece in pieces)]
+    assert [piece.rows.start for piece in pieces] == ends[:-1]
+    assert ends[-1] == 64 + streamed
+    assert all(piece.elements * 4 <= max(piece_bytes, 16 * 6 * 4) for piece in pieces)
+    assert sum(piece.packed.nbytes for piece in pieces) == -(-streamed // 16) * 16 * 6 * 4
+    matrix = linear.host_matrix(streamed)
+    assert (0 if matrix is None else sum(part[3] for part in matrix[0])) == host_rows - streamed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings_of_it"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 200}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "hidden_size": 64}),
+        ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_split_model_says_what_transformers_says(architecture, settings_of_it, seed, make_checkpoint):
+    """Through `advance`, one matrix after the other, and through steps, at any share."""
+    path, reference = make_checkpoint(architecture, **settings_of_it)
+    config = ModelConfig.from_pretrained(path)
+    form = random_split(config, seed, device_form=PLAIN, host_form=DENSE)
+    model = load_model(open_checkpoint(path), config, dtype=torch.float32, device=CPU, form=form)
+    assert model.has_splits
+    with pytest.raises(ValueError, match="not split once more"):
+        Stages(model, reduce=lambda part: None)
+    token_ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected = reference(token_ids[None]).logits[0]
+    for logits in (logits_of_all(model, token_ids), *(logits_in_steps(model, token_ids, s) for s in SHARES)):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+        assert torch.equal(logits.argmax(1), expected.argmax(1))
+
+
+def test_memory_is_told_before_it_is_taken() -> None:
+    config = shape("tiny")
+    form = random_split(config, 1, device_form=PLAIN, host_form=DENSE)
+    of_host = sum(
+        DENSE.nbytes(matrix.rows - resident, matrix.columns, torch.float32)
+        for name, matrix in config.each_matrix()
+        if (resident := form.resident_rows.get(name, matrix.rows)) < matrix.rows
+    )
+    model = Decoder(config, dtype=torch.float32, device=CPU, form=form)
+    assert of_host > 0
+    assert model.memory() == {CPU: config.weight_bytes(torch.float32, form) + of_host}
+
+
+def logits_in_steps(model: Decoder, token_ids: Tensor, share: float) -> Tensor:
+    """As `logits_of_all`, but products that are split are computed by somebody else."""
+
+    def advance(stages: Stages, finished: int | None, begun: int | None, state: State, store: object) -> None:
+        assert store is None
+        for step in stages.steps(finished, begun, state):
+            if step.work is not None:
+                step.work()
+            if step.product is not None:
+                product = step.product
+                assert product.x.is_contiguous()
+                product.out.fill_(torch.nan)
+                multiply_in_parts(product.linear, product.x, product.out, share)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Stages, "pre_attention", lambda self, layer, state: advance(self, None, layer, state, None)
+        )
+        patch.setattr(
+            Stages, "post_attention", lambda self, layer, state: advance(self, layer, None, state, None)
+        )
+        return logits_of_all(model, token_ids)
+
+
+def test_steps_are_cut_at_what_is_split_and_nowhere_else() -> None:
+    config = shape("tiny")
+    names = {"0.down": 0, "1.qkv": 64, "1.output": 0}
+    model = Decoder(config, dtype=torch.float32, device=CPU, form=OffloadedFormat(PLAIN, DENSE, names))
+    stages = Stages(model)
+    assert {name for _, name in stages.offloaded_matrices} == {"output", "down", "qkv"}
+    of = config, 2, torch.float32, CPU
+    state = State.empty(*of, Scratch.empty(*of))
+
+    def cut(finished: int | None, begun: int | None) -> list[tuple[bool, str | None]]:
+        steps = stages.steps(finished, begun, state)
+        return [(step.work is not None, step.product and step.product.name) for step in steps]
+
+    assert cut(None, 0) == [(True, None)]
+    assert cut(0, 1) == [(True, "down"), (True, "qkv"), (True, None)]
+    assert cut(1, None) == [(False, "output"), (True, None)]
+    assert cut(None, None) == []
+    assert not random_model(config, dtype=torch.float32, device=CPU).has_splits
+
+
+def test_what_cannot_be_split_is_told() -> None:
+    form = OffloadedFormat(PLAIN, DENSE, {"0.qkv": 48, "0.down": 128, "0.output": 0})
+    options = {"has_bias": False, "dtype": torch.float32, "device": CPU}
+    with pytest.raises(ValueError, match=r"48 of the 96 rows of 0.qkv cannot stay on the device"):
+        form.named("0.qkv").empty(96, 8, **options)
+    with pytest.raises(ValueError, match=r"128 of the 96 rows of 0.down cannot stay"):
+        form.named("0.down").nbytes(96, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"0.output cannot be split: its 7 columns"):
+        form.named("0.output").empty(96, 7, **options)
+    with pytest.raises(ValueError, match=r"a share of 1\.5 cannot be streamed"):
+        split_of(torch.randn(96, 8), None, 64).streamed(1.5)
+    assert not isinstance(replace(form, name="head").empty(96, 8, **options), OffloadedLinear)

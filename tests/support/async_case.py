@@ -1,0 +1,141 @@
+"""Random iterations among which decodes go through the layers at their own pace."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from graph_case import TOKENS, decodes
+from pipeline_case import NUM_LAYERS, RandomIterations, Request, sampling_input
+
+from neo_desktop.engine.batch import (
+    AsyncGroup,
+    IterationPlan,
+    IterationResult,
+    SamplingInput,
+    ScheduledSequence,
+)
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+
+MOST_SLOTS = 4
+
+
+class AsyncIterations(RandomIterations):
+    """Some decodes of the CPU and workers take one layer per turn; anything comes between, and they may go.
+
+    Args:
+        num_layers: of the model.
+        turns: the share of iterations that are turns.
+        tiers: where KV may lie.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_blocks: int = 24,
+        block_size: int = 8,
+        num_layers: int = NUM_LAYERS,
+        turns: float = 0.7,
+        tiers: tuple[KVTier, ...] = MEASURED_TIERS,
+    ) -> None:
+        super().__init__(seed, num_blocks, tiers, block_size)
+        self._turns = turns
+        # By stage, as of the last turn; who stands at the last one has ended.
+        self._async_groups: list[list[Request | None]] = [[] for _ in range(num_layers + 1)]
+        self._ending: list[Request] = []
+        self.num_ended = 0
+
+    def _make_async_groups(self) -> tuple[AsyncGroup, ...]:
+        self._ending = []
+        if self._rng.random() > self._turns:
+            return ()
+        self._async_groups = [self._join_async(), *self._async_groups[:-1]]
+        for group in self._async_groups:  # somebody gives up now and then, and begins again some time
+            for slot, request in enumerate(group):
+                if request is not None and (request not in self._requests or self._rng.random() < 0.03):
+                    request.is_async = False
+                    group[slot] = None
+        slots = max(map(len, self._async_groups)) + self._rng.choice((0, 0, 1))
+        self._ending = [request for request in self._async_groups[-1] if request is not None]
+        return tuple(
+            tuple(
+                None if request is None else self._step(request, is_last=stage == len(self._async_groups) - 1)
+                for request in [*group, *[None] * (slots - len(group))]
+            )
+            for stage, group in enumerate(self._async_groups)
+        )
+
+    def _join_async(self) -> list[Request | None]:
+        group: list[Request | None] = [None] * self._rng.randint(1, MOST_SLOTS)
+        for request in self._requests:
+            rest = len(request.token_ids) - request.num_computed
+            is_possible = request.tier.host_attends and not request.is_async and rest
+            if not is_possible or self._rng.random() < 0.5:
+                continue
+            if None in group and self._take_blocks(request, request.num_computed + 1):
+                free = [slot for slot, each in enumerate(group) if each is None]
+                group[self._rng.choice(free)] = request
+                request.is_async = True
+        return group
+
+    def _step(self, request: Request, *, is_last: bool) -> ScheduledSequence:
+        start = request.num_computed
+        is_sampled = is_last and (start + 1 == len(request.token_ids) or self._rng.random() < 0.5)
+        return ScheduledSequence(
+            request.name,
+            (request.token_ids[start],),
+            start,
+            request.tier,
+            IntArray(request.blocks).view(),
+            sampling_input(start + 1) if is_sampled else None,
+        )
+
+    def take_in(self, result: IterationResult) -> None:
+        for request in self._ending:
+            request.num_computed += 1
+            request.is_async = False
+            self.num_ended += 1
+        super().take_in(result)
+
+
+@dataclass
+class Conveyor:
+    """A steady state: in each turn somebody begins, if anybody can, all others are a stage further.
+
+    Args:
+        num_layers: of the model.
+        names: who goes through the layers at their own pace, of `graph_case.HOMES`.
+        beside: who decodes in sub-batches meanwhile, a token in each turn.
+        sampling: how all tokens are chosen; None: greedily, with probabilities.
+    """
+
+    num_layers: int
+    names: str = "cde"
+    beside: tuple[str, ...] = ("ab",)
+    sampling: SamplingInput | None = None
+    num_turns: int = 0
+    line: list[str | None] = field(default_factory=list)  # by stage
+    steps: Counter[str] = field(default_factory=Counter)  # decodes that each has made
+
+    def turns(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
+        """Yield plans, each with the whole context of each of its sequences."""
+        for _ in range(count):
+            free = [name for name in self.names if name not in self.line[:-1]]
+            before = self.line or [None] * (self.num_layers + 1)
+            self.line = [min(free, key=lambda name: self.steps[name], default=None), *before[:-1]]
+            async_groups = tuple(self._async_group(stage, name) for stage, name in enumerate(self.line))
+            plan = replace(
+                decodes(*self.beside, step=self.num_turns, sampling=self.sampling), async_decodes=async_groups
+            )
+            yield plan, {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.all_sequences}
+            self.num_turns += 1
+            if (ended := self.line[-1]) is not None:
+                self.steps[ended] += 1
+
+    def _async_group(self, stage: int, name: str | None) -> AsyncGroup:
+        slots: list[ScheduledSequence | None] = [None] * len(self.names)
+        if name is not None:
+            (one,) = decodes(name, step=self.steps[name], sampling=self.sampling).sequences
+            is_last = stage == self.num_layers
+            slots[self.names.index(name)] = one if is_last else one._replace(sampling=None)
+        return tuple(slots)

@@ -1,0 +1,23 @@
+"""A policy whose CPU and worker decodes go at their own pace whenever the device has anything else to do."""
+
+from dataclasses import replace
+
+from neo_desktop.engine.predict.estimate import joined
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder
+from neo_desktop.engine.schedule.partition import CandidateGenerator, Partition
+from neo_desktop.engine.schedule.policies import Policy
+
+
+class AsyncCase(Policy):
+    """No prediction is asked; now and then, by the number of those who wait, nobody is taken along."""
+
+    def divide(self, builder: BatchBuilder) -> Partition:
+        """Let all go at their own pace."""
+        generator = CandidateGenerator(builder.cost, builder.shape, builder.queue, builder.moved_tokens)
+        waiting = builder.queue.decodes(range(len(builder.queue)))
+        counts = {tier: requests for tier, (requests, _) in joined(builder.async_decodes, waiting).items()}
+        if not builder.shape.tokens or not counts:
+            return generator.together()
+        if builder.num_waiting % 3 == 2:
+            return generator.front(0, len(builder.queue) // 2)
+        return replace(generator.front(0, 0), async_decodes=counts)

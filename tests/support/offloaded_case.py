@@ -1,0 +1,45 @@
+"""Models with matrices that are split, and the parts of their products."""
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear import unpack
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.offloaded import Kernels, OffloadedFormat, OffloadedLinear
+from neo_desktop.models.linear.protocol import WeightFormat
+
+
+def random_split(
+    config: ModelConfig,
+    seed: int,
+    *,
+    device_form: WeightFormat,
+    host_form: Dense,
+    kernels: Kernels = unpack,
+) -> OffloadedFormat:
+    """Each matrix of the layers is resident up to any row, or as a whole, or not at all."""
+    generator = torch.Generator().manual_seed(seed)
+    resident = {}
+    for name, matrix in config.each_matrix():
+        if name != "head":
+            steps = -(-matrix.rows // 64)
+            chosen = int(torch.randint(0, steps + 1, (1,), generator=generator))
+            resident[name] = min(64 * chosen, matrix.rows)
+    return OffloadedFormat(device_form, host_form, resident, kernels)
+
+
+def multiply_in_parts(linear: OffloadedLinear, x: Tensor, out: Tensor, share: float) -> None:
+    """As a pipeline does: bytes are staged before they are unpacked, the CPU has memory of its own."""
+    streamed_rows = linear.streamed(share)
+    linear.multiply_resident(x, out)
+    pieces = linear.pieces(streamed_rows)
+    for piece in pieces:
+        staged = torch.full((piece.packed.nbytes,), 0xFF, dtype=torch.uint8)
+        staged.copy_(piece.packed)
+        room = torch.full((piece.elements,), torch.nan, dtype=x.dtype)
+        linear.multiply_piece(piece, staged, room, x, out)
+    host_rows = linear.host_rows - streamed_rows
+    product = torch.full((len(x), host_rows), torch.nan, dtype=x.dtype)
+    linear.multiply_host(x, product, streamed_rows)
+    out[:, linear.rows - host_rows :] = product
