@@ -127,8 +127,8 @@ class IterationPlan:
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
     is_ahead: bool = False  # whether it starts before the iteration before has ended
-    # By stage, all of the same number of slots, at most MAX_ASYNC_DECODES; only those of the last stage may have
-    # `sampling`. Empty: this is no turn.
+    # By stage; all groups have the same number of slots, at most MAX_ASYNC_DECODES. Only decodes of the last
+    # stage may have `sampling`. Empty: this iteration advances no async decode.
     async_decodes: tuple[AsyncGroup, ...] = ()
 
     def __post_init__(self) -> None:

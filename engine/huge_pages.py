@@ -32,7 +32,7 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def check_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Limit the fallbacks if memory that was written since has too few of the huge pages that it asked for."""
+    """Fall back to small pages if written memory got too few of the huge pages it asked for."""
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     # Less than two huge pages may have room for none between its ends.
     ranges = [(begin, end) for begin, end in ranges if end - begin >= 2 * HUGE_BYTES]

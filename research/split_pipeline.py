@@ -2,8 +2,8 @@
 
     python -m research.split_pipeline
 
-The pipeline of `engine/execute/offloaded_matmuls.py` is carried out as on a GPU: recorded like a graph, with a
-native relay that multiplies when flags tell it to. The CPU's products are real. The device (see
+The pipeline of `engine/execute/offloaded_matmuls.py` runs as on a GPU: recorded like a graph, with a native
+relay that multiplies when flags tell it to. The CPU's products are real. The device (see
 `sleeping_device`) takes as long as a GPU would read weights, and the bus as long as it would bring them, at
 rates that are given; what is small on a GPU (norms, attention) takes no time. So the bus reads no memory.
 

@@ -86,7 +86,7 @@ class Case:
 
     @property
     def lasting(self) -> float:
-        """Output tokens/s of the best steady_state for such requests, without a beginning and an end."""
+        """Output tokens/s of the best steady state for such requests, without a beginning and an end."""
         decodes = [r.output_tokens - 1 for r in self.requests]
         context = sum(
             (r.prompt_tokens + n / 2) * n for r, n in zip(self.requests, decodes, strict=True)

@@ -36,13 +36,13 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
     assert "Contracts: 4 kept" in result.stdout
 
 
-def test_only_policies_and_set_up_name_a_place() -> None:
+def test_only_policies_and_set_up_name_a_tier() -> None:
     """All others ask a tier whose memory it is and who attends there, so that there can be a third one."""
     named = {
         str(path.relative_to(REPOSITORY))
         for folder in ("app", "engine", "models")
         for path in (REPOSITORY / folder).rglob("*.py")
-        if re.search(r"\bPlace\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
+        if re.search(r"\bKVTier\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
     }
     assert named == {"engine/kv_tier.py", "engine/parts.py", "engine/schedule/policies.py"}
 

@@ -2,7 +2,7 @@
 
 A sub-batch's rows are its tokens. Decodes of each tier come first, then the chunks of prompts:
 
-    | decodes of tier 0 | decodes of tier 1 | async_decodes | chunk a | chunk b | ...
+    | decodes of tier 0 | decodes of tier 1 | async decodes | chunk a | chunk b | ...
 
 async decodes are rows of sub-batch 0. Such a row is a slot: in each stage it is of the decode that stands
 there. Each part may have padding behind it, which nobody reads.

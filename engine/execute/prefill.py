@@ -1,4 +1,4 @@
-"""Attention of prompt chunks: our own kernel on a CPU, on a GPU the best of torch that the fallback level allows.
+"""Attention of prompt chunks: our own kernel on CPUs, on GPUs the best torch kernel that works there.
 
 Chunks are attended to in groups, whose contexts lie one after the other:
 

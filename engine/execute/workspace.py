@@ -34,7 +34,7 @@ class InputBuffers:
     context_lens: Tensor  # [decodes that the device attends for]
     decode_slots: Tensor  # [decodes that the device attends for]: where that stores KV; -1: it does not
     block_tables: Tensor  # [decodes that the device attends for, max_blocks]
-    async_positions: Tensor  # [layers, async_decodes], of those that stand at each stage but the last
+    async_positions: Tensor  # [layers, async decodes], of those that stand at each stage but the last
 
 
 @dataclass(frozen=True, slots=True)

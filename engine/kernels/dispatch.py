@@ -1,4 +1,4 @@
-"""The kernels as others call them: by Triton or by torch, as the fallback level says. The module is `Operators`, too.
+"""The kernels, by Triton or by torch, as the fallback level says. The module serves as `Operators`.
 
 A Triton kernel that cannot be compiled or launched is given up for torch's operators, with a line in the log,
 and the call is served. What had been launched would have given the same.
@@ -80,7 +80,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
-    """Whether decode attention of a layer is few enough launches, on its present level, to be kept in a graph.
+    """Return True if a layer of decode attention has few enough launches, on its present level, for a graph.
 
     Args:
         requests: in the batch, padding included.

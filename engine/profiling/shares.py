@@ -1,4 +1,4 @@
-"""Finds how offloaded matrices are best divided between bus and CPU: HeteGen's alpha benchmark (section 4.4)."""
+"""Finds the best division of offloaded matrices between bus and CPU: HeteGen's section 4.4."""
 
 import time
 from collections.abc import Callable

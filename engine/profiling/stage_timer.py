@@ -164,7 +164,7 @@ class StageTimer:
 
     @torch.inference_mode()
     def measure_shares(self, max_rows: int, seconds: float) -> None:
-        """Find how offloaded matrices, then experts in host memory, are best divided: so they are from now on.
+        """Find and set the best division of offloaded matrices, then of experts in host memory.
 
         Args:
             max_rows: of a product.

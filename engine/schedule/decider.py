@@ -75,8 +75,8 @@ class Decider(Generic[R]):
     3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
        stays in the preferred tier if it fits, else it goes to another one layer by layer.
        So do decodes whose KV lies in host memory, if it comes to the device behind the layers' work.
-    4. Decodes that the host attends for join sub-batch 0 or 1, or go on at their own pace (see `AsyncGroups`), or
-       wait. Those that waited longest come first.
+    4. Decodes that the host attends for join sub-batch 0 or 1, run asynchronously (`AsyncGroups`) or wait.
+       The decodes that waited longest come first.
     5. As long as the host has more decodes than it can do, no prompt joins it.
     6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
 

@@ -142,27 +142,27 @@ class Apart(Hidden):
 class Fastest(Policy):
     """Whatever is predicted to bring the most per time, the device alone included.
 
-    What lasts, who lives where and how much of prompts an iteration computes, follows from the steady_state that is
-    best for the load; which decodes join an iteration, from what tokens are worth in that steady_state. (NEO's step
-    6 compares requests over time; that cannot tell how much of a prompt is right.)
+    The best steady state for the load decides lasting things: the tier of each request and the prompt tokens
+    of an iteration. The value of tokens in that steady state decides which decodes join an iteration. (NEO's
+    step 6 compares requests over time, which cannot tell how much of a prompt is right.)
 
-    No steady_state has decodes of workers at their own pace: it would have to fill the workers' memory first, which
-    runs of some hundred requests do not pay back. Who lives there anyway goes so in any iteration that is
-    better for it.
+    No steady state has async decodes of workers: it would have to fill the workers' memory first, which runs
+    of some hundred requests do not pay back. Requests in a worker's memory may still run asynchronously when
+    that raises throughput.
     """
 
     needs_predictions = True
     needs_steady_state = True
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """As many as the steady_state has there, and some more, so that there are always prompts to compute."""
+        """Admit the steady state's number and a surplus, so that prompts never run out."""
         if tier.is_streamed:
             has_room = builder.num_streamed < SURPLUS * _steady_state(builder).num_streamed
             return has_room and streamed.admits(builder, tier, num_tokens)
         return not tier.host_attends or builder.num_on_host < SURPLUS * _steady_state(builder).num_on_host
 
     def spills(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """Wherever the steady_state has anybody: a full host still saves the KV. Rather where it is attended to."""
+        """Allow a spill if the steady state uses that tier; prefer tiers whose KV is attended in place."""
         if tier.is_streamed:
             return not _steady_state(builder).num_on_host or self.admits(builder, tier, num_tokens)
         return not tier.host_attends or _steady_state(builder).num_on_host > 0
@@ -174,7 +174,7 @@ class Fastest(Policy):
         return streamed.hidden(builder, decodes, num_starved)
 
     def prefill_budget(self, builder: BatchBuilder) -> int:
-        """As much of prompts as the steady_state has, and no less than makes up for reading the weights.
+        """As much of prompts as the steady state has, and no less than makes up for reading the weights.
 
         Where the device has memory for everybody, what counts is that answers begin.
         """

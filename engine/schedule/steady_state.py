@@ -1,8 +1,7 @@
-"""What serves a load best in the long run: where requests live, how much of prompts an iteration computes.
+"""Finds the steady state with the highest rate: the tiers of requests and the prompt tokens per iteration.
 
-In the long run each token that is decoded brings some tokens of prompts with it, of the requests to come. A
-steady_state is an iteration that computes as much of both. Which one has the highest rate depends on where time is
-lost otherwise:
+In the long run each decoded token brings some prompt tokens of later requests with it. A steady state is an
+iteration that computes both in this proportion. The best one depends on what would idle otherwise:
 
 - iterations without enough tokens read weights for little: prompts fill them up, in small chunks;
 - the CPU attends only beside the device's work: with the prompts of an iteration in two sub-batches, each of
@@ -33,8 +32,8 @@ from neo_desktop.engine.predict.estimate import (
 )
 
 COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
-KEY_STEP = 1.1  # a load that has changed by less has the same steady_state
-# A steady_state that needs the host must be so much better: to fill its memory takes long, and predictions err.
+KEY_STEP = 1.1  # a load that has changed by less has the same steady state
+# A steady state with the host must be this much better: filling its memory takes long, and predictions err.
 WORTH_FILLING = 1.03
 
 
@@ -120,7 +119,7 @@ class SteadyState:
 
 
 class SteadyStateFinder:
-    """Finds the best steady_state, again when the load has changed.
+    """Finds the best steady state, again when the load has changed.
 
     Args:
         cost: predicts.
@@ -132,7 +131,7 @@ class SteadyStateFinder:
         self._best: SteadyState | None = None
 
     def best(self, workload: Workload) -> SteadyState:
-        """Return the steady_state with the highest rate."""
+        """Return the steady state with the highest rate."""
         if self._best is None or self._key != workload.key:
             self._key, self._best = workload.key, self._find(workload)
         return self._best
@@ -156,7 +155,7 @@ class SteadyStateFinder:
         return max((best, *others), key=lambda steady_state: steady_state.rate)
 
     def _with_streamed(self, workload: Workload, steady_state: SteadyState) -> Iterator[SteadyState]:
-        """Yield a steady_state with any number of decodes whose KV comes to the device, and fewer of the CPU's."""
+        """Yield steady states with any number of streamed decodes, and fewer of the CPU's."""
         num_host, num_async = steady_state.num_host, steady_state.num_async
         for count in _counts(workload.most_streamed):
             left = int(min(workload.most_elsewhere - count, workload.most_beside_device))

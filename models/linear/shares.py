@@ -1,4 +1,4 @@
-"""How offloaded matrices are divided between bus and CPU, by the number of rows that they are multiplied with.
+"""The division of offloaded matrices between bus and CPU, by the number of rows in a product.
 
 Of one row the CPU has most: it reads weights faster than a bus brings them. Products of many rows are
 arithmetic, which the device does faster than the bus brings weights, and the CPU does not.

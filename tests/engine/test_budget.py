@@ -164,7 +164,7 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
 
 
 @pytest.mark.parametrize(
-    "places", [(KVTier.DEVICE, KVTier.STREAMED), (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)]
+    "tiers", [(KVTier.DEVICE, KVTier.STREAMED), (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)]
 )
 def test_swapped_kv_and_the_other_pools_together_take_no_more(
     machine: SimpleNamespace, tiers: tuple[KVTier, ...]

@@ -358,7 +358,7 @@ def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
     assert pool.num_free_blocks == 2 * BLOCKS_PER_RUN - 1
 
 
-@pytest.mark.parametrize("place", [KVTier.STREAMED, KVTier.DEVICE])
+@pytest.mark.parametrize("tier", [KVTier.STREAMED, KVTier.DEVICE])
 def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(tier: KVTier) -> None:
     """Contents of those that ended are kept where there is room; elsewhere all blocks are used up first."""
     num_blocks, size = 64 * BLOCKS_PER_RUN, 4

@@ -49,7 +49,7 @@ class Run:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("place", [KVTier.DEVICE, KVTier.HOST, KVTier.STREAMED, KVTier.worker(1)])
+@pytest.mark.parametrize("tier", [KVTier.DEVICE, KVTier.HOST, KVTier.STREAMED, KVTier.worker(1)])
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_each_answer_takes_its_own_blocks_and_the_prompt_its_own(
     tier: KVTier, n: int, look_ahead: bool

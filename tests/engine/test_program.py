@@ -166,7 +166,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("place", MEASURED_TIERS, ids=str)
+@pytest.mark.parametrize("tier", MEASURED_TIERS, ids=str)
 @pytest.mark.parametrize("num_sub_batches", [1, 2])
 def test_the_same_tokens_wherever_all_live(model: Decoder, tier: KVTier, num_sub_batches: int) -> None:
     """`gpu-only` and `fastdecode`: prompts and decodes in either sub-batch, all KV in one tier."""

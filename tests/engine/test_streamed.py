@@ -99,7 +99,7 @@ def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) ->
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
-@pytest.mark.parametrize("places", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
+@pytest.mark.parametrize("tiers", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     model: Decoder, seed: int, tiers: tuple[KVTier, ...], device_kind: type[KVLayer] | None
@@ -394,7 +394,7 @@ def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder, way: tuple
         assert torch.equal(found, each)
 
 
-@pytest.mark.parametrize("places", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
+@pytest.mark.parametrize("tiers", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
 def test_an_engine_gives_the_same_tokens_whichever_places_it_has(
     monkeypatch: pytest.MonkeyPatch, tiers: tuple[KVTier, ...]
 ) -> None:

@@ -62,7 +62,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
     return seen
 
 
-@pytest.mark.parametrize("places", [BOTH, (KVTier.DEVICE,), (KVTier.HOST,)], ids=str)
+@pytest.mark.parametrize("tiers", [BOTH, (KVTier.DEVICE,), (KVTier.HOST,)], ids=str)
 def test_the_largest_iterations_of_each_kind_run(
     decoder: Decoder, plans: list[IterationPlan], tiers: Sequence[KVTier]
 ) -> None:

@@ -73,7 +73,7 @@ def test_greedy_tokens_come_without_reading_logits(whole: Decoder) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("places", [(KVTier.DEVICE,), (KVTier.HOST,)])
+@pytest.mark.parametrize("tiers", [(KVTier.DEVICE,), (KVTier.HOST,)])
 def test_with_kv_in_one_place(whole: Decoder, tiers: tuple[KVTier, ...]) -> None:
     """`gpu-only` has a relay for products alone."""
     names = "abf" if tiers == (KVTier.DEVICE,) else "cdeg"

@@ -9,7 +9,7 @@ from neo_desktop.engine.fallbacks import Fallbacks, fallbacks
 
 
 class Levels:
-    """`levels(mechanism="level", ...)` within a test; any limits and levels are those from before afterwards."""
+    """`levels(mechanism="level", ...)` within a test; the limits and levels from before are restored."""
 
     def __call__(self, **levels: str) -> None:
         """Let mechanisms stand on levels until the test ends, or they are limited further."""
