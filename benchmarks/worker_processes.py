@@ -110,7 +110,6 @@ class InTurn(WorkerLane):
     _before: Sequence[Signal] = ()
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """See `WorkerLane`."""
         answered = super().submit_step(stage, step, (*after, *self._before))
         self._before = (answered,)
         return answered

@@ -29,11 +29,11 @@ class ExpertPiece:
         return tuple(piece.packed for _, pieces in self.matrices for piece in pieces)
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return sum(map(len, self.sources))
 
     @property
-    def elements(self) -> int:  # noqa: D102
+    def elements(self) -> int:
         return sum(piece.elements for _, pieces in self.matrices for piece in pieces)
 
     def unpacked(self, staged: Tensor, room: Tensor, clamped: ClampedGate | None) -> StackedExperts:

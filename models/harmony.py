@@ -64,7 +64,6 @@ class HarmonyStream:
         return self._header is None and not self._is_thought and not self._is_call
 
     def step(self, token_id: int) -> str:
-        """See `Stream`."""
         mark = self._special.get(token_id)
         if mark is None:
             return self._kept(self._text.step(token_id))
@@ -84,7 +83,6 @@ class HarmonyStream:
         return before
 
     def flush(self) -> str:
-        """See `Stream`."""
         text = self._kept(self._text.flush())
         held, self._beginning = self._beginning or "", None
         return held + text + self._ended()

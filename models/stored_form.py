@@ -41,7 +41,7 @@ class StoredForm(Dense):
         """See `WeightFormat`, likewise the others."""
         return replace(self, name=name)
 
-    def of_rows(self, rows: slice) -> "StoredForm":  # noqa: D102
+    def of_rows(self, rows: slice) -> "StoredForm":
         parts, first = [], 0
         for part in self.parts:  # none: what is not kept as a whole is not kept in part
             count = min(rows.stop - first, part.rows) - max(rows.start - first, 0)
@@ -78,7 +78,7 @@ class StoredForm(Dense):
         has_kernel = quantised.has_kernel if self.kernels is None else grouped.has_kernel
         return has_kernel(part.type_name)
 
-    def empty(  # noqa: D102
+    def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         if not self.parts:
@@ -86,7 +86,7 @@ class StoredForm(Dense):
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
         return self._packed(columns, bias, dtype, device)
 
-    def embedding(  # noqa: D102
+    def embedding(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
         form = self.named("embedding")
@@ -103,19 +103,17 @@ class StoredForm(Dense):
         kernels = self.kernels
         return QuantisedOnGPU(self.parts, columns, bias, dtype, device, kernels, is_stacked=is_stacked)
 
-    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         if not self.parts:
             return Dense.nbytes(self, rows, columns, dtype)
         if self.kernels is None:
             return sum(quantised.packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
         return sum(grouped.packed_bytes(part.type_name, part.rows, columns) for part in merged(self.parts))
 
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         return self.named("embedding").nbytes(rows, columns, dtype)
 
-    def loading_bytes(  # noqa: D102
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> int:
+    def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
         if not self.parts:
             return Dense.loading_bytes(self, rows, columns, dtype, device)
         return 0 if self.kernels is None else grouped.LOADING_BYTES

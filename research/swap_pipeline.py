@@ -60,7 +60,6 @@ class ThrottledStages(Stages):
     def advance(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> None:
-        """See `Stages`."""
         throttled(partial(super().advance, finished, begun, state, store), self.layer_s)
 
 

@@ -119,22 +119,18 @@ class EngineProcess:
 
     @property
     def timeout_s(self) -> float | None:
-        """See `EngineLink`."""
         return TIMEOUT_S[self.facts.stats.device]
 
     def start(self, receive: Receiver) -> None:
-        """See `EngineLink`."""
         with self._lock:
             while not self._early.empty():
                 receive([self._early.get()])
             self._receive = receive
 
     def send(self, command: Command) -> None:
-        """See `EngineLink`."""
         self._commands.put(command)
 
     def kill(self, reason: str) -> None:
-        """See `EngineLink`."""
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now

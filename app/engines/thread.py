@@ -24,13 +24,11 @@ class EngineThread:
         self._thread: threading.Thread | None = None
 
     def start(self, receive: Receiver) -> None:
-        """See `EngineLink`."""
         self._loop = EngineLoop(self._engine, receive)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """See `EngineLink`."""
         assert self._loop is not None
         self._loop.take(command)
 
@@ -38,7 +36,6 @@ class EngineThread:
         """A thread cannot be ended: does nothing."""
 
     def close(self) -> None:
-        """See `EngineLink`."""
         if self._thread is not None:
             assert self._loop is not None
             if self._loop.is_over:

@@ -54,11 +54,9 @@ class LlamaCppTokenizer(Tokenizer):
 
     @property
     def special_token_ids(self) -> tuple[int, ...]:
-        """See `Tokenizer`."""
         return tuple(sorted(self._controls))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer`."""
         return self._model.tokenise(_data(text), add_special=add_special_tokens)
 
     def _control_texts(self) -> tuple[list[str], list[str]]:
@@ -90,14 +88,12 @@ class LlamaCppTokenizer(Tokenizer):
         return Marks(self.marks.texts & self._found_anywhere.keys())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer`."""
         known = [token_id for token_id in token_ids if self._is_known(token_id)]
         if not known:
             return ""
         return self._model.text(known, with_special=not skip_special_tokens).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `Tokenizer`."""
         return self._model.piece(token_id) if self._is_known(token_id) else b""
 
     def _has_text(self, token_id: int) -> bool:

@@ -65,13 +65,11 @@ class WholeDevice:
 
     @property
     def sms(self) -> int | None:
-        """See `Streams`."""
         if self.device.type != "cuda":
             return None
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def stream(self) -> torch.cuda.Stream:
-        """See `Streams`."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def on_device(self) -> AbstractContextManager[None]:
@@ -110,16 +108,13 @@ class GpuSlice:
 
     @property
     def sms(self) -> int:
-        """See `Streams`."""
         return self._context.num_sms
 
     @property
     def note(self) -> str:
-        """See `Streams`."""
         return f"All GPU work runs on {self.sms} of the GPU's {self._context.total_sms} multiprocessors."
 
     def stream(self) -> torch.cuda.Stream:
-        """See `Streams`."""
         with self._lock:
             number = self._num_asked % _MOST_STREAMS
             self._num_asked += 1

@@ -104,11 +104,9 @@ class ThreadBackend:
         self._streams = streams
 
     def on_device(self) -> AbstractContextManager[object]:
-        """See `Backend`."""
         return nullcontext() if self._streams is None else self._streams.on_device()
 
     def begin(self, watch: Watchdog) -> None:
-        """See `Backend`."""
         self._lanes.begin(watch)
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
@@ -118,18 +116,15 @@ class ThreadBackend:
         return False
 
     def wait(self) -> None:
-        """See `Backend`."""
         self._lanes.join()
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
-        """See `Backend`."""
         return self._lanes.abandon(error)
 
     def forget(self) -> None:
         """Do nothing: there are no graphs."""
 
     def close(self) -> None:
-        """See `Backend`."""
         self._lanes.close()
 
 
@@ -181,12 +176,10 @@ class StreamBackend:
 
     @property
     def has_graphs(self) -> bool:
-        """See `Backend`."""
         return bool(self._graphs) or self._has_failed
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """See `Backend`."""
         with self._main.on_device():
             self._device.wait_stream(torch.cuda.current_stream(self._device.device))
             with torch.cuda.stream(self._device):
@@ -194,7 +187,6 @@ class StreamBackend:
             torch.cuda.current_stream(self._device.device).wait_stream(self._device)
 
     def begin(self, watch: Watchdog) -> None:
-        """See `Backend`."""
         for lanes in self._lanes.values():
             lanes.begin(watch)
 
@@ -230,7 +222,6 @@ class StreamBackend:
         return with_graphs and is_new
 
     def wait(self) -> None:
-        """See `Backend`."""
         run = self._runs.popleft()
         run.lanes.join_host()
         for end in run.ends:
@@ -240,11 +231,9 @@ class StreamBackend:
                 self._timeline.add_events(span.lane, span.stage, span.start, span.end)
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
-        """See `Backend`."""
         return self._used.abandon(error)
 
     def forget(self) -> None:
-        """See `Backend`."""
         for run in self._runs:  # torch gives a graph's memory to others at once
             with suppress(RuntimeError):  # raised where the program is waited for
                 run.ends[-1].wait()
@@ -254,7 +243,6 @@ class StreamBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def close(self) -> None:
-        """See `Backend`."""
         for lanes in self._lanes.values():
             lanes.close()
 

@@ -78,7 +78,6 @@ class HostBatch(HostWork):
 
     @property
     def flags(self) -> Tensor:
-        """See `native.relay.empty_flags`."""
         return self.offload_buffers.flags
 
     @property

@@ -59,7 +59,6 @@ class HostExperts(HostWork):
 
     @property
     def flags(self) -> Tensor:
-        """See `native.relay.empty_flags`."""
         return self.room.flags
 
     @property

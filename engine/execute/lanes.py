@@ -54,7 +54,6 @@ class CallerLane:
         self._watch = DEFAULT_TIMEOUT.watch()
 
     def begin(self, watch: Watchdog) -> None:
-        """See `WorkLane`."""
         self._watch = watch
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
@@ -157,11 +156,9 @@ class Lanes:
             return *self._host.values(), *reversed(self._work.values())
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """See `Launcher`."""
         return self._work[lane].submit(stage, work, after)
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """See `Launcher`."""
         return (self._host.get(lane) or self._of_worker(lane, step)).submit_step(stage, step, after)
 
     def _of_worker(self, name: str, step: HostStep) -> HostLane:
@@ -180,7 +177,6 @@ class Lanes:
         return self._device.mark(what)
 
     def wait(self, signals: Sequence[Signal]) -> None:
-        """See `Launcher`."""
         self._device.wait(signals)
 
     def begin(self, watch: Watchdog) -> None:

@@ -156,7 +156,6 @@ class ModelRunner(Executor):
         return self._uses_gpu and fallbacks.level("graphs") == "host-flags" and self.fits_graphs
 
     def start(self, plan: IterationPlan) -> Wait:
-        """See `Executor`."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         if self._is_closed:

@@ -76,7 +76,6 @@ class HostProduct(HostWork):
 
     @property
     def flags(self) -> Tensor:
-        """See `native.relay.empty_flags`."""
         return self.room.flags[self.name]
 
     def x(self, turn: int) -> Tensor:

@@ -101,7 +101,6 @@ class DevicePrompts:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        """See `Prompts`."""
         cache = self._pool.layer(layer)
         if not self._pool.fused_kv_append:
             cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
@@ -161,21 +160,17 @@ class HostPrompts:
 
     @property
     def fetches(self) -> bool:
-        """See `Prompts`."""
         return self._back is not None
 
     @property
     def transfers_ahead(self) -> Sequence[HostTransfer]:
-        """See `Prompts`."""
         return () if self._back is None else self._back.transfers
 
     @property
     def transfers_behind(self) -> Sequence[HostTransfer]:
-        """See `Prompts`."""
         return self._there.transfers
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
-        """See `Prompts`."""
         if self._back is None:
             return
         self._read = self._read or (launcher.mark(),)  # the buffers were somebody else's memory
@@ -183,7 +178,6 @@ class HostPrompts:
         self._fetched[layer % NUM_BUFFERS] = self._back.bring(launcher, layer, target, self._read)
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """See `Prompts`."""
         self._sent = self._there.send(launcher, layer, kv[:, self._rows], (launcher.mark(),))
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
@@ -199,7 +193,6 @@ class HostPrompts:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        """See `Prompts`."""
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []
@@ -208,7 +201,6 @@ class HostPrompts:
             group.attend(q, group.pack(kv, earlier), out, scale, window, sinks, softcap)
 
     def attended(self, launcher: Launcher) -> None:
-        """See `Prompts`."""
         assert self._sent is not None
         launcher.wait((self._sent,))  # the next layer's k and v take the place of this one's
         if self._back is not None:

@@ -77,7 +77,6 @@ class StreamLane:
         self._passed: list[_Event] = []  # of the iteration
 
     def begin(self, watch: Watchdog) -> None:
-        """See `WorkLane`."""
         self._watch = watch
         self._passed = []
 

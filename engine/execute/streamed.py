@@ -224,7 +224,6 @@ class StreamedPrompts(DevicePrompts):
         self._sent: tuple[Signal, ...] = ()  # the layer's k and v
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """See `Prompts`."""
         self._sent = ()
         if self._streamed.turn(layer) is not None:
             new = kv[:, self._rows]
@@ -235,5 +234,4 @@ class StreamedPrompts(DevicePrompts):
         return ()
 
     def attended(self, launcher: Launcher) -> None:
-        """See `Prompts`."""
         launcher.wait(self._sent)  # the next layer's k and v take the place of this one's

@@ -52,7 +52,6 @@ class ThreadLane:
         self._watch = DEFAULT_TIMEOUT.watch()
 
     def begin(self, watch: Watchdog) -> None:
-        """See `WorkLane`."""
         self._watch = watch
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
@@ -62,7 +61,6 @@ class ThreadLane:
         return _Task(future, self)
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """See `HostLane`."""
         return self.submit(stage, step.work, after)
 
     def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watchdog) -> None:
@@ -84,7 +82,6 @@ class ThreadLane:
             task.cancel()
 
     def join(self) -> None:
-        """See `WorkLane`."""
         tasks, self._tasks = self._tasks, []
         errors = [self._error(task) for task in tasks]
         for error in errors:
@@ -118,7 +115,6 @@ class ThreadLane:
         self._worker.stop()
 
     def close(self) -> None:
-        """See `WorkLane`."""
         self._worker.stop()
         if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.timeout_s):
             logger.error("the thread %s does not end, and is left behind", self.name)

@@ -124,7 +124,6 @@ class StagedWeights(HostWork):
 
     @property
     def flags(self) -> Tensor:
-        """See `native.relay.empty_flags`."""
         return self._staging.flags
 
     @property

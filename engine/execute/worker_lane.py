@@ -28,7 +28,6 @@ class WorkerLane:
         self._takes = ThreadLane(name, timeline)
 
     def begin(self, watch: Watchdog) -> None:
-        """See `HostLane`."""
         self._sends.begin(watch)
         self._takes.begin(watch)
 
@@ -44,18 +43,15 @@ class WorkerLane:
         self._sends.cancel()
 
     def join(self) -> None:
-        """See `HostLane`."""
         try:
             self._sends.join()
         finally:
             self._takes.join()
 
     def stop(self) -> None:
-        """See `HostLane`."""
         self._sends.stop()
         self._takes.stop()
 
     def close(self) -> None:
-        """See `HostLane`."""
         self._sends.close()
         self._takes.close()

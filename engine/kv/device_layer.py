@@ -75,12 +75,10 @@ class DeviceLayer(KVLayer):
         read_rows(out[0], out[1], self._k, self._v, slots)
 
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """See `KVLayer`."""
         for rows, cache in ((k, self._k), (v, self._v)):
             cache.flatten(0, 1)[first : first + len(rows)].copy_(rows, non_blocking=True)
 
     def store(self, slots: Tensor) -> Store:
-        """See `KVLayer`."""
         return Store(slots, self._k, self._v)
 
     def decode(

@@ -75,7 +75,6 @@ class HostLayer(KVLayer):
 
     @classmethod
     def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
-        """See `KVLayer`."""
         k, _, *scales = parts
         _, num_pages, *_ = k.shape
         # K and V of a head follow each other: from K's first number on it is the memory of both.

@@ -129,12 +129,10 @@ class StreamedPool(KVPool):
         return super().block_bytes + homes // max(self.num_blocks, 1)
 
     def give_back(self, num_blocks: int) -> int:
-        """See `KVPool`."""
         begin = num_blocks * self.block_size
         return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
 
     def rows_at(self, slots: Tensor) -> "StreamedRows":
-        """See `KVPool`."""
         return StreamedRows(self, slots)
 
     def store(self, slots: Tensor, rows: Tensor) -> None:
@@ -177,7 +175,6 @@ class StreamedRows(PoolRows):
         self._runs = _runs(slots)
 
     def read(self, layer: int, out: Rows) -> None:
-        """See `PoolRows`."""
         turn = self._streamed.turn(layer)
         if turn is None:
             super().read(layer, out)
@@ -187,7 +184,6 @@ class StreamedRows(PoolRows):
                 rows[first : first + count].copy_(home[turn, slot : slot + count], non_blocking=True)
 
     def write(self, layer: int, rows: Rows) -> None:
-        """See `PoolRows`."""
         turn = self._streamed.turn(layer)
         if turn is None:
             super().write(layer, rows)

@@ -40,33 +40,26 @@ class CorrectedCostModel:
 
     @property
     def num_layers(self) -> int:
-        """See `CostModel`."""
         return self._base.num_layers
 
     @property
     def overlaps(self) -> bool:
-        """See `CostModel`."""
         return self._base.overlaps
 
     @property
     def iteration_ms(self) -> float:
-        """See `CostModel`."""
         return self._base.iteration_ms * self.device_factor
 
     def linear_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self._base.linear_ms(tokens) * self.device_factor
 
     def host_linear_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self._base.host_linear_ms(tokens) * self.host_factor
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """See `CostModel`."""
         return self._base.prefill_attention_ms(tokens, start) * self.device_factor
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
         factor = self.host_factor if tier.host_attends else self.device_factor
         return self._base.attention_ms(tier, requests, context_tokens) * factor
 
@@ -80,25 +73,20 @@ class CorrectedCostModel:
         return NetworkLatency(*(ms * self.host_factor for ms in way))
 
     def transfer_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self._base.transfer_ms(tokens)
 
     def swap_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self._base.swap_ms(tokens) * self.bus_factor
 
     @property
     def duplex(self) -> float:
-        """See `CostModel`."""
         return self._base.duplex
 
     @property
     def memory_shares(self) -> MemoryShares:
-        """See `CostModel`."""
         return self._base.memory_shares
 
     def head_ms(self, rows: int) -> float:
-        """See `CostModel`."""
         return self._base.head_ms(rows) * self.device_factor
 
     def learn(self, predicted: IterationTiming, measured: IterationTiming) -> None:

@@ -105,39 +105,30 @@ class ZeroCostModel:
     memory_shares = UNSHARED
 
     def linear_ms(self, tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def host_linear_ms(self, tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """Return 0."""
         return 0.0
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def offload_ms(self, requests: int) -> float:
-        """Return 0."""
         return 0.0
 
     def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        """Return 0."""
         return NO_LATENCY
 
     def transfer_ms(self, tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def swap_ms(self, tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def head_ms(self, rows: int) -> float:
-        """Return 0."""
         return 0.0
 
 
@@ -295,31 +286,25 @@ class TableCostModel:
         return replace(self, attention=attention, networks={**self.networks, **networks})
 
     def linear_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self.linear(tokens)
 
     def host_linear_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self.host_linear(tokens)
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """See `CostModel`."""
         first_ms = self.first_chunk_attention(tokens)
         # Noise must not say that a chunk is cheaper after others than without them.
         return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
         if not requests:
             return 0.0
         return self.attention[tier.as_attended](requests, context_tokens / requests)
 
     def offload_ms(self, requests: int) -> float:
-        """See `CostModel`."""
         return self.offload(requests)
 
     def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        """See `CostModel`."""
         network = self.networks.get(tier)
         return (
             NO_LATENCY
@@ -328,15 +313,12 @@ class TableCostModel:
         )
 
     def transfer_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self.transfer(tokens)
 
     def swap_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
         return self.swap(tokens)
 
     def head_ms(self, rows: int) -> float:
-        """See `CostModel`."""
         return self.head(rows)
 
     def to_json(self) -> dict[str, Any]:

@@ -61,7 +61,6 @@ class TorchGauge:
         self._device = device
 
     def begin(self) -> int:
-        """See `Gauge`."""
         gc.collect()
         clear_workspaces(self._device)
         torch.cuda.empty_cache()
@@ -69,7 +68,6 @@ class TorchGauge:
         return int(torch.cuda.memory_reserved(self._device))
 
     def most(self) -> int:
-        """See `Gauge`."""
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_reserved(self._device))
 

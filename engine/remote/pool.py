@@ -39,11 +39,9 @@ class RemoteLayer(KVLayer):
         return ()
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See `KVLayer`."""
         self._link.store(self._index, slots, k, v)
 
     def read(self, slots: Tensor, out: Rows) -> None:
-        """See `KVLayer`."""
         self._link.read(self._index, slots, out)
 
     def decode(

@@ -81,7 +81,6 @@ class Swapping(Policy):
     def swap(
         self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
     ) -> Sequence[int]:
-        """Likewise."""
         return streamed.hidden(builder, decodes, num_starved)
 
 

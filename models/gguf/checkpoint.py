@@ -63,24 +63,24 @@ class GGUFCheckpoint:
         self.file = GGUFFile(split_files(path)[0])
 
     @property
-    def name(self) -> str:  # noqa: D102
+    def name(self) -> str:
         return model_name(self.path)
 
-    def config(self) -> ModelConfig:  # noqa: D102
+    def config(self) -> ModelConfig:
         is_traced = self.file.metadata.get("general.architecture") in FAMILIES
         return (read_traced if is_traced else read_config)(self.files, self.vocabulary)
 
-    def tokenizer(self) -> Tokenizer:  # noqa: D102
+    def tokenizer(self) -> Tokenizer:
         return make_tokenizer(self.vocabulary)
 
-    def read_ahead(self) -> None:  # noqa: D102
+    def read_ahead(self) -> None:
         self.file.read_ahead.at(0)
 
     def check_tokenizer(self) -> None:
         """Raise ModelError for a kind of tokenizer that is not supported; it is not made."""
         check_kind(self.vocabulary)
 
-    def weights(self) -> Weights:  # noqa: D102
+    def weights(self) -> Weights:
         config = self.config()
         if isinstance(config, TracedConfig):
             tensors = read_traced_tensors(self.files, config)

@@ -69,23 +69,23 @@ class GGUFTensor:
         return self.place.type
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return self.type.name
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return self.type.dtype is None
 
     @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
         return self.place.shape
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return self.place.nbytes
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return Blocks(self.type_name, self.raw_pieces) if self.is_quantised else None
 
     def raw(self, first: int, end: int) -> Tensor:
@@ -116,7 +116,7 @@ class GGUFTensor:
             self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.shape[0]))
             yield first, self.raw(first, min(first + step, self.shape[0]))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         columns = self.shape[1] if len(self.shape) == 2 else 1
         step = max(PIECE_ELEMENTS // columns, 1)
         if self.rotated_heads is not None:

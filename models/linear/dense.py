@@ -28,7 +28,7 @@ class Dense:
         """See `WeightFormat`, likewise the others: all are alike."""
         return self
 
-    def of_rows(self, rows: slice) -> "Dense":  # noqa: D102
+    def of_rows(self, rows: slice) -> "Dense":
         return self
 
     @property
@@ -36,17 +36,17 @@ class Dense:
         """Of the one that is meant, where it is quantised."""
         return ()
 
-    def embedding(  # noqa: D102
+    def embedding(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
         if self._is_tiled(columns, device):
             return Tiles(rows, columns, None, dtype, self.room)
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         return Dense.nbytes(self, rows, columns, dtype)
 
-    def empty(  # noqa: D102
+    def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
@@ -54,7 +54,7 @@ class Dense:
             return Tiles(rows, columns, bias, dtype, self.room)
         return Plain(torch.empty(rows, columns, dtype=dtype, device=device), bias)
 
-    def tied(self, weight: Tensor) -> Linear:  # noqa: D102
+    def tied(self, weight: Tensor) -> Linear:
         return Plain(weight)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -63,9 +63,7 @@ class Dense:
             return tiles_bytes(rows, columns, dtype)
         return rows * columns * dtype.itemsize
 
-    def loading_bytes(  # noqa: D102
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> int:
+    def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
         return 0
 
     def _is_tiled(self, columns: int, device: torch.device) -> bool:

@@ -121,7 +121,7 @@ class OffloadedLinear:
         """Whether rows are taken as they are stored: by `load_stored`, not by `load`."""
         return isinstance(self.host, Quantised)
 
-    def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
+    def load(self, row: int, weight: Tensor) -> None:
         count = max(self.resident_rows - row, 0)
         if self.resident is not None and count:
             self.resident.load(row, weight[:count])
@@ -164,7 +164,7 @@ class OffloadedLinear:
             of_host = slice(first - self.resident_rows, row + len(bias) - self.resident_rows)
             self.host.bias[of_host].copy_(bias[first - row :])
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         of_host = self.host.dense().to(self._device)
         return of_host if self.resident is None else torch.cat((self.resident.dense(), of_host))
 
@@ -316,15 +316,15 @@ class OffloadedFormat:
         """A part of a matrix is not split any more."""
         return self.device_form.of_rows(rows)
 
-    def embedding(  # noqa: D102
+    def embedding(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
         return self.device_form.embedding(rows, columns, dtype, device)
 
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         return self.device_form.embedding_bytes(rows, columns, dtype)
 
-    def tied(self, weight: Tensor) -> Linear:  # noqa: D102
+    def tied(self, weight: Tensor) -> Linear:
         return self.device_form.tied(weight)
 
     def empty(
@@ -351,9 +351,7 @@ class OffloadedFormat:
         resident, device_form, _ = self._split(rows)
         return device_form.nbytes(resident, columns, dtype) if resident else 0
 
-    def loading_bytes(  # noqa: D102
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> int:
+    def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
         return self.device_form.loading_bytes(rows, columns, dtype, device)
 
     def _split(self, rows: int) -> tuple[int, WeightFormat, Dense]:

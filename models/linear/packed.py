@@ -71,6 +71,6 @@ class PackedMatrix:
         """What steps of `native.RowProgram` take."""
         return self._native, self.bias
 
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         native.packed_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
         return out

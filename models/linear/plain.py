@@ -23,13 +23,13 @@ class Plain:
         """See `Linear`, likewise the others."""
         return {self.weight.device: self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
-    def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
+    def load(self, row: int, weight: Tensor) -> None:
         self.weight[row : row + len(weight)].copy_(weight)
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         return self.weight
 
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)

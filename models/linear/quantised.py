@@ -114,7 +114,7 @@ class Quantised(PackedMatrix):
                 return
             row -= part.rows
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         return torch.cat([part.rows_of(torch.arange(part.rows)) for part in self.parts]).to(self._dtype)
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:

@@ -70,7 +70,7 @@ class QuantisedOnGPU:
         """See `Linear`, likewise the others."""
         return "+".join(sorted({part.type_name for part in self.parts}))
 
-    def memory(self) -> dict[torch.device, int]:  # noqa: D102
+    def memory(self) -> dict[torch.device, int]:
         nbytes = sum(part.nbytes for part in self.parts)
         return {self._device: nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
@@ -103,14 +103,14 @@ class QuantisedOnGPU:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
             self._kernels.dequantise(part, 0, x[:1])
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         dtype, device = self._dtype, self._device
         pieces = [torch.empty(part.rows, part.columns, dtype=dtype, device=device) for part in self.parts]
         for part, piece in zip(self.parts, pieces, strict=True):
             self._kernels.dequantise(part, 0, piece)
         return torch.cat(pieces)
 
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         first = 0
         for part in self.parts:
             rows = slice(first, first + part.rows)

@@ -62,7 +62,7 @@ class Tiles(PackedMatrix):
         self._rows = rows_of_tiles(packed, columns, dtype)
         self._columns = columns
 
-    def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
+    def load(self, row: int, weight: Tensor) -> None:
         shape = self._rows.shape[2:]
         while len(weight):  # the rest of a tile, whole tiles, the beginning of a tile
             tile, first = divmod(row, TILE_ROWS)
@@ -75,7 +75,7 @@ class Tiles(PackedMatrix):
                 self._rows[tile, first : first + count].copy_(weight[:count].reshape(count, *shape))
             row, weight = row + count, weight[count:]
 
-    def dense(self) -> Tensor:  # noqa: D102
+    def dense(self) -> Tensor:
         return self._rows.reshape(-1, self._columns)[: self.rows]
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:

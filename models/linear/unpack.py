@@ -58,7 +58,6 @@ class Layout:
 
     @property
     def unit_bytes(self) -> int:
-        """Likewise."""
         return self.header_bytes + self.unit_blocks * self.block_bytes
 
     @property

@@ -54,27 +54,27 @@ class ExpertTensor(_OfExpert):
     __slots__ = ()
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return self.source.type_name
 
     @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
         _, *columns, rows = self.source.shape
         return rows // self.step, *columns
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return False
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return self.source.nbytes // self.source.shape[0] // self.step
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return None
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, _of_expert(self.source, self.expert).t()[self.first :: self.step].contiguous()
 
 
@@ -85,27 +85,27 @@ class ExpertInBlocks(_OfExpert):
     scales: SafeTensor
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return _MXFP4.name
 
     @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
         _, rows, blocks, _ = self.source.shape
         return rows // self.step, blocks * _BLOCK
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return True
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return (self.source.nbytes + self.scales.nbytes) // self.source.shape[0] // self.step
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return Blocks(_MXFP4.name, lambda _: iter([(0, self._raw())]))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, _MXFP4.dequantised(self._raw())
 
     def _raw(self) -> Tensor:

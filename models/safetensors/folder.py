@@ -38,7 +38,7 @@ class SafetensorsFolder:
         self.path = path
 
     @property
-    def name(self) -> str:  # noqa: D102
+    def name(self) -> str:
         return self.path.resolve().name
 
     def config(self) -> ModelConfig:
@@ -52,10 +52,10 @@ class SafetensorsFolder:
         except ModelError:  # is raised again by what checks the weights
             return config
 
-    def tokenizer(self) -> Tokenizer:  # noqa: D102
+    def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_pretrained(self.path)
 
-    def read_ahead(self) -> None:  # noqa: D102
+    def read_ahead(self) -> None:
         ReadAhead(_weight_files(self.path)[0]).at(0)
 
     def weights(self) -> Weights:

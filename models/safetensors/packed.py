@@ -67,15 +67,15 @@ class PackedTensor:
         return self.numbers.file
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return self.scheme.type_name
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return True
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         parts = (self.numbers, self.scales, self.zeros, self.groups)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -95,7 +95,7 @@ class PackedTensor:
             return None
         return Blocks(name, partial(self._in_blocks, name))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         groups = self._groups_of_columns()
         for first, numbers, zeros, scales in self._parts(8):
             both = [each if groups is None else each.index_select(1, groups) for each in (zeros, scales)]

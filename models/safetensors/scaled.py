@@ -37,26 +37,26 @@ class ScaledTensor:
         return self.numbers.file
 
     @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return TYPES[self.numbers.type_name]
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return True
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return None
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         (rows, columns), (block_rows, block_columns) = self.shape, self.block
         stored = self.numbers.read()
         # Looked up, which is faster than torch's conversion of float8.

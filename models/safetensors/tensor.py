@@ -39,11 +39,11 @@ class SafeTensor:
         return False
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return None
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * _SIZES.get(self.type_name, 1)
 
     def read(self) -> Tensor:
@@ -51,7 +51,7 @@ class SafeTensor:
         tensor: Tensor = self.opened.get_tensor(self.name)
         return tensor
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, self.read()
 
     def sides(self) -> tuple[int, int]:

@@ -34,19 +34,19 @@ class TracedConfig(ModelConfig):
     of_model: TracedSpec = NOTHING
 
     @property
-    def attention_scale(self) -> float:  # noqa: D102
+    def attention_scale(self) -> float:
         return float(self.of_model.scale)
 
     @property
-    def carried_width(self) -> int:  # noqa: D102
+    def carried_width(self) -> int:
         return 2 * max(self.hidden_size, self.of_model.parameters[self.of_model.embedding][1])
 
     @property
-    def rotation_width(self) -> int:  # noqa: D102
+    def rotation_width(self) -> int:
         return ROTATIONS * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, Matrix]:  # noqa: D102
+    def matrices(self) -> dict[str, Matrix]:
         head = self.of_model.head
         table = {
             fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None)
@@ -59,16 +59,16 @@ class TracedConfig(ModelConfig):
             table["head"] = Matrix(head.rows[0], head.columns, bool(head.biases), None)
         return table
 
-    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:  # noqa: D102
+    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
         yield from self.matrices.items()
 
     @property
-    def num_parameters(self) -> int:  # noqa: D102
+    def num_parameters(self) -> int:
         others = sum(math.prod(shape) for shape in self.of_model.parameters.values())
         return others + sum(matrix.weights for matrix in self.matrices.values())
 
     @property
-    def active_parameters(self) -> int:  # noqa: D102
+    def active_parameters(self) -> int:
         moe_layers = self.of_model.moe_layers
         idle = sum(
             sum(fused.rows) * fused.columns * (each.count - each.per_token) // each.count

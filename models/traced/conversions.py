@@ -191,22 +191,22 @@ class ConvertedTensor:
     nbytes: int
 
     @property
-    def file(self) -> Path:  # noqa: D102
+    def file(self) -> Path:
         return self.conversion.stored[0].file
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return self.conversion.stored[0].type_name
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return any(stored.is_quantised for stored in self.conversion.stored)
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return None
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, self.conversion.take(self.name)
 
 

@@ -70,7 +70,7 @@ class TracedDecoder(Decoder):
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
         return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
 
-    def memory(self) -> dict[torch.device, int]:  # noqa: D102
+    def memory(self) -> dict[torch.device, int]:
         memory = Counter[torch.device]()
         for linear in self.linears():
             memory.update(linear.memory())
@@ -81,6 +81,6 @@ class TracedDecoder(Decoder):
         memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
         return dict(memory)
 
-    def linears(self) -> Iterator[Linear]:  # noqa: D102
+    def linears(self) -> Iterator[Linear]:
         yield from (linear for fused, linear in self.fused if linear is not self.lm_head)
         yield self.lm_head

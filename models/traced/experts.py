@@ -116,32 +116,32 @@ class StackPart:
     rows: slice
 
     @property
-    def file(self) -> Path:  # noqa: D102
+    def file(self) -> Path:
         path: Path = self.stack.file
         return path
 
     @property
-    def type_name(self) -> str:  # noqa: D102
+    def type_name(self) -> str:
         return str(self.stack.type_name)
 
     @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
         return self.rows.stop - self.rows.start, *self.stack.shape[2:]
 
     @property
-    def is_quantised(self) -> bool:  # noqa: D102
+    def is_quantised(self) -> bool:
         return False
 
     @property
-    def nbytes(self) -> int:  # noqa: D102
+    def nbytes(self) -> int:
         count, rows = self.stack.shape[:2]
         return int(self.stack.nbytes * self.shape[0] // (count * rows))
 
     @property
-    def blocks(self) -> Blocks | None:  # noqa: D102
+    def blocks(self) -> Blocks | None:
         return None
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
         for _, stack in self.stack.pieces():
             yield 0, stack[self.expert, self.rows]
 

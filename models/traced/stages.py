@@ -136,7 +136,7 @@ class TracedStages(Stages):
         """What code makes lies in a graph's own memory; between products that are split it may not."""
         return not self.decoder.has_splits
 
-    def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:  # noqa: D102
+    def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         values = self._embed(token_ids[None].long(), positions[None].long())
         _keep(values, state.residual)
         self.rotate(positions, state.cos, state.sin)
@@ -216,7 +216,7 @@ class TracedStages(Stages):
         self._store(state, store)
 
     @property
-    def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:  # noqa: D102
+    def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         return {
             (turn, segment.name): segment.split
             for turn, of_async_step in self._segments.items()
@@ -224,10 +224,10 @@ class TracedStages(Stages):
             if segment.split is not None
         }
 
-    def final_norm(self, state: State, out: Tensor) -> None:  # noqa: D102
+    def final_norm(self, state: State, out: Tensor) -> None:
         out.copy_(state.x)
 
-    def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+    def logits(self, normed: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self._head(normed[None])[0])  # where graphs leave it, and others look for it
 
 

@@ -104,7 +104,7 @@ class Driver:
         self._tell(Join())
         self.group = Group(self.rank, self._folder, device, TIMEOUT_S)
 
-    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:  # noqa: D102
+    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:
         everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
         least = {tier: min(blocks[tier] for blocks in everywhere) for tier in fitting}
         self._tell(Agreed(least))
@@ -236,10 +236,10 @@ class DriverExecutor(Executor):
             process.watch(ended)
 
     @property
-    def loss(self) -> Exception | None:  # noqa: D102
+    def loss(self) -> Exception | None:
         return self._leader.lost() if self._leader.has_lost else None
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True

@@ -62,7 +62,7 @@ class Follower:
         self._next(Join)
         self.group = Group(self.rank, self._beginning.folder, device, self._beginning.timeout_s)
 
-    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:  # noqa: D102
+    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:
         self.tell(Fitting(fitting))
         return dict(self._next(Agreed).blocks)
 
