@@ -54,7 +54,7 @@ def test_decodes_go_at_their_own_pace_beside_a_healthy_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "demand",
+    "workload",
     [
         replace(CHATS, max_token_ms=0.0),
         replace(CHATS, most_on_host=0),
