@@ -140,8 +140,8 @@ def test_what_is_no_turn_is_refused(model: Decoder) -> None:
     for async_groups, reason in (
         (((decode,),) * NUM_LAYERS, "4 stages in 1 slots; expected 5 stages"),
         (too_many, "17 slots; expected 5 stages and at most 16 slots"),
-        (((device,),) * (NUM_LAYERS + 1), "c is staggered, but no decode that the CPU or a worker"),
-        (((chunk,),) * (NUM_LAYERS + 1), "c is staggered, but no decode that the CPU or a worker"),
+        (((device,),) * (NUM_LAYERS + 1), "c is in the async decodes, but is no decode with attention"),
+        (((chunk,),) * (NUM_LAYERS + 1), "c is in the async decodes, but is no decode with attention"),
     ):
         with pytest.raises(ValueError, match=reason):
             executor.execute(replace(plan, async_decodes=async_groups))
