@@ -18,8 +18,8 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 
 # The first set: CUDA's documentation says that the process must be restarted (runtime and driver share the
-# codes). The second set implies it: the driver or the context is gone, memory or links are broken, or the
-# driver cannot name the cause, for example after a laptop was suspended.
+# codes). The second set implies it: the driver or the context is gone, memory or links are broken. The driver
+# may also fail to name the cause, for example after a laptop was suspended.
 # Excluded: 46, a GPU in exclusive use by another program, and 701, a kernel with too large a launch request.
 _LOST = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) | {4, 214, 220, 709, 999}
 _LOST_TEXTS = (
@@ -46,7 +46,7 @@ class EngineLostError(RuntimeError):
 
 
 class DeviceLostError(EngineLostError):
-    """This process cannot use the GPU any more and must not make CUDA calls that wait for it."""
+    """The GPU is lost to this process, which must not make CUDA calls that wait for it."""
 
 
 class DeviceStalledError(DeviceLostError):

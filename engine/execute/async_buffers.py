@@ -16,7 +16,6 @@ class AsyncBuffers:
     """The state of async decodes between async steps, and their offload buffers.
 
     Args:
-        config: The model's configuration.
         dtype: The model's type.
         device: The model's device.
         tiers: Tiers of their KV.

@@ -36,10 +36,8 @@ class AsyncDecodes:
     Args:
         rows: Rows in the sub-batch, padding included.
         memory: The buffers that persist between async steps.
-        stages: The model's stages.
         state: The sub-batch's state.
         positions: [layers, rows] int32, on the device: token positions at each stage but the last.
-        index: Index of the sub-batch.
         batches: One batch per tier, all with the same slots.
         old: Index of the set to read.
     """

@@ -36,7 +36,7 @@ class AnyProgram(Protocol):
 
 
 class Backend(Protocol):
-    """Runs programs one after the other. Methods that wait raise DeviceStalledError and DeviceLostError."""
+    """A runner of programs, one at a time. Methods that wait raise DeviceStalledError and DeviceLostError."""
 
     def on_device(self) -> AbstractContextManager[object]:
         """Order this thread's device work after the started program."""
@@ -87,7 +87,7 @@ class Backend(Protocol):
 
 
 class ThreadBackend:
-    """Runs programs without a GPU.
+    """The backend without a GPU, on threads.
 
     Args:
         timeline: Records the work of the lanes.
@@ -144,7 +144,7 @@ class _Run:
 
 
 class StreamBackend:
-    """Runs programs on a GPU.
+    """The backend for a GPU, on streams and graphs.
 
     The first program of a key launches its stages one by one, which compiles their kernels. From the second
     program on, the fixed parts are graphs: captured once, and launched again in later programs.

@@ -1,4 +1,4 @@
-"""Builds a program from a plan: lays out rows, fills in inputs, and describes the CPU's work."""
+"""Construction of a program from a plan: row layout, inputs, and the CPU's work."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,10 +45,9 @@ NO_BLOCKS = IntArray().view()
 
 
 class ProgramBuilder:
-    """Builds programs.
+    """The builder of programs.
 
     Args:
-        stages: The model's stages.
         storage: The KV pools.
         workspace: Working memory of programs.
         decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
@@ -135,7 +134,6 @@ class ProgramBuilder:
         """Return the prefetch of streamed KV to the device; None: no sequence attends to streamed KV.
 
         Args:
-            plan: The iteration's plan.
             blocks: The blocks to prefetch.
             graph: Memory of the iteration's graph; None: the iteration is launched stage by stage.
         """

@@ -9,7 +9,7 @@ Wait = Callable[[], IterationResult]
 
 
 class Executor(ABC):
-    """Turns plans into results, one after the other; tests put a fake one here."""
+    """An executor of plans, one after the other; tests use a fake."""
 
     @abstractmethod
     def start(self, plan: IterationPlan) -> Wait:

@@ -51,7 +51,7 @@ class HostBatch(HostWork):
 
     @property
     def arguments(self) -> RelayBatch:
-        """The description for relays."""
+        """Description of the work for relays."""
         config, count = self.config, self.context_lens.shape[-1]
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
         qkv = self.offload_buffers.qkv[..., :count, :, :]
@@ -151,7 +151,6 @@ class Relays:
     """Threads for the part of the CPU and of workers in iterations: native relays, and a thread per worker.
 
     Args:
-        config: The model's configuration.
         storage: The KV pools.
     """
 

@@ -63,7 +63,7 @@ class HostExperts(HostWork):
 
     @property
     def arguments(self) -> RelayExperts:
-        """The description for relays."""
+        """Description of the work for relays."""
         room, rows = self.room, self.rows
         scratch = room.scratch.first(rows)
         moe_layers = [self.moe_layers.get(turn) for turn in range(self.num_turns)]

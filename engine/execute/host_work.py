@@ -29,7 +29,7 @@ class HostWork(ABC):
     @property
     @abstractmethod
     def arguments(self) -> RelayItem:
-        """The description for relays."""
+        """Description of the work for relays."""
 
     @abstractmethod
     def stage(self, layer: int) -> Stage:

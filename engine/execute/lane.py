@@ -52,7 +52,7 @@ class HostStep:
 
 
 class Launcher(Protocol):
-    """Takes an iteration's work; each lane carries out its work in the given order."""
+    """The receiver of an iteration's work; each lane carries out its work in order of submission."""
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Carry `work` out after the signals."""

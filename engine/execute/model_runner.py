@@ -1,4 +1,4 @@
-"""Carries out plans: builds a program per plan, starts it, and waits for its tokens."""
+"""Execution of plans: each becomes a program, which is started and waited for."""
 
 import gc
 import logging
@@ -60,12 +60,11 @@ class _Started:
 
 
 class ModelRunner(Executor):
-    """Runs plans on a model's device and the CPU beside it.
+    """The executor of plans on a model's device and the CPU.
 
     One thread calls `start` and the returned waits; any thread may call `close`.
 
     Args:
-        stages: The model's stages.
         storage: The KV pools.
         capacity: Size of the permanent buffers; larger iterations allocate their own.
         backend: Runs the programs.
@@ -212,8 +211,8 @@ class ModelRunner(Executor):
     def _step_down(self, error: RuntimeError, plan: IterationPlan | None = None) -> None:
         """Fall back one level for the failed mechanism; re-raise the error if no fallback exists.
 
-        An iteration can be repeated, since it writes the same KV to the same slots. The exception are plans
-        with block moves: their source blocks may have been overwritten. Call this only in an `except` block.
+        An iteration can be repeated, since it writes the same KV to the same slots. Plans with block moves
+        cannot: their source blocks may have been overwritten. Call this only in an `except` block.
         """
         if self._stages.is_part:  # a single rank cannot repeat an iteration
             raise error

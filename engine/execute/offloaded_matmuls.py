@@ -90,7 +90,7 @@ class HostProduct(HostWork):
 
     @property
     def arguments(self) -> RelayProduct:
-        """The description for relays."""
+        """Description of the work for relays."""
         matrices = [
             None if (divided := self.divided.get(turn)) is None else divided.matrix
             for turn in range(self.num_turns)
@@ -115,7 +115,6 @@ class HostRoom:
 
     Args:
         rows: Number of rows of a sub-batch.
-        splits: The offloaded matrices.
         flags: Matrix name -> flags of the sub-batch.
         dtype: The model's type.
         device: The model's device.

@@ -21,12 +21,10 @@ from neo_desktop.models.stages import Scratch, Stages, State
 
 
 class OutputHead:
-    """Ends the last layer, either for all rows per sub-batch or for the needed rows of both together.
+    """The end of the last layer, either for all rows per sub-batch or for the needed rows of both together.
 
     Args:
-        stages: The model's stages.
         workspace: Working memory.
-        passes: The sub-batches.
         outputs: The requested outputs of the iteration.
         chooses: True if a graph chooses the most probable token of every row.
     """

@@ -40,7 +40,6 @@ class Outputs:
 
     Args:
         asked: The sequences with requested outputs.
-        stages: The model's stages.
         workspace: Holds the logits of a graph, and keeps the tokens for the next iteration.
         chosen_rows: Number of rows whose tokens the program's graph chooses; None: it chooses none.
     """

@@ -31,7 +31,7 @@ class Part:
 
 @dataclass
 class PartBuilder:
-    """Collects consecutive stages in as few parts as possible."""
+    """A builder that merges consecutive stages into as few parts as possible."""
 
     parts: list[Part] = field(default_factory=list)
 

@@ -58,10 +58,8 @@ class Program:
     """The stages of one iteration.
 
     Args:
-        stages: The model's stages.
         workspace: Working memory.
         memory: The iteration's part of the working memory.
-        passes: The sub-batches.
         moves: Copies of blocks that change their tier.
         outputs: The requested outputs.
         chooses: True if the last part chooses the most probable token of every row.

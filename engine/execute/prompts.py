@@ -66,12 +66,7 @@ class Prompts(Protocol):
 
 
 class DevicePrompts:
-    """Chunks with KV in the device's memory.
-
-    Args:
-        pool: The tier's pool.
-        chunks: The chunks.
-    """
+    """Chunks with KV in the device's memory."""
 
     fetches = False
     transfers_ahead: Sequence[HostTransfer] = ()
@@ -120,9 +115,6 @@ class HostPrompts:
 
     Args:
         make: Makes transfers.
-        pool: The tier's pool.
-        index: Index of the sub-batch.
-        chunks: The chunks.
         device: The model's device.
         row_shape: (kv_heads, head_dim)
         dtype: Type of k and v.
@@ -219,8 +211,8 @@ def prompts_of(
         sequences: The chunks; chunks of a tier are adjacent.
         first_row: Their first row in the sub-batch.
         storage: The KV pools.
-        make: Makes the prompts of a tier from the tier, its pool, the chunks, and the slots of the chunks'
-            own tokens, [tokens] int64 in host memory.
+        make: Makes the prompts of a tier from the tier, its pool, its chunks, and the slots of their own
+            tokens, [tokens] int64 in host memory.
     """
     prompts: list[Prompts] = []
     row = first_row

@@ -142,7 +142,6 @@ class PrefetchBuffers:
         """Return the buffers for new rows of a sub-batch's decodes.
 
         Args:
-            index: Index of the sub-batch.
             slots: Final slots of the rows.
             rows: Number of rows, padding included.
         """
@@ -166,7 +165,6 @@ class NewRows:
 
     Args:
         pool: The pool of streamed KV.
-        index: Index of the sub-batch.
         slots: [decodes] int64 in host memory: final slots of the rows.
         kept: [streamed layers, 2, rows, kv_heads, head_dim] on the device.
         on_host: The same shape in host memory.
@@ -201,11 +199,8 @@ class StreamedPrompts(DevicePrompts):
     """Chunks with streamed KV.
 
     Args:
-        pool: The tier's pool.
-        chunks: The chunks.
         slots: Slots of the chunks' own tokens, [tokens] int64 in host memory.
         stream: Prefetch of the earlier KV.
-        index: Index of the sub-batch.
     """
 
     def __init__(

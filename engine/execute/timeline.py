@@ -57,7 +57,7 @@ def timed_event(*, in_graph: bool = False) -> torch.cuda.Event:
 
 
 class Timeline:
-    """Records spans, and keeps the newest `max_spans`.
+    """A recorder of spans that keeps the newest `max_spans`.
 
     Recording costs one list append. Any thread may call `add`; only the thread that runs the iterations may
     call the other methods.

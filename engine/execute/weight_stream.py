@@ -107,7 +107,6 @@ class StagedWeights(HostWork):
     """The CPU's part: copies of sources to the pinned buffers, one per turn.
 
     Args:
-        staging: The pinned buffers.
         sources: Stages and sources, in the order of their use.
     """
 
@@ -128,7 +127,7 @@ class StagedWeights(HostWork):
 
     @property
     def arguments(self) -> RelayCopies:
-        """The description for relays."""
+        """Description of the work for relays."""
         return RelayCopies("weights", self.sources, self._staging.buffers, self.flags)
 
     def buffer(self, turn: int) -> Tensor:
@@ -148,7 +147,6 @@ class WeightStream:
 
     Args:
         pieces: Stages and pieces, in the order of their use.
-        buffers: Device buffers.
         staging: Pinned buffers for pageable sources; None: all sources are pinned.
     """
 

@@ -82,7 +82,6 @@ class Workspace:
     The next iteration may be prepared while one runs, so there are two sets of input buffers.
 
     Args:
-        stages: The model's stages.
         tiers: KV tiers of decodes.
         capacity: Sizes of the largest iteration.
         num_programs: Number of decode-attention programs that the GPU runs at once.

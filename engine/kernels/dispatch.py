@@ -1,7 +1,7 @@
 """The kernels in Triton or torch, selected by the fallback level. The module implements `Operators`.
 
-If a Triton kernel cannot be compiled or launched, torch's operators replace it for good, with a line in the
-log, and also serve the failed call. Launches before the failure are harmless: both compute the same result.
+If a Triton kernel cannot be compiled or launched, torch's operators replace it for good, and the log says so.
+They also serve the failed call. Launches before the failure are harmless: both compute the same result.
 """
 
 from collections.abc import Callable

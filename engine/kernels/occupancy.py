@@ -43,8 +43,8 @@ MULTIPROCESSORS: Mapping[int, Multiprocessor] = MappingProxyType(
     }
 )
 
-# Programs of decode attention (4 query heads per KV head, head_dim 128, 16 bits) as compiled by Triton 3.7,
-# for use if the running kernel is unknown.
+# Programs of decode attention (4 query heads per KV head, head_dim 128, 16 bits) as compiled by Triton 3.7.
+# These serve as defaults if the running kernel is unknown.
 USUAL_PROGRAMS: Mapping[int, int] = MappingProxyType({75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2})
 PROGRAMS_ELSEWHERE = 4
 

@@ -32,7 +32,6 @@ class KVPool:
     """K and V of every block of one tier.
 
     Args:
-        config: The model's configuration.
         num_blocks: Number of blocks per layer.
         block_size: Tokens per block.
         dtype: Type of K and V; int8 is for host memory only.
@@ -116,7 +115,6 @@ class PoolRows:
     """Rows of a pool at given slots; the model's device reads and writes them.
 
     Args:
-        pool: The pool.
         slots: [n] int64 in host memory, all different.
     """
 

@@ -46,7 +46,6 @@ class StreamedPool(KVPool):
     """K and V of every block of a streamed tier.
 
     Args:
-        config: The model's configuration.
         num_blocks: Number of blocks per layer.
         block_size: Tokens per block.
         dtype: Type of K and V.

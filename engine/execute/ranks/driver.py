@@ -49,7 +49,6 @@ class Driver:
     """Rank 0: a `Member`, and the owner of the other ranks' processes.
 
     Args:
-        options: The engine's options.
         device: Device of this rank.
 
     Raises:
@@ -185,7 +184,7 @@ class Driver:
 
 
 class DriverExecutor(Executor):
-    """Executes plans on all ranks.
+    """The executor of plans on all ranks.
 
     Args:
         own: The model runner of rank 0.

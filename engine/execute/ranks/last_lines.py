@@ -12,7 +12,7 @@ TIMEOUT_S = 2.0  # timeout for the end of the pipe after the process has ended
 
 
 class LastLines:
-    """Forwards a process's stderr, and keeps the last lines.
+    """A forwarder of a process's stderr that keeps the last lines.
 
     Args:
         pipe: Pipe of the process's stderr; the reading thread closes it at its end.

@@ -10,9 +10,9 @@
     (profiles, alone)
     ←────────────────────────────────────── Ready
     ToldPlan, repeatedly ─────────────────→ executes the plans.
-    Question, after its own error ────────→ (has executed all earlier plans.)
+    Question, after its own error ────────→ (has executed all earlier plans)
     ←────────────────────────────────────── the same Question
-    end of stdin ─────────────────────────→ ends
+    end of stdin ─────────────────────────→ ends.
 
 A failing rank sends Failed, and its process ends.
 """

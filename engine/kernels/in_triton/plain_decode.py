@@ -1,6 +1,6 @@
 """Decode attention without tensor cores, for compute capability 7.5: Triton does not use those of Turing.
 
-`paged_decode._attend` also works on 7.5. But its matmuls go through shared memory with barriers, and Turing
+`paged_decode._attend` also works on 7.5. But its matmuls go through shared memory with barriers. And Turing
 cannot copy to shared memory in the background, so no loads are in flight while a tile is computed. In this
 kernel a whole tile stays in registers:
 
