@@ -67,7 +67,7 @@ def weight_bytes(nbytes: int) -> Tensor:
 
 
 def check_weight_pages() -> None:
-    """Log a warning if the loaded weights did not get the huge pages that they asked for."""
+    """Fall back to small pages if the loaded weights got too few of the huge pages they asked for."""
     if _weights:
         check_huge_pages([torch.frombuffer(pages, dtype=torch.uint8) for pages in _weights])
 

@@ -121,7 +121,7 @@ def check_flags(backend: Backend, flags: Tensor) -> None:
                 backend.start(program, with_flags=True, with_graphs=True)
             backend.wait()
             if flags[0, 0].item() != 1:
-                raise StreamMemoryError(f"a stream's write to host memory ({way}) did not arrive")
+                raise StreamMemoryError(f"a stream's write to host memory {way} did not arrive")
     except DeviceStalledError as error:
         flags.fill_(1)  # releases the GPU if it still waits for the flag
         raise backend.abandon(error) or StreamMemoryError(

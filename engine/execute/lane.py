@@ -55,7 +55,7 @@ class Launcher(Protocol):
     """The receiver of an iteration's work; each lane carries out its work in order of submission."""
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry `work` out after the signals."""
+        """Carry out `work` after the signals."""
         ...
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:

@@ -36,7 +36,7 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Carry a call out after all earlier ones.
+        """Carry out a call after all earlier ones.
 
         Raises:
             RuntimeError: The worker was stopped.
