@@ -1,1 +1,1 @@
-"""How work gets onto a CUDA GPU: streams, and the slice of it that they may be confined to."""
+"""CUDA streams, pinned host memory, and error handling for NVIDIA GPUs."""

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and to, and small copies that nobody waits for until they are needed.
+"""Host memory for GPU copies, and small asynchronous copies.
 
-Copies are asked for as if the memory were pinned. Where it is not, CUDA lets the caller wait: until the copy
-has ended, or until what is copied has been read.
+Callers request copies as if the host memory were pinned. With pageable memory, CUDA blocks the caller until
+the copy has ended or until the source has been read.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +16,16 @@ from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
-    """Make a tensor in host memory that is copied from and to a device: pinned, if the system pins it.
+    """Make a tensor in host memory for copies from and to a device; pin it if the system allows.
 
     Args:
-        make: makes it; told whether to pin its memory.
-        device: pinning is of use to GPUs only.
+        make: Function that makes the tensor; its argument says whether to pin the memory.
+        device: The device that copies. Only GPUs profit from pinned memory.
     """
     if device.type == "cuda" and fallbacks.level("host_memory") == "pinned":
         try:
             return make(True)
-        except RuntimeError as error:  # no lack of the GPU's memory: of memory that may be pinned
+        except RuntimeError as error:  # out of pinnable host memory, not of GPU memory
             if is_lost(error):
                 raise
             said = str(error).strip().partition("\n")[0]
@@ -34,12 +34,12 @@ def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
 
 
 def suits_graphs(on_host: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether CUDA graphs of a device can copy from and to these: whether they are pinned."""
+    """Return True if CUDA graphs of a device can copy from and to these tensors: a GPU needs them pinned."""
     return device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
 
 
 def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bring numbers to the device without waiting for what runs there."""
+    """Copy numbers to the device without waiting for its current work."""
     if device.type != "cuda":
         return torch.as_tensor(numbers, dtype=dtype, device=device)
     on_host = torch.as_tensor(numbers, dtype=dtype)
@@ -48,10 +48,10 @@ def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to bring a tensor to host memory; what is returned waits for it.
+    """Start a copy of a tensor to host memory and return a function that waits for the copy.
 
-    It raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`. A caller with much work before it on
-    the stream should wait for that first, with a timeout of its own.
+    The function raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`. If much work is queued on
+    the stream, the caller should first wait for that work with a timeout of its own.
     """
     if tensor.device.type == "cpu":
         copy = tensor.clone()

@@ -1,6 +1,6 @@
-"""What torch does not offer of CUDA's driver: green contexts, and streams that write words and wait for them.
+"""Functions of CUDA's driver that torch does not offer: green contexts and stream memory operations.
 
-It is called through NVIDIA's `cuda-bindings`. torch's builds for CUDA bring them, for their version of CUDA.
+The module calls the driver through NVIDIA's `cuda-bindings`, a dependency of torch's CUDA builds.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError, device_lost, is_lost_code
 
-Driver = Any  # the module `cuda.bindings.driver`, or what tests put in its place
-Library = Any  # a ctypes.CDLL, or what tests put in its place
+Driver = Any  # the module `cuda.bindings.driver`, or a fake in tests
+Library = Any  # a ctypes.CDLL, or a fake in tests
 
-# Numbers of CUDA's headers.
-_INVALID_VALUE, _INVALID_RESOURCE_CONFIGURATION = 1, 914  # results for SMs that cannot be split like that
+# Constants from CUDA's headers.
+_INVALID_VALUE, _INVALID_RESOURCE_CONFIGURATION = 1, 914  # results for an SM count that the GPU cannot split
 _WITH_DEFAULT_STREAM = 1  # the only kind of green context that all drivers make
 _NON_BLOCKING = 1  # the only kind of stream that a green context has
 _WAIT_UNTIL_EQUAL = 1
@@ -27,33 +27,39 @@ _WAIT_UNTIL_EQUAL = 1
 
 @cache
 def open_driver() -> Driver:
-    """Return the module of the driver's functions. Each returns a tuple: its result, then what it gives.
+    """Return the module of the driver's functions. Each returns a tuple: the result code, then the outputs.
 
     Raises:
-        RuntimeError: it is missing.
+        RuntimeError: The module is missing.
     """
     try:
         from cuda.bindings import driver
     except ImportError as error:
         major = str(torch.version.cuda).partition(".")[0]
         raise RuntimeError(
-            f"Python's way to CUDA's driver is missing ({error}): pip install 'cuda-bindings=={major}.*'"
+            f"Python's bindings to CUDA's driver are missing ({error}). Install them: "
+            f"pip install 'cuda-bindings=={major}.*'"
         ) from error
     return driver
 
 
 def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Let a stream set `flag`, an int32 in pinned host memory, after its earlier work can be seen there.
+    """Queue a write of `value` to `flag`, an int32 in pinned host memory.
+
+    The write happens after the stream's earlier work is visible in host memory.
 
     Raises:
-        StreamMemoryError: the driver refuses.
-        DeviceLostError: the GPU is lost to this process.
+        StreamMemoryError: The driver refuses.
+        DeviceLostError: The GPU is lost to this process.
     """
     _memory_operation("cuStreamWriteValue32", stream, flag, value, 0)
 
 
 def stream_wait_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Hold a stream until `flag`, an int32 in pinned host memory, has this value; raises as for writing."""
+    """Block a stream until `flag`, an int32 in pinned host memory, equals `value`.
+
+    Raises the same errors as `stream_write_value`.
+    """
     _memory_operation("cuStreamWaitValue32", stream, flag, value, _WAIT_UNTIL_EQUAL)
 
 
@@ -61,7 +67,7 @@ def _memory_operation(name: str, stream: torch.cuda.Stream, flag: Tensor, value:
     assert flag.dtype is torch.int32
     try:
         (result,) = getattr(open_driver(), name)(stream.cuda_stream, flag.data_ptr(), value, flags)
-    except RuntimeError as error:  # the driver has no such function, or there is none
+    except RuntimeError as error:  # the driver or its function is missing
         raise StreamMemoryError(str(error)) from error
     if result != 0:
         refusal = StreamMemoryError(f"{name} failed with CUDA driver error {int(result)}")
@@ -69,19 +75,19 @@ def _memory_operation(name: str, stream: torch.cuda.Stream, flag: Tensor, value:
 
 
 class GreenContext:
-    """Some of a GPU's multiprocessors (SMs). Kernels and graphs on its streams run on no others.
+    """A subset of a GPU's multiprocessors (SMs). Kernels and graphs on its streams run on no other SMs.
 
-    torch wraps them, too (`torch.cuda.green_contexts`), but in beta: its arguments change from version to
-    version, and it does not tell how many SMs it got.
+    torch has a wrapper (`torch.cuda.green_contexts`), but in beta: its arguments change between versions, and
+    it does not report the number of SMs.
 
     Args:
-        driver: see `open_driver`.
-        ordinal: the GPU's number, as torch counts them. Its primary context must exist.
-        num_sms: how many, at least 1. The GPU may give a few more: it can be cut in certain places only.
+        driver: See `open_driver`.
+        ordinal: The GPU's index in torch. Its primary context must exist.
+        num_sms: Number of SMs, at least 1. The GPU may add a few, since it splits at certain SM counts only.
 
     Raises:
-        ValueError: the GPU has fewer SMs, or cannot be cut like that.
-        RuntimeError: the driver is too old, or refuses.
+        ValueError: The GPU has fewer SMs, or cannot be split at this count.
+        RuntimeError: The driver is too old, or refuses.
     """
 
     def __init__(self, driver: Driver, ordinal: int, num_sms: int) -> None:
@@ -96,11 +102,11 @@ class GreenContext:
         self._context = self._call("cuGreenCtxCreate", descriptor, device, _WITH_DEFAULT_STREAM)
 
     def stream(self) -> int:
-        """Make a stream on these SMs, and return its handle; it exists as long as the context."""
+        """Make a stream on these SMs and return its handle. The context owns the stream."""
         return int(self._call("cuGreenCtxStreamCreate", self._context, _NON_BLOCKING, 0))
 
     def close(self) -> None:
-        """Give it back; nobody may use its streams any more."""
+        """Destroy the context and its streams."""
         self._call("cuGreenCtxDestroy", self._context)
 
     def _part(self, whole: Any, num_sms: int) -> Any:
@@ -129,7 +135,7 @@ class GreenContext:
     def _ask(self, name: str, *arguments: object) -> Any:
         try:
             return getattr(self._driver, name)(*arguments)
-        except RuntimeError as error:  # of the bindings: they did not find it
+        except RuntimeError as error:  # the bindings did not find the function
             raise RuntimeError(
                 f"the NVIDIA driver is too old for a slice of the GPU ({error}): update it to one for "
                 "CUDA 12.5 or newer, or leave --gpu-slice out"
@@ -146,10 +152,10 @@ def _check(name: str, result: int) -> None:
 
 @contextmanager
 def cublas_sm_target(library: Library, num_sms: int) -> Iterator[None]:
-    """Let torch's cuBLAS, as this thread uses it, choose kernels for so many SMs within the block.
+    """Limit cuBLAS to kernels for `num_sms` SMs, for this thread's torch handle and within the block.
 
-    It looks at the whole GPU otherwise, and some of the kernels that it then chooses cannot be launched in a
-    green context. torch lends its handles to threads: one that has ended leaves its settings to the next.
+    By default cuBLAS looks at the whole GPU and may choose kernels that cannot launch in a green context.
+    torch lends its handles to threads, so a thread that ends passes its settings to the next one.
     """
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
     before = ctypes.c_int()
@@ -163,7 +169,10 @@ def cublas_sm_target(library: Library, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def cublas_lt_sm_target(num_sms: int, total_sms: int) -> Iterator[None]:
-    """The same for cuBLASLt, which torch uses for layers with a bias; this setting is the process's."""
+    """Limit cuBLASLt to kernels for `num_sms` SMs, within the block and for the whole process.
+
+    torch uses cuBLASLt for layers with a bias.
+    """
     before = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(total_sms - num_sms)
     try:
@@ -176,7 +185,7 @@ def cublas_library() -> Library:
     """Return the cuBLAS that torch has loaded.
 
     Raises:
-        RuntimeError: there is none. Another one would be of no use: its handles are not torch's.
+        RuntimeError: torch did not load cuBLAS as a library. Another copy would not know torch's handles.
     """
     name = f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}"
     try:

@@ -1,10 +1,10 @@
-"""What an error of the GPU means, whichever library tells of it.
+"""Classification of GPU errors, independent of the library that raises them.
 
 torch's allocator raises `OutOfMemoryError`; its checks of CUDA calls (of graphs: instantiation, launch) raise
 `AcceleratorError` with CUDA's code; cuBLAS, cuDNN and Triton raise `RuntimeError` with a text.
 
-Two kinds matter: the GPU had no memory left, so that less may still work; or it is lost to this process, in
-which every further call fails or never returns, so that only a new process can go on.
+Two kinds matter. If the GPU ran out of memory, a smaller batch may still work. If the GPU is lost to this
+process, every further call fails or never returns, and only a new process can continue.
 """
 
 import torch
@@ -13,14 +13,14 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # what making a handle ends with when there is no memory for it
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # creating a handle without enough memory
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 
-# After the first ones, CUDA's documentation says, the process must be ended and started again (the codes of
-# the runtime and of the driver are the same). The others mean it: the driver or the context is gone, memory
-# or links are broken, or the driver does not know what it is, as when a laptop was suspended meanwhile.
-# Not among them: 46, a GPU that another program has for itself, and 701, a kernel that asks for too much.
+# The first set: CUDA's documentation says that the process must be restarted (runtime and driver share the
+# codes). The second set implies it: the driver or the context is gone, memory or links are broken. The driver
+# may also fail to name the cause, for example after a laptop was suspended.
+# Excluded: 46, a GPU in exclusive use by another program, and 701, a kernel with too large a launch request.
 _LOST = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) | {4, 214, 220, 709, 999}
 _LOST_TEXTS = (
     "driver shutting down",  # 4
@@ -42,27 +42,27 @@ _LOST_TEXTS = (
 
 
 class EngineLostError(RuntimeError):
-    """Nothing can be computed in this process any more: the engine must go on in a new one."""
+    """The engine cannot compute anything in this process any more and must restart in a new one."""
 
 
 class DeviceLostError(EngineLostError):
-    """The GPU cannot be used by this process any more; no call of CUDA should be made that waits for it."""
+    """The GPU is lost to this process, which must not make CUDA calls that wait for it."""
 
 
 class DeviceStalledError(DeviceLostError):
-    """The GPU did not end its work within a generous time."""
+    """The GPU did not finish its work within the timeout."""
 
 
 class StageStalledError(EngineLostError):
-    """A thread of this process did not end its work within a generous time, and cannot be stopped."""
+    """A thread of this process did not finish its work within the timeout and cannot be stopped."""
 
 
 class StreamMemoryError(RuntimeError):
-    """The driver does not let streams write and wait for words in host memory."""
+    """The driver does not support stream memory operations on host memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU had no memory left, so that less may still work."""
+    """Return True if the GPU ran out of memory, so that a smaller batch may still work."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, EngineLostError):
@@ -72,14 +72,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether nothing more can be computed in this process, as far as the error tells."""
+    """Return True if the error shows that this process cannot compute anything any more."""
     return isinstance(error, EngineLostError) or is_device_lost(error)
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether the GPU is lost to this process, as far as the error tells.
+    """Return True if the error shows that the GPU is lost to this process.
 
-    cuBLAS and cuDNN do not say why a kernel of theirs failed: the next call of CUDA itself does.
+    cuBLAS and cuDNN do not say why one of their kernels failed; the next CUDA call does.
     """
     if isinstance(error, DeviceLostError):
         return True
@@ -92,17 +92,17 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_lost_code(code: int) -> bool:
-    """Whether the GPU is lost to this process after a call of CUDA's runtime or driver that returned this."""
+    """Return True if this result of CUDA's runtime or driver means that the GPU is lost to this process."""
     return code in _LOST
 
 
 def device_lost(error: BaseException) -> DeviceLostError:
-    """Return the error to raise, from the one that told of it."""
+    """Convert an error that reports a lost GPU to the error to raise."""
     if isinstance(error, DeviceLostError):
         return error
     said = str(error).strip().partition("\n")[0] or type(error).__name__
     return DeviceLostError(
         f"the GPU can no longer be used by this process ({said}): start the engine again. If that does not "
-        "help, the driver's messages say why (sudo dmesg | grep -i xid), and starting the computer again "
-        "brings the GPU back; --device cpu goes on without it"
+        "help, the driver's messages say why (sudo dmesg | grep -i xid), and restarting the computer resets "
+        "the GPU; --device cpu runs without it"
     )

@@ -1,6 +1,6 @@
-"""Large pieces of host memory that a GPU copies from: pinned where they lie.
+"""Large host buffers for GPU copies, pinned in place.
 
-torch's own pinned memory is rounded up to a power of two, which for the weights of a model can be gigabytes.
+torch rounds its own pinned memory up to a power of two, which can waste gigabytes for a model's weights.
 """
 
 import logging
@@ -23,12 +23,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class _Pages(mmap.mmap):
-    """Memory that is pinned until nobody refers to it any more."""
+    """Host memory that stays pinned until the last reference to it is gone."""
 
-    pinned_at: int | None = None  # the address; None: it is not pinned
+    pinned_at: int | None = None  # the address; None: not pinned
 
     def pin(self) -> RuntimeError | None:
-        """Pin it; return why it could not be pinned."""
+        """Pin the memory; return the error if the system refuses."""
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         refusal = _refusal(lambda cudart: cudart.cudaHostRegister(address, len(self), _PORTABLE))
         if refusal is None:
@@ -37,17 +37,17 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.pinned_at is not None:
-            with suppress(RuntimeError):  # at the end of the process there may be no CUDA any more
+            with suppress(RuntimeError):  # CUDA may already be gone when the process exits
                 torch.cuda.cudart().cudaHostUnregister(self.pinned_at)  # type: ignore[no-untyped-call]
 
 
-_weights: WeakSet[_Pages] = WeakSet()  # of the models that are loaded
+_weights: WeakSet[_Pages] = WeakSet()  # weights of every loaded model
 
 
 def kv_bytes(nbytes: int) -> Tensor:
-    """Return bytes for KV that a GPU copies: pinned.
+    """Return pinned bytes for KV that a GPU copies.
 
-    If the system refuses, these bytes are pageable, and so is all other memory from then on.
+    If the system refuses, these bytes and all later allocations are pageable.
     """
     pages, memory = _advised(nbytes)
     refusal = pages.pin() if fallbacks.level("host_memory") == "pinned" else None
@@ -57,7 +57,7 @@ def kv_bytes(nbytes: int) -> Tensor:
 
 
 def weight_bytes(nbytes: int) -> Tensor:
-    """Return bytes for weights: pinned, if the system pins them; else `execute.weight_stream` knows."""
+    """Return bytes for weights, pinned if the system allows; `execute.weight_stream` handles both cases."""
     pages, memory = _advised(nbytes)
     _weights.add(pages)
     refusal = pages.pin() if fallbacks.level("host_memory") == "pinned" else None
@@ -67,17 +67,17 @@ def weight_bytes(nbytes: int) -> Tensor:
 
 
 def check_weight_pages() -> None:
-    """Tell whether the weights that were loaded have the huge pages that they asked for."""
+    """Fall back to small pages if the loaded weights got too few of the huge pages they asked for."""
     if _weights:
         check_huge_pages([torch.frombuffer(pages, dtype=torch.uint8) for pages in _weights])
 
 
 def _advised(nbytes: int) -> tuple[_Pages, Tensor]:
-    """Return memory that is not pinned, and what keeps it.
+    """Return pages that are not pinned yet, and a tensor over them.
 
-    It is private: shared memory gets no huge pages, and the system does not take its pages back for good.
-    After a fork, a process that writes to a private page gets another one than the GPU reads. So children do
-    not have this memory.
+    The mapping is private: shared memory gets no huge pages, and the system does not reclaim its pages for
+    good. After a fork, a process that writes to a private page gets a copy that the GPU does not read.
+    So child processes do not inherit this memory.
     """
     pages = _Pages(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
@@ -88,7 +88,7 @@ def _advised(nbytes: int) -> tuple[_Pages, Tensor]:
 
 
 def _refusal(call: Callable[[Any], int]) -> RuntimeError | None:
-    """Call a function of CUDA's runtime that returns an error number; return why it did not do it."""
+    """Call a function of CUDA's runtime that returns an error code; return the error if it failed."""
     try:
         number = int(call(torch.cuda.cudart()))  # type: ignore[no-untyped-call]
         if number:
@@ -102,7 +102,7 @@ def _refusal(call: Callable[[Any], int]) -> RuntimeError | None:
 
 
 def _forget_refusal() -> None:
-    """Take the error from CUDA, which would report it to the next caller: torch asks after each launch."""
+    """Clear CUDA's pending error, which the next caller would see: torch checks after each launch."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:

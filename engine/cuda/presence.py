@@ -1,7 +1,7 @@
-"""Whether there is an NVIDIA GPU that torch cannot use, why, and the command that mends it.
+"""Diagnosis of an NVIDIA GPU that torch cannot use: the cause, and the command that fixes it.
 
-Nothing here touches CUDA, so that the caller can still fork, and start the engine in a process of its own:
-NVML asks the driver, and files tell about the system.
+Nothing here touches CUDA, so that the caller can still fork and start the engine in a process of its own.
+NVML reports on the driver, files report on the system.
 """
 
 import os
@@ -16,10 +16,10 @@ import torch
 
 from neo_desktop.engine.wsl import is_wsl
 
-# A torch built for any CUDA of a major version runs with this driver or a newer one ("Minor Version
-# Compatibility" in NVIDIA's "CUDA Compatibility").
+# CUDA major version -> oldest driver for a torch built for it ("Minor Version Compatibility" in NVIDIA's
+# "CUDA Compatibility").
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-_TORCH = "torch>=2.11,<2.14"  # as pyproject.toml has it
+_TORCH = "torch>=2.11,<2.14"  # the range in pyproject.toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,28 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of this computer's GPUs, driver and torch."""
+    """Facts about this computer's GPUs, driver and torch."""
 
     torch_version: str
-    torch_cuda: str | None  # the CUDA that torch was built for; None: none
-    torch_architectures: Sequence[str]  # "sm_80"; "compute_90" is compiled for newer ones
-    cards: Sequence[Card]  # that the driver lists
-    nvml_error: int | None  # why the driver cannot be asked
+    torch_cuda: str | None  # CUDA version of torch's build; None: a CPU build
+    torch_architectures: Sequence[str]  # "sm_80"; "compute_90" can be compiled for newer GPUs
+    cards: Sequence[Card]  # GPUs that the driver lists
+    nvml_error: int | None  # NVML's error code; None: the driver answers
     driver: str | None  # version
-    is_on_bus: bool  # a graphics card of NVIDIA
-    closed_devices: Sequence[str] = ()  # files of the driver that this user may not open
-    has_devices: bool = True
+    is_on_bus: bool  # the PCI bus has an NVIDIA graphics card
+    closed_devices: Sequence[str] = ()  # device files that this user may not open
+    has_devices: bool = True  # the driver's device files exist
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     is_wsl: bool = False
     wsl_passes_gpu: bool = False
     has_wsl_library: bool = False
-    can_install_driver: bool = False  # there is Ubuntu's command for it
+    can_install_driver: bool = False  # Ubuntu's ubuntu-drivers is installed
 
 
 def why_unusable(facts: Facts | None = None) -> str | None:
-    """Return what keeps torch from using the NVIDIA GPU of this computer, and the command that mends it.
+    """Return the reason why torch cannot use this computer's NVIDIA GPU, and the command that fixes it.
 
-    None: torch can use it, or there is no such GPU.
+    None: torch can use the GPU, or the computer has no NVIDIA GPU.
     """
     facts = facts or look()
     if facts.is_wsl:
@@ -75,7 +75,7 @@ def why_unusable(facts: Facts | None = None) -> str | None:
 
 
 def _no_driver(facts: Facts) -> str | None:
-    """Tell what is wrong with the driver itself."""
+    """Return the problem with the driver itself; None: no problem."""
     error = facts.nvml_error
     if error == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
         return (
@@ -96,7 +96,7 @@ def _no_driver(facts: Facts) -> str | None:
 
 
 def _silent_driver(facts: Facts) -> str | None:
-    """Tell why a driver that runs cannot be reached."""
+    """Return the reason why programs cannot reach the running driver; None: they can."""
     error = facts.nvml_error
     if not facts.has_devices and not facts.is_wsl and not facts.cards:
         return (
@@ -115,7 +115,7 @@ def _hidden(facts: Facts) -> str | None:
 
 
 def _unfit_torch(facts: Facts) -> str | None:
-    """Tell whether torch and the driver do not go together."""
+    """Return the mismatch between torch and the driver; None: they match."""
     has = f"torch {facts.torch_version}"
     if facts.torch_cuda is None:
         return f"{has} is built for the CPU only. Install its CUDA build: {_install_torch()}"
@@ -132,7 +132,7 @@ def _unfit_torch(facts: Facts) -> str | None:
 
 
 def _unfit_card(facts: Facts) -> str | None:
-    """Tell whether torch was built without code for all of the cards."""
+    """Return the problem if torch's build has code for none of the cards."""
     if not facts.torch_architectures or not facts.cards:
         return None
     if any(_runs(card.capability, facts.torch_architectures) for card in facts.cards):
@@ -146,11 +146,11 @@ def _unfit_card(facts: Facts) -> str | None:
 
 
 def _runs(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether there is code for a card: for its generation and no newer, or what its driver can compile."""
+    """Return True if a build has code for a card: binary code of its generation, or PTX for the driver."""
     for architecture in architectures:
         kind, _, digits = architecture.rstrip("af").partition("_")
         if not digits.isdigit():
-            return True  # in a way of writing that is not known here: torch will tell
+            return True  # unknown notation: leave the check to torch
         built_for = (int(digits[:-1]), int(digits[-1]))
         if built_for <= capability and (kind == "compute" or built_for[0] == capability[0]):
             return True
@@ -170,7 +170,7 @@ def _install_torch() -> str:
 
 
 def look() -> Facts:
-    """Ask the driver and the system; never fails."""
+    """Collect the facts from the driver and the system; never fails."""
     driver = _kernel_driver()
     cards: list[Card] = []
     nvml_error: int | None = None
@@ -209,7 +209,7 @@ def look() -> Facts:
 
 
 def _architectures() -> Sequence[str]:
-    """What torch was built for; `torch.cuda.get_arch_list` tells that only where a GPU can be used."""
+    """Return the architectures of torch's build; `torch.cuda.get_arch_list` needs a usable GPU."""
     if torch.version.cuda is None:
         return ()
     flags = torch._C._cuda_getArchFlags()
@@ -217,13 +217,13 @@ def _architectures() -> Sequence[str]:
 
 
 def _kernel_driver() -> str | None:
-    """The version of the driver that runs, as Linux knows it."""
+    """Return the version of the running driver from /proc."""
     words = _text(Path("/proc/driver/nvidia/version")).split()
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
 
 
 def _is_on_bus(folder: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether a display or 3D controller of NVIDIA is there, with a driver or without."""
+    """Return True if the PCI bus has an NVIDIA display or 3D controller, with or without a driver."""
     try:
         devices = list(folder.iterdir())
     except OSError:

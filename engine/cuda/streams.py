@@ -1,12 +1,12 @@
-"""The one tier that CUDA streams come from.
+"""The only source of CUDA streams.
 
-Work on a GPU goes to the current stream of the thread. So all such work is started inside
-`Streams.on_device()`, and streams to work beside that come from `Streams.stream()`. Then all of it
-stays in the slice of the GPU that was asked for; torch's own streams, the default one included, do not.
-CUDA graphs must be captured on such a stream, too (`torch.cuda.graph(graph, stream=...)`).
+GPU work runs on the thread's current stream. So callers start all GPU work inside `Streams.on_device()`, and
+take further streams from `Streams.stream()`. Then all work stays in the requested slice of the GPU. torch's
+own streams, the default one included, ignore the slice. CUDA graphs need a capture stream from here as well
+(`torch.cuda.graph(graph, stream=...)`).
 
-Who does: loading (`load`), the KV pools (`take_memory`), measuring (`load_or_profile`), the executor
-(`Executor.start` and what it returns, and the streams of its lanes), and the self-test, around its suites.
+Callers: loading (`load`), the KV pools (`take_memory`), profiling (`load_or_profile`), the executor
+(`Executor.start`, the functions that it returns, its lanes' streams), and the self-test around its suites.
 """
 
 import logging
@@ -30,11 +30,11 @@ from neo_desktop.engine.cuda.driver import (
 
 logger = logging.getLogger(__name__)
 
-_MOST_STREAMS = 32  # beside the main one, then they are shared; torch has as many
+_MOST_STREAMS = 32  # beside the main one, further callers share them; torch has the same limit
 
 
 class Streams(Protocol):
-    """What work on a model's device runs on."""
+    """The streams of a model's device."""
 
     @property
     def device(self) -> torch.device:
@@ -42,17 +42,17 @@ class Streams(Protocol):
 
     @property
     def sms(self) -> int | None:
-        """Multiprocessors that the work has; None: the device is no GPU."""
+        """Number of usable multiprocessors; None: the device is no GPU."""
 
     @property
     def note(self) -> str | None:
-        """What people should know; None: the work has the whole device."""
+        """A note for users; None: the work has the whole device."""
 
     def stream(self) -> torch.cuda.Stream:
         """Return a CUDA stream beside the main one."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Let this thread's work on the device go to the main stream, in order with what was before."""
+        """Send this thread's device work to the main stream, in order after its earlier work."""
 
 
 class WholeDevice:
@@ -73,24 +73,23 @@ class WholeDevice:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See `Streams`: the thread's current stream stays what it is."""
         return nullcontext()
 
 
 class GpuSlice:
-    """Some of a GPU's multiprocessors: a big card stands for a small one.
+    """A subset of a GPU's multiprocessors: a big card imitates a small one.
 
-    Its streams live as long as the process: torch's allocators go on referring to streams on which memory
-    was used, and to destroy one would be an error in whatever comes next.
+    The streams live as long as the process. torch's allocators keep references to streams that used memory,
+    so later calls would fail if a stream were destroyed.
 
     Args:
-        device: a CUDA device, with its number.
-        num_sms: multiprocessors, see `GreenContext`.
-        driver: see `open_driver`.
-        cublas: torch's.
+        device: A CUDA device with its index.
+        num_sms: Number of multiprocessors, see `GreenContext`.
+        driver: See `open_driver`.
+        cublas: torch's cuBLAS, see `cublas_library`.
 
     Raises:
-        ValueError, RuntimeError: see `GreenContext`.
+        ValueError, RuntimeError: See `GreenContext`.
     """
 
     def __init__(self, device: torch.device, num_sms: int, driver: Driver, cublas: Library) -> None:
@@ -124,7 +123,7 @@ class GpuSlice:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """See `Streams`; what comes after the block waits for what was started in it."""
+        """Send device work to the slice's main stream; work after the block waits for work inside it."""
         before = torch.cuda.current_stream(self.device)
         if before == self._main:
             yield
@@ -145,14 +144,14 @@ class GpuSlice:
 
 
 def open_streams(device: torch.device, gpu_slice: int | None = None) -> Streams:
-    """Return the streams of a device, or of a slice of it; the same slice for the same arguments.
+    """Return the streams of a device or of a slice; equal arguments return the same slice.
 
     Args:
-        gpu_slice: multiprocessors; None: the whole device.
+        gpu_slice: Number of multiprocessors; None: the whole device.
 
     Raises:
-        ValueError: the slice is none that this device can have.
-        RuntimeError: the driver cannot make slices.
+        ValueError: The device cannot have this slice.
+        RuntimeError: The driver cannot make slices.
     """
     if gpu_slice is None:
         return WholeDevice(device)
@@ -160,8 +159,8 @@ def open_streams(device: torch.device, gpu_slice: int | None = None) -> Streams:
         raise ValueError(f"a slice of the GPU has at least 1 multiprocessor, not {gpu_slice}")
     if device.type != "cuda":
         raise ValueError(
-            "--gpu-slice needs an NVIDIA GPU that torch can use, but the model would run on the CPU: leave "
-            "it out; what is wrong with a GPU that should be there, neo-desktop info says"
+            "--gpu-slice needs an NVIDIA GPU that torch can use, but the model would run on the CPU. Leave "
+            "--gpu-slice out; if this computer has an NVIDIA GPU, run: neo-desktop info"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     return _open_slice(index, gpu_slice)
@@ -170,12 +169,12 @@ def open_streams(device: torch.device, gpu_slice: int | None = None) -> Streams:
 @cache
 def _open_slice(index: int, num_sms: int) -> GpuSlice:
     device = torch.device("cuda", index)
-    torch.empty(1, device=device)  # makes the primary context, which a green one belongs to
-    found = GpuSlice(device, num_sms, open_driver(), cublas_library())
-    if found.sms != num_sms:
+    torch.empty(1, device=device)  # creates the primary context, which a green context needs
+    made = GpuSlice(device, num_sms, open_driver(), cublas_library())
+    if made.sms != num_sms:
         logger.warning(
             "the slice of the GPU has %d multiprocessors instead of %d: this GPU gives them in groups",
-            found.sms,
+            made.sms,
             num_sms,
         )
-    return found
+    return made

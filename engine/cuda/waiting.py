@@ -1,4 +1,4 @@
-"""Waiting for the GPU, which may never answer."""
+"""Waits for the GPU with a timeout."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ class Queried(Protocol):
     """A CUDA stream, or an event on one."""
 
     def query(self) -> bool:
-        """Whether all work on the stream, or before the event, has ended; raises what broke it."""
+        """Return True if all work on the stream, or before the event, has ended; raise the work's error."""
         ...
 
 
@@ -18,14 +18,14 @@ def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", time
     """Block until work on the GPU has ended.
 
     Args:
-        watch: for how long.
-        what: the work, for people.
-        timeout: in units of the watch's.
+        watch: The watchdog of the iteration.
+        what: Name of the work, for the error message.
+        timeout: Timeout in units of the watchdog's.
 
     Raises:
-        DeviceStalledError: nothing went on for too long. The GPU cannot be made to stop: whatever it reads
-            and writes must stay.
-        DeviceLostError: the GPU is lost to this process.
+        DeviceStalledError: The watchdog saw no progress for too long. The GPU cannot be stopped, so all
+            memory that it reads and writes must stay allocated.
+        DeviceLostError: The GPU is lost to this process.
     """
     try:
         has_ended = watch.wait_until(work.query, timeout)

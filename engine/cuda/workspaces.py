@@ -1,8 +1,9 @@
-"""cuBLAS's working memory: torch keeps a piece of it for each stream of each thread, and gives none back.
+"""cuBLAS workspaces: torch keeps one per stream and thread, and never frees them.
 
-A piece has 8 MiB, 32 MiB from compute capability 9.0 on. A captured graph goes on writing to the one that its
-stream had: were it given back while the graph lives, the graph would write to memory that others have now.
-So it is given back (`clear_workspaces`) only while there are no graphs; owners of graphs register themselves.
+A workspace has 8 MiB, and 32 MiB from compute capability 9.0 on. A captured graph keeps writing to the
+workspace of its stream. If the workspace were freed while the graph lives, the graph would overwrite memory
+with a new owner. So `clear_workspaces` frees memory only while no graphs exist; owners of graphs register
+themselves.
 """
 
 import threading
@@ -16,24 +17,24 @@ _keepers: WeakSet[object] = WeakSet()
 
 
 def keep_workspaces(keeper: object) -> None:
-    """Say that `keeper` has graphs: nothing is given back until it lets go, or is gone itself."""
+    """Keep all workspaces until `keeper`, which owns graphs, lets them go or is garbage-collected."""
     with _lock:
         _keepers.add(keeper)
 
 
 def let_workspaces_go(keeper: object) -> None:
-    """Say that `keeper` has no graphs any more."""
+    """Drop the claim of `keeper`, which owns no graphs any more."""
     with _lock:
         _keepers.discard(keeper)
 
 
 def clear_workspaces(device: torch.device) -> bool:
-    """Give all working memory back to torch's allocator, unless graphs refer to it.
+    """Return all workspaces to torch's allocator, unless graphs refer to them.
 
-    What runs next takes as much as it needs anew.
+    The next cuBLAS call allocates a new workspace.
 
     Returns:
-        Whether it was done; a torch without the function keeps it, which costs memory and nothing else.
+        True if the workspaces were freed. A torch without this function keeps them, which only costs memory.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:

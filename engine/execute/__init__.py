@@ -1,1 +1,1 @@
-"""Carries out plans: the layers of one or two sub-batches, with attention where the KV lies."""
+"""Execution of plans: the layers of one or two sub-batches, with attention next to the KV."""

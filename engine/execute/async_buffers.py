@@ -1,4 +1,4 @@
-"""What lasts from one turn of async decodes to the next (see `async_decodes`)."""
+"""Buffers of async decodes, which persist between async steps (see `async_decodes`)."""
 
 from collections.abc import Iterable
 
@@ -13,13 +13,12 @@ from neo_desktop.native.relay import empty_flags
 
 
 class AsyncBuffers:
-    """What async decodes leave for the next turn, and their hand-over to whoever attends.
+    """The state of async decodes between async steps, and their offload buffers.
 
     Args:
-        config: the model's.
-        dtype: likewise.
-        device: likewise.
-        tiers: where their KV may lie.
+        dtype: The model's type.
+        device: The model's device.
+        tiers: Tiers of their KV.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class AsyncBuffers:
         layers, heads, head_dim = config.num_layers, config.num_heads, config.head_dim
         slots = layers, MAX_ASYNC_DECODES
         qkv, out = (*slots, heads + 2 * config.num_kv_heads, head_dim), (2, *slots, heads, head_dim)
-        # By set and by the layer whose attention is next: the hidden states before it.
+        # [set, layer of the next attention, slot]: the hidden states before that attention.
         self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
         self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
         self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
@@ -38,13 +37,13 @@ class AsyncBuffers:
         rotations = layers * MAX_ASYNC_DECODES, 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
-        self.newest = 0  # which of the two sets the last turn has written
+        self.newest = 0  # index of the set that the last async step wrote
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
-        """What lies in host memory."""
+        """The tensors in host memory."""
         return self.qkv, self.out, *self.flags.values()
 
     def end_turn(self) -> None:
-        """Take in that a turn has ended well: what it wrote is what the next one reads."""
+        """Swap the two sets after a successful async step: the next step reads what this one wrote."""
         self.newest = 1 - self.newest

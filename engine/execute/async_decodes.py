@@ -1,19 +1,19 @@
-"""async decodes, of the CPU and of workers: one layer in each turn, and nothing waits for them.
+"""Async decodes of the CPU and of workers: they advance one layer per async step and block no other work.
 
-A turn is an iteration that takes them along. Their rows are among those of sub-batch 0, and are of others at
-each linear stage (see `IterationPlan`). Behind a stage the hidden states of those who have passed it are kept
-for the next turn, and q, k and v go to host memory: the CPU and each worker find the rows there whose KV they
-have. Then come those who stand at the next stage: their hidden states, as the last turn left them, and the
-output of their attention. Both happen beside the device's own attention, which has nothing to do with these
-rows.
+An async step is an iteration that advances async decodes (APEX: asynchronous overlap). Their rows belong to
+sub-batch 0, and hold different decodes at each linear stage (see `IterationPlan`). After a stage, the hidden
+states of the decodes that passed it are kept for the next async step. Their q, k and v go to host memory,
+where the CPU and each worker find the rows of their tier. Then the decodes at the next stage take over the
+rows: their hidden states from the last async step, and the output of their attention. Both exchanges run
+beside the device's own attention, which does not touch these rows.
 
     device      |linear 0,l|attention 0,l              |linear 0,l+1|..
     to-host                |q, k, v of stage l|
-    cpu, workers                              .. |attention of stage l| needed in the next turn
-    to-device              |those at stage l+1|
+    cpu, workers                              .. |attention of stage l| needed in the next async step
+    to-device              |rows of stage l+1|
 
-There are two sets of what is kept: a turn reads the one that the last turn wrote, and writes the other. So a
-turn that fails can be done again.
+There are two sets of buffers: an async step reads the set that the last one wrote, and writes the other. So
+the model runner can repeat a failed async step.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,12 @@ class AsyncDecodes:
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        rows: where they are, padding included.
-        memory: what the turn before has left, and what this one leaves.
-        stages: the model's.
-        state: the sub-batch's.
-        positions: [layers, rows] int32, on the device: of those that stand at each stage but the last.
-        index: of the sub-batch.
-        batches: what each tier attends to, all with the same slots.
-        old: which set is read.
+        rows: Rows in the sub-batch, padding included.
+        memory: The buffers that persist between async steps.
+        state: The sub-batch's state.
+        positions: [layers, rows] int32, on the device: token positions at each stage but the last.
+        batches: One batch per tier, all with the same slots.
+        old: Index of the set to read.
     """
 
     rows: slice
@@ -58,22 +56,20 @@ class AsyncDecodes:
         return self.positions.shape[1]
 
     def exchange(self, launcher: Launcher, layer: int, linear: Signal) -> tuple[Signal, Signal]:
-        """Let those who have passed a stage go, and those come who stand at the next one.
+        """Save the decodes that passed a stage, and load the decodes of the next stage.
 
         Args:
-            linear: the end of the stage.
+            linear: The end of the stage.
 
         Returns:
-            What the next stage waits for.
+            The signals that the next stage waits for.
         """
-        stage = Stage("staggered q, k, v", layer, self.index, self._count)
+        stage = Stage("async q, k, v", layer, self.index, self._count)
         sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
         for batch in self.batches:
             launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
-        stage = Stage("staggered o", layer, self.index, self._count)
+        stage = Stage("async o", layer, self.index, self._count)
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
-
-    # What the lanes run.
 
     def _send(self, layer: int) -> None:
         target = self.memory.qkv[layer, : self._count]
@@ -84,7 +80,7 @@ class AsyncDecodes:
         memory.waiting[1 - self.old, layer, :count].copy_(state.residual[rows])
         state.residual[rows].copy_(memory.waiting[self.old, layer, :count])
         state.attention[rows].copy_(memory.out[self.old, layer, :count], non_blocking=True)
-        if layer == 0:  # of all layers at once
+        if layer == 0:  # rotations for every layer at once
             positions = self.positions.flatten()
             self.stages.rotate(positions, memory.cos[: len(positions)], memory.sin[: len(positions)])
         if layer + 1 < len(self.positions):

@@ -1,4 +1,4 @@
-"""What runs programs: threads, where the model runs on the CPU, or a GPU's streams and graphs."""
+"""Backends that run programs: threads for a model on the CPU, or streams and graphs of a GPU."""
 
 import ctypes
 from collections import deque
@@ -19,80 +19,80 @@ from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
 from neo_desktop.engine.watchdog import Watchdog
 
-MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
+MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
 
-NEVER_FIXED = (Lane.STORE, Lane.SWAP)  # what they get depends on the plan
+NEVER_FIXED = (Lane.STORE, Lane.SWAP)  # lanes whose work depends on the plan
 
 
 class AnyProgram(Protocol):
-    """What backends know of a program."""
+    """The interface of a program for backends."""
 
     @property
     def key(self) -> object:
-        """What programs have in common whose fixed parts are the same."""
+        """Graph key: programs with equal keys have the same fixed parts."""
 
     def parts(self) -> Sequence[Part]:
-        """Return all stages, in order."""
+        """Return the parts in order."""
 
 
 class Backend(Protocol):
-    """Runs one program after the other. What waits raises DeviceStalledError and DeviceLostError."""
+    """A runner of programs, one at a time. Methods that wait raise DeviceStalledError and DeviceLostError."""
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Let this thread's work on the device come after the program that was started."""
+        """Order this thread's device work after the started program."""
         ...
 
     def begin(self, watch: Watchdog) -> None:
-        """Take what is to be waited with from now on."""
+        """Set the watchdog for all further waits."""
         ...
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
-        """Start to carry a program out, behind those that were started before.
+        """Start a program after all earlier ones.
 
         Args:
-            with_flags: whether relays do the CPU's part.
-            with_graphs: whether its fixed parts may become graphs.
+            with_flags: True if relays do the CPU's part.
+            with_graphs: True if its fixed parts may become graphs.
 
         Returns:
-            Whether it took longer than others of its key will: kernels were compiled, or graphs captured.
+            True if later programs of its key will be faster: kernels were compiled, or graphs captured.
         """
         ...
 
     def wait(self) -> None:
-        """Block until the first program has ended that nobody has waited for."""
+        """Block until the oldest program without a `wait` has ended."""
         ...
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
-        """Block until nothing is under way, of a program that was broken off or of others.
+        """Block until no program is in flight any more, aborted ones included.
 
-        After a stall the device is waited for once more: it may have been given what it waited for.
+        After a stall, wait for the device once more: its flags may have been raised meanwhile.
 
         Returns:
-            Why nothing can be done any more, if so.
+            The reason if the engine is lost; None: the backend can continue.
         """
         ...
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any are kept, or the last program tried to make one."""
+        """True if the backend keeps graphs, or tried to capture one for the last program."""
         ...
 
     def forget(self) -> None:
-        """Give all graphs up, and their memory."""
+        """Drop all graphs and free their memory."""
         ...
 
     def close(self) -> None:
-        """End all threads, also in the middle of an iteration."""
+        """End all threads, even during an iteration."""
         ...
 
 
 class ThreadBackend:
-    """Runs programs without a GPU.
+    """The backend without a GPU, on threads.
 
     Args:
-        timeline: records what lanes do.
-        lanes: for tests; None: the usual ones.
-        streams: of the model's device; None: there is nothing to be said of them.
+        timeline: Records the work of the lanes.
+        lanes: Lanes for tests; None: the default threads.
+        streams: Streams of the model's device; None: the device needs no context.
     """
 
     has_graphs = False
@@ -110,7 +110,7 @@ class ThreadBackend:
         self._lanes.begin(watch)
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
-        """See `Backend`; the device's part has ended when this returns."""
+        """Run a program; the device's part has ended when this returns."""
         for part in program.parts():
             part(self._lanes)
         return False
@@ -122,7 +122,7 @@ class ThreadBackend:
         return self._lanes.abandon(error)
 
     def forget(self) -> None:
-        """Do nothing: there are no graphs."""
+        """Do nothing: threads have no graphs."""
 
     def close(self) -> None:
         self._lanes.close()
@@ -136,25 +136,25 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Run:
-    """A program that was started."""
+    """A started program."""
 
     lanes: Lanes
-    ends: list[Signal]  # of the stages that were put on streams one by one, and of everything
-    spans: list[TimedEvents]  # of its graphs
+    ends: list[Signal]  # ends of the stages outside graphs, and the end of the program
+    spans: list[TimedEvents]  # timed events of its graphs
 
 
 class StreamBackend:
-    """Runs programs on a GPU.
+    """The backend for a GPU, on streams and graphs.
 
-    The first program of a kind is put on streams stage by stage, which compiles its kernels. From the second
-    one on its fixed parts are graphs: each is captured, launched, and launched again in later programs.
+    The first program of a key launches its stages one by one, which compiles their kernels. From the second
+    program on, the fixed parts are graphs: captured once, and launched again in later programs.
 
-    Graphs are given up all together. They share the working memory that cuBLAS has on their stream, and torch
-    (2.13) gives that back with the first of them that goes: the others would go on writing to it.
+    Graphs are dropped all together. They share the cuBLAS workspace of their stream, and torch (2.13) frees
+    it with the first dropped graph: the remaining graphs would write to freed memory.
 
     Args:
-        streams: where the lanes' own come from.
-        timeline: told when lanes were busy. Graphs are captured with events if it records all iterations.
+        streams: Source of the lanes' streams.
+        timeline: Records busy times of lanes. If it records all iterations, graphs include timing events.
     """
 
     def __init__(self, streams: Streams, timeline: Timeline | None) -> None:
@@ -169,10 +169,10 @@ class StreamBackend:
         }
         self._used = self._lanes[False]
         self._seen: set[object] = set()
-        self._has_failed = False  # to capture the last program
+        self._has_failed = False  # True if the capture of the last program failed
         self._graphs: dict[object, dict[int, _Graph]] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
-        self._runs: deque[_Run] = deque()  # that nobody has waited for
+        self._runs: deque[_Run] = deque()  # started programs without a `wait`
 
     @property
     def has_graphs(self) -> bool:
@@ -191,10 +191,10 @@ class StreamBackend:
             lanes.begin(watch)
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
-        """See `Backend`.
+        """Start a program, as graphs where possible.
 
         Raises:
-            torch.OutOfMemoryError: there is no room, be it for a graph.
+            torch.OutOfMemoryError: GPU memory is too small for the program or a graph.
         """
         self._used = self._lanes[with_flags]
         self._has_failed = False
@@ -234,8 +234,8 @@ class StreamBackend:
         return self._used.abandon(error)
 
     def forget(self) -> None:
-        for run in self._runs:  # torch gives a graph's memory to others at once
-            with suppress(RuntimeError):  # raised where the program is waited for
+        for run in self._runs:  # torch reuses a graph's memory at once
+            with suppress(RuntimeError):  # `wait` raises this error
                 run.ends[-1].wait()
         self._seen.clear()
         self._graphs.clear()
@@ -259,8 +259,8 @@ class StreamBackend:
                     part(self._used)
                     self._join()
                 except BaseException:
-                    with suppress(RuntimeError):  # what broke the capture is the error to tell
-                        self._join()  # a capture with streams of its own outside cannot end
+                    with suppress(RuntimeError):  # the original error matters more
+                        self._join()  # a capture cannot end before all its streams have joined
                     with suppress(RuntimeError):
                         self._end_capture(graph)
                     raise
@@ -269,7 +269,7 @@ class StreamBackend:
                     tape.number += 1
                 self._end_capture(graph)
             except BaseException:
-                self.forget()  # since this one goes
+                self.forget()  # since this graph is dropped
                 self._has_failed = True
                 raise
         keep_workspaces(self)
@@ -277,7 +277,7 @@ class StreamBackend:
 
     def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
-            # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+            # Other threads, of a server or a benchmark, may use CUDA during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except BaseException:
             self._end_allocation()
@@ -293,13 +293,13 @@ class StreamBackend:
             raise
 
     def _end_allocation(self) -> bool:
-        """Tell torch's allocator that a capture is over which the driver did not begin or end.
+        """End a capture in torch's allocator after the driver failed to begin or end it.
 
-        torch does so only after the driver. An allocator that waits for the end of a capture never frees
-        cached blocks to serve a request.
+        torch ends it only after the driver. An allocator in capture mode never frees cached blocks to serve a
+        request.
 
         Returns:
-            Whether the allocator did not know.
+            True if the allocator was still in capture mode.
         """
         index = self._device.device.index
         try:
@@ -310,30 +310,30 @@ class StreamBackend:
         return True
 
     def _fork(self) -> None:
-        """Let all streams wait for the device's: so a capture includes them."""
+        """Make all streams wait for the device's stream, which includes them in a capture."""
         begin = self._device.record_event()
         for lane, stream in self._streams.items():
             if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
                 stream.wait_event(begin)
 
     def _join(self) -> None:
-        """Let the device's stream wait for all others."""
+        """Make the device's stream wait for all others."""
         for lane, stream in self._streams.items():
             if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
                 self._device.wait_event(stream.record_event())
 
 
 def _keep_for_ever(graph: torch.cuda.CUDAGraph) -> None:
-    """Never free a graph whose capture did not begin or end, not even when the process ends.
+    """Leak a graph whose capture did not begin or end, even at process exit.
 
-    torch's allocator of pinned memory may still ask it. And where there was no memory for the state of its
-    random numbers, torch (2.11) aborts the process when it is freed.
+    torch's allocator of pinned memory may still query the graph. And if memory for its random-number state
+    was missing, torch (2.11) aborts the process when the graph is freed.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
 
 
 def open_backend(streams: Streams, timeline: Timeline | None = None) -> Backend:
-    """Return what runs programs on a device."""
+    """Return the backend for a device."""
     if streams.device.type == "cuda":
         return StreamBackend(streams, timeline)
     return ThreadBackend(timeline, streams=streams)

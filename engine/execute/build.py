@@ -1,4 +1,4 @@
-"""Puts an executor together for a model's device."""
+"""Construction of the model runner for a model's device."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
 
-CHECK_TIMEOUT_S = 10.0  # with a program of two flags, which takes microseconds
+CHECK_TIMEOUT_S = 10.0  # for a program of two flags, which takes microseconds
 
 
 def build_executor(
@@ -40,13 +40,13 @@ def build_executor(
     streams: Streams,
     group: Group | None = None,
 ) -> ModelRunner:
-    """Return what carries out plans on the model's device; a GPU's kernels are compiled now.
+    """Build the model runner, and compile a GPU's kernels.
 
     Args:
-        max_tokens: in an iteration.
-        max_requests: likewise.
-        streams: what the work on the model's device runs on.
-        group: of the ranks among which the model is divided; None: it is whole.
+        max_tokens: Most tokens of an iteration.
+        max_requests: Most requests of an iteration.
+        streams: Streams for work on the model's device.
+        group: The tensor-parallel group; None: the model is not divided.
     """
     most_blocks = max((storage[tier].num_blocks for tier in storage.tiers), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
@@ -62,7 +62,7 @@ def build_executor(
                 check_flags(backend, flags[:, 0])
         except StreamMemoryError as error:
             fallbacks.limit("graphs", "device-only", str(error))
-    assert streams.sms is not None  # it is a GPU
+    assert streams.sms is not None  # the device is a GPU
     with streams.on_device():
         q = torch.empty(
             1, model.config.num_heads, model.config.head_dim, dtype=model.dtype, device=model.device
@@ -78,10 +78,10 @@ def build_executor(
         timeline=timeline,
     )
     if fallbacks.level("graphs") != "eager" and not executor.fits_graphs:
-        fallbacks.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
+        fallbacks.limit("graphs", "eager", "graphs need pinned host memory, and some of it is pageable")
     executor.warm_up()
-    # Iterations often run on another thread, which has its own working memory for cuBLAS. Graphs captured
-    # here would keep this thread's for ever, so they are captured anew there.
+    # Iterations often run on another thread, which has its own cuBLAS workspace. Graphs captured here would
+    # keep this thread's workspace allocated for ever, so the other thread captures its own graphs.
     backend.forget()
     clear_workspaces(model.device)
     return executor
@@ -102,17 +102,16 @@ def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
 
 
 def check_flags(backend: Backend, flags: Tensor) -> None:
-    """Try whether a program can raise a flag and wait for it, at once and as a graph.
+    """Test that a program can raise a flag and wait for it, both launched and as a graph.
 
     Args:
-        backend: forgets its programs.
-        flags: [1 or 2, ints] int32 in pinned host memory: what is raised, and what is waited for.
+        backend: Drops its programs afterwards.
+        flags: [1 or 2, ints] int32 in pinned host memory; the program raises and awaits the first flag.
 
     Raises:
-        StreamMemoryError: the driver refuses, or the flag does not arrive.
-        DeviceLostError: the GPU does not come back from it.
+        StreamMemoryError: The driver refuses, or the flag does not arrive.
+        DeviceLostError: The GPU does not return from the wait.
     """
-    # What is raised is what is waited for.
     program = RoundTrips(flags[:1].expand(2, -1).unsqueeze(1)).program("check flags")
     try:
         backend.begin(Watchdog(CHECK_TIMEOUT_S))
@@ -122,15 +121,15 @@ def check_flags(backend: Backend, flags: Tensor) -> None:
                 backend.start(program, with_flags=True, with_graphs=True)
             backend.wait()
             if flags[0, 0].item() != 1:
-                raise StreamMemoryError(f"a word that was to be written to host memory {way} did not arrive")
+                raise StreamMemoryError(f"a stream's write to host memory {way} did not arrive")
     except DeviceStalledError as error:
-        flags.fill_(1)  # which is all that the GPU may be waiting for
+        flags.fill_(1)  # releases the GPU if it still waits for the flag
         raise backend.abandon(error) or StreamMemoryError(
             f"a stream that waits for a word in host memory waits for ever: {error}"
         ) from error
     except (StreamMemoryError, EngineLostError):
         raise
-    except RuntimeError as error:  # torch's, of the capture
+    except RuntimeError as error:  # raised by torch during the capture
         if is_device_lost(error):
             raise
         raise StreamMemoryError(str(error)) from error

@@ -1,4 +1,4 @@
-"""From a plan to a program: rows are laid out, inputs filled in, and what the CPU does is written down."""
+"""Construction of a program from a plan: row layout, inputs, and the CPU's work."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,13 +45,12 @@ NO_BLOCKS = IntArray().view()
 
 
 class ProgramBuilder:
-    """Makes programs.
+    """The builder of programs.
 
     Args:
-        stages: the model's.
-        storage: holds the KV.
-        workspace: what programs work in.
-        decodes: of a tier in a sub-batch, that memory is kept for.
+        storage: The KV pools.
+        workspace: Working memory of programs.
+        decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
     """
 
     def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace, decodes: int) -> None:
@@ -64,28 +63,27 @@ class ProgramBuilder:
         self._transfers = TransferMemory(
             config.num_layers, self._row_shape, self._model.dtype, self._model.device
         )
-        # What swapped KV has; None: there is none.
+        # The pool of streamed KV; None: no tier is streamed.
         self._streamed = streamed_pool(storage)
         self._swaps: PrefetchBuffers | None = None
         if self._streamed is not None:
             self._swaps = PrefetchBuffers(self._streamed, decodes, self._model.dtype, self._model.device)
         on_host = () if self._swaps is None else self._swaps.on_host
-        # Whether graphs can use what it copies from and to in host memory; see `Workspace`.
+        # True if graphs can use the builder's host buffers; see `Workspace`.
         self.fits_graphs = suits_graphs(on_host, self._model.device)
 
     def build(
         self, plan: IterationPlan, rows_of_tokens: Mapping[str, int] = NOWHERE, *, for_graphs: bool
     ) -> Program:
-        """Return a plan's program, whose inputs are filled in.
+        """Return a plan's program with its inputs filled in.
 
         Args:
-            rows_of_tokens: where in `Workspace.latest` the tokens are that the plan does not know.
-            for_graphs: whether its parts shall be graphs, if its memory allows it: sizes are rounded up.
+            rows_of_tokens: request ID -> row in `Workspace.latest`, for tokens that the plan does not know.
+            for_graphs: Round sizes up, so that the parts can be graphs if the memory allows it.
 
         Raises:
-            ValueError: a chunk is in a tier that the storage has not, or async decodes are not what they
-                have to be.
-            KeyError: a token that the plan does not know is nowhere.
+            ValueError: A chunk is in a tier without a pool, or the plan's async decodes are invalid.
+            KeyError: The row of an unknown token is missing.
         """
         tiers = self._storage.tiers
         self._check_async(plan)
@@ -116,32 +114,31 @@ class ProgramBuilder:
                     asked.append(Asked(sequence, first_row, count))
                     first_row += count
         if not self._stages.has_head:
-            asked = []  # the rank that has the head chooses tokens
+            asked = []  # the rank with the output head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         return Program(
             self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream
         )
 
     def padding(self, graph_key: GraphKey) -> Program:
-        """Return a program of these sizes in which nobody takes part."""
+        """Return a program of padding only, to warm up kernels."""
         memory = self._workspace.memory(graph_key)
-        nobody = BatchMembers(((),) * len(self._storage.tiers), ())
-        passes = [self._pass(part, nobody, ()) for part in memory.parts]
+        no_members = BatchMembers(((),) * len(self._storage.tiers), ())
+        passes = [self._pass(part, no_members, ()) for part in memory.parts]
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
     def _prefetch_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
     ) -> PrefetchStream | None:
-        """Return what brings swapped KV to the device; None: nobody attends to any.
+        """Return the prefetch of streamed KV to the device; None: no sequence attends to streamed KV.
 
         Args:
-            plan: of the iteration.
-            blocks: that are attended to.
-            graph: what it works in, if it is a graph; None: it is launched.
+            blocks: The blocks to prefetch.
+            graph: Memory of the iteration's graph; None: the iteration is launched stage by stage.
         """
         swaps, pool = self._swaps, self._streamed
-        if swaps is None or pool is None or not any(each.tier.is_streamed for each in plan.sequences):
+        if swaps is None or pool is None or not any(s.tier.is_streamed for s in plan.sequences):
             return None
         if graph is None:
             return swaps.stream(pool.runs_of(blocks))
@@ -206,17 +203,17 @@ class ProgramBuilder:
     def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
         """Return the async decodes of sub-batch 0."""
         kept, rows, async_groups = self._workspace.async_decodes, memory.rows, members.async_decodes[:-1]
-        assert kept is not None  # since it was checked
+        assert kept is not None  # the async decodes were checked
         count, old, shape = rows.async_decodes, kept.newest, (len(async_groups), len(async_groups[0]))
-        everybody = [sequence for group in async_groups for sequence in group]
-        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
-        lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
+        sequences = [sequence for group in async_groups for sequence in group]
+        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in sequences])
+        lens = torch.tensor([0 if s is None else s.context_len for s in sequences], dtype=torch.int32)
         batches = []
-        # All tiers, since graphs that are the same raise the same flags. An empty CPU-cache stays so.
+        # Every tier gets a batch, since equal graphs raise the same flags. An empty CPU-cache stays empty.
         for tier, flags in kept.flags.items():
             if tier.cpu_attends and not self._storage[tier].num_blocks:
                 continue
-            is_here = torch.tensor([s is not None and s.tier == tier for s in everybody])
+            is_here = torch.tensor([s is not None and s.tier == tier for s in sequences])
             batches.append(
                 HostBatch(
                     tier,
@@ -246,12 +243,13 @@ class ProgramBuilder:
         for sequence in plan.async_sequences:
             if not sequence.is_decode or sequence.tier not in attended:
                 raise ValueError(
-                    f"{sequence.request_id} is staggered, but no decode that the CPU or a worker attends for"
+                    f"{sequence.request_id} is in the async decodes, but is no decode with attention on the "
+                    "CPU or a worker"
                 )
 
     def _new_rows(self, memory: Memory, tier: int, members: BatchMembers) -> NewRows:
-        """Return what the new rows of a sub-batch's swapped decodes go through."""
-        assert self._swaps is not None  # since there is such a tier
+        """Return the buffer for new rows of a sub-batch's streamed decodes."""
+        assert self._swaps is not None  # the tier is streamed
         slots = [decode_slot(sequence, self._storage.block_size) for sequence in members.decodes[tier]]
         return self._swaps.rows_of(memory.index, slots, memory.rows.decodes[tier])
 
@@ -269,7 +267,7 @@ class ProgramBuilder:
         return prompts_of(members.prompts, memory.rows.first_prompt, self._storage, make)
 
     def _store(self, memory: Memory, layer: int) -> Store | None:
-        """Where k and v go with the rotation; there is one such tier at most."""
+        """Return the target of rows that the rotation kernel stores; at most one tier has it."""
         for tier in self._storage.tiers:
             pool = self._storage[tier]
             if pool.fused_kv_append:
@@ -277,7 +275,7 @@ class ProgramBuilder:
         return None
 
     def _fill(self, memory: Memory, members: BatchMembers) -> None:
-        """Say what the iteration is about, and that the other rows are padding."""
+        """Fill in the iteration's inputs, and mark all other rows as padding."""
         staged, rows = memory.staged, memory.rows
         token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
         context_lens, block_tables = staged.context_lens.numpy(), staged.block_tables.numpy()
@@ -318,7 +316,7 @@ class ProgramBuilder:
             row = end
 
     def _find_tokens(self, memory: Memory, members: BatchMembers, rows_of_tokens: Mapping[str, int]) -> None:
-        """Say where each row's token is: among the inputs, or among those that the last iteration chose."""
+        """Fill in the source of every row's token: the inputs, or the last iteration's output."""
         sources = memory.staged.sources.numpy()
         sources[:] = np.arange(memory.first_source, memory.first_source + len(sources))
         for sequence, row in members.placed(memory.rows) if rows_of_tokens else ():
@@ -327,17 +325,17 @@ class ProgramBuilder:
 
 
 def decode_slot(sequence: ScheduledSequence, block_size: int) -> int:
-    """Return where the KV of a decode's token is stored."""
+    """Return the slot for the KV of a decode's token."""
     return int(sequence.block_table[sequence.start // block_size]) * block_size + sequence.start % block_size
 
 
 def num_last_rows(sequence: ScheduledSequence) -> int:
-    """Return for how many of a sequence's tokens the hidden states after all layers are needed."""
+    """Return the number of a sequence's tokens that need a hidden state after the last layer."""
     return sequence.num_pooled or int(sequence.sampling is not None)
 
 
 def padded_block_tables(tables: Sequence[IntView]) -> NDArray[np.int32]:
-    """Return block tables as one, [sequences, blocks of the longest]."""
+    """Combine block tables into one array, [sequences, blocks of the longest]."""
     padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -1,4 +1,4 @@
-"""How long copies to the window take, and how long the device waits for them: without a synchronisation."""
+"""Times of copies to the prefetch buffer, and of the device's waits for them, without synchronisation."""
 
 import time
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, timed_event
 
 
 class Mark(Protocol):
-    """A moment: of a stream, where there is a GPU, else of the thread that records it."""
+    """A timestamp on a GPU's stream; without a GPU, on the recording thread."""
 
     def record(self) -> None:
-        """It is now."""
+        """Record the current time."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds until another one; negative if that was before."""
+        """Return the milliseconds until `end`; negative if `end` is earlier."""
 
 
 class _Moment:
@@ -32,35 +32,35 @@ class _Moment:
 
 
 class CopyTimes:
-    """Marks around the copies of layers: kept for all iterations, since graphs record them, too.
+    """Marks around the copies of layers, kept for all iterations because graphs record them.
 
     Args:
-        layers: whose KV is copied.
-        device: there.
+        layers: Layers with streamed KV.
+        device: Target of the copies.
     """
 
     def __init__(self, layers: Iterable[int], device: torch.device) -> None:
         def mark() -> Mark:
             return timed_event(in_graph=True) if device.type == "cuda" else _Moment()
 
-        # By layer: its copy begins and ends, and the device has nothing left to do but what needs it.
+        # layer -> start of its copy, end of its copy, and start of the device's wait for the copy.
         self._marks = {layer: (mark(), mark(), mark()) for layer in layers}
 
     def around(self, layer: int, copy: Work) -> None:
-        """Carry out a copy."""
+        """Carry out and time a copy."""
         begins, ends, _ = self._marks[layer]
         begins.record()
         copy()
         ends.record()
 
     def wanted(self, launcher: Launcher, layer: int) -> None:
-        """Note that the device comes to wait for a layer."""
+        """Mark the point where the device starts to wait for a layer's copy."""
         launcher.run(
             Lane.DEVICE, Stage("wait for a copy", layer, NO_SUB_BATCH, 0), self._marks[layer][2].record
         )
 
     def read(self) -> tuple[float, float]:
-        """Return the ms that the copies of an iteration took that has ended, and the waits for them."""
+        """Return the ms of the last finished iteration's copies, and of the waits for them."""
         copies_ms = waits_ms = 0.0
         for begins, ends, wanted in self._marks.values():
             copies_ms += begins.elapsed_time(ends)

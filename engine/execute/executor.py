@@ -1,4 +1,4 @@
-"""What the engine asks of whatever carries out its plans."""
+"""The interface between the engine and the executor of its plans."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,43 +9,43 @@ Wait = Callable[[], IterationResult]
 
 
 class Executor(ABC):
-    """Turns plans into results, one after the other; tests put a fake one here."""
+    """An executor of plans, one after the other; tests use a fake."""
 
     @abstractmethod
     def start(self, plan: IterationPlan) -> Wait:
-        """Start an iteration, and return what waits for its result; called once.
+        """Start an iteration, and return a function that waits for its result; call it once.
 
-        A device beside the caller computes meanwhile. Where there is none, waiting is what computes. The
-        result is waited for before the next iteration starts, unless the executor `runs_ahead`.
+        A GPU computes meanwhile; without a GPU, the wait itself computes. The caller waits for the result
+        before it starts the next iteration, unless the executor `runs_ahead`.
 
-        When this or the waiting raises, nothing of the iteration is still under way, and the next one can be
-        started.
+        If this method or the wait raises, no part of the iteration is still in flight, and the next iteration
+        can start.
 
         Raises:
-            DeviceMemoryError: the device has too little memory for this plan now; so does waiting.
-            RuntimeError: the executor is closed, before or meanwhile; so does waiting.
+            DeviceMemoryError: The device has too little memory for this plan now; the wait may also raise it.
+            RuntimeError: The executor is closed or gets closed; the wait may also raise it.
         """
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether an iteration can be started now while one is under way, if both stay on the device.
+        """True if an iteration can start while another one is in flight, if both stay on the device.
 
-        Tokens of the one under way are `UNKNOWN_TOKEN` in the plan of the next.
+        Tokens of the iteration in flight are `UNKNOWN_TOKEN` in the next plan.
         """
         return False
 
-    def watch(self, alarm: Callable[[], object]) -> None:  # noqa: B027  most have nothing to watch
-        """Have something called, by any thread, once there is a `loss` though nothing is under way."""
+    def watch(self, alarm: Callable[[], object]) -> None:  # noqa: B027  most executors have nothing to watch
+        """Register a callback for a `loss` between iterations; any thread may call it."""
 
     @property
     def loss(self) -> Exception | None:
-        """Why nothing can be executed any more, as far as that is known without trying."""
+        """The error that prevents all further execution, if it is known without trying."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs in the background; nothing can be executed afterwards. May be called again."""
+        """End all background work for good. May be called again."""
 
     def execute(self, plan: IterationPlan) -> IterationResult:
-        """Carry out one iteration, for those who have nothing else to do meanwhile."""
+        """Start one iteration and wait for its result."""
         return self.start(plan)()

@@ -1,9 +1,9 @@
-"""The CPU's part in an iteration: attention over KV in host memory, products with weights there, and rows of
-KV in and out of pages.
+"""The CPU's part in an iteration: attention over KV in host memory, matmuls with weights in host memory, and
+copies of KV rows to and from pages.
 
-Where there is a GPU, relays carry it out: native threads that are told by flags, so that neither Python nor a
-thread that launches work stands between the GPU and the CPU. What a worker does is told by flags, too, to a
-thread that talks to it (`worker_relay`).
+With a GPU, relays do this work: native threads that wait for flags, so that neither Python nor the launching
+thread stands between the GPU and the CPU. Flags also start a worker's part, through the thread that talks to
+the worker (`worker_relay`).
 """
 
 import logging
@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HostBatch(HostWork):
-    """Decodes of one tier in one sub-batch, that the CPU or a worker attends for.
+    """Decodes of one tier in one sub-batch with attention on the CPU or a worker.
 
-    Of async ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
-    layers before the others; a context length of 0 is a slot that is empty, or of another tier.
+    Async decodes are at different layers, so all their tensors but the flags have a leading dimension of
+    layers. A context length of 0 marks a slot that is empty or belongs to another tier.
     """
 
     tier: KVTier
     pool: KVPool
     config: ModelConfig
-    index: int  # of the sub-batch
-    offload_buffers: OffloadBuffers  # with room for padding
+    index: int  # index of the sub-batch
+    offload_buffers: OffloadBuffers  # padding included
     block_tables: Tensor  # [decodes, max_blocks] int32
     context_lens: Tensor  # [decodes] int32
-    busy_ns: int = 0  # how long the CPU attended, in all layers
+    busy_ns: int = 0  # CPU attention time, summed over layers
 
     @property
     def arguments(self) -> RelayBatch:
-        """What relays are told."""
+        """Description of the work for relays."""
         config, count = self.config, self.context_lens.shape[-1]
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
         qkv = self.offload_buffers.qkv[..., :count, :, :]
@@ -68,12 +68,12 @@ class HostBatch(HostWork):
 
     @property
     def is_async(self) -> bool:
-        """Whether each of its decodes is in a layer of its own."""
+        """True if the decodes are async decodes."""
         return self.context_lens.dim() > 1
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the wait for its output is somebody's work: at their own pace it is the network's."""
+        """True if waiting for this batch counts as attention time; async decodes of workers do not."""
         return self.pool.worker is None or not self.is_async
 
     @property
@@ -82,18 +82,17 @@ class HostBatch(HostWork):
 
     @property
     def lane(self) -> str:
-        """See `HostWork`: the CPU, or a lane of each worker."""
+        """The CPU's lane, or the worker's own lane."""
         return self.pool.worker or Lane.CPU
 
     def stage(self, layer: int) -> Stage:
-        """See `HostWork`; so much for each layer."""
-        name = "staggered CPU attention" if self.is_async else "CPU attention"
+        name = "async CPU attention" if self.is_async else "CPU attention"
         if self.pool.worker is not None:
-            name = "staggered worker's attention" if self.is_async else "worker's attention"
+            name = "async worker's attention" if self.is_async else "worker's attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
     def step(self, layer: int) -> HostStep:
-        """See `HostWork`; a worker is asked, and answers later."""
+        """Return the step of a layer; a worker's step sends the request first and takes the answer later."""
         step, there = super().step(layer), self.pool.layer(layer)
         if not isinstance(there, RemoteLayer):
             return step
@@ -104,7 +103,7 @@ class HostBatch(HostWork):
         return replace(step, ask=partial(there.ask, *tensors))
 
     def carry_out(self, layer: int) -> None:
-        """Attend, or take the answer of a worker that was asked."""
+        """Attend, or receive a worker's answer."""
         batch, config, there = self.arguments, self.config, self.pool.layer(layer)
         if isinstance(there, RemoteLayer):
             if self.is_async:
@@ -114,7 +113,7 @@ class HostBatch(HostWork):
             return
         tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
         q, k, v, block_tables, context_lens, out = (
-            (each[layer] for each in tensors) if self.is_async else tensors
+            (tensor[layer] for tensor in tensors) if self.is_async else tensors
         )
         there.decode(
             q,
@@ -129,16 +128,16 @@ class HostBatch(HostWork):
         )
 
     def _slots(self, layer: int) -> Tensor:
-        """Return the slots of async decodes that stand in a layer."""
+        """Return the slots of async decodes at a layer."""
         return self.context_lens[layer].nonzero().flatten()
 
     def _ask_async(self, there: RemoteLayer, layer: int) -> None:
-        """Send a worker the rows of its own decodes alone; nothing if there are none."""
+        """Send a worker the rows of its own decodes, if any."""
         slots = self._slots(layer)
         if len(slots):
             batch = self.arguments
             tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
-            there.ask(*(each[layer].index_select(0, slots) for each in tensors))
+            there.ask(*(tensor[layer].index_select(0, slots) for tensor in tensors))
 
     def _take_async(self, there: RemoteLayer, layer: int) -> None:
         slots, out = self._slots(layer), self.arguments.out[layer]
@@ -149,17 +148,16 @@ class HostBatch(HostWork):
 
 
 class Relays:
-    """Threads for the part of the CPU and of workers in iterations: native ones, and one for each worker.
+    """Threads for the part of the CPU and of workers in iterations: native relays, and a thread per worker.
 
     Args:
-        config: the model's.
-        storage: holds the KV.
+        storage: The KV pools.
     """
 
     def __init__(self, config: ModelConfig, storage: KVStorage) -> None:
         self._transfers: dict[KVPool, Relay] = {}
         self._workers: dict[str, WorkerRelay] = {}
-        computing: Relay | None = None  # that attends and multiplies
+        computing: Relay | None = None  # relay for attention and matmuls
         for tier in storage.tiers:
             pool = storage[tier]
             if pool.worker is not None:
@@ -180,7 +178,7 @@ class Relays:
             )
             self._transfers[pool], computing = make(), make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
-        self._copying: Relay | None = None  # that copies weights to pinned memory, once there are any
+        self._copying: Relay | None = None  # copies weights to pinned memory, created on first use
         self._under_way: list[_UnderWay] = []
 
     def start(
@@ -189,19 +187,19 @@ class Relays:
         transfers: Sequence[HostTransfer],
         watch: Watchdog,
     ) -> None:
-        """Begin an iteration; to be called before the device begins.
+        """Begin an iteration, before the device begins.
 
         Args:
-            computed: what the CPU and workers attend for, and the CPU multiplies or stages, in the order in
-                which the device has it in each turn.
-            transfers: in the order in which the device has them in each layer.
-            watch: takes in what goes on.
+            computed: Attention of the CPU and workers, and the CPU's matmuls and weight copies, in the
+                device's order within a turn.
+            transfers: Transfers in the device's order within a layer.
+            watch: Watchdog that follows the flags.
         """
         self._under_way = []
-        of_lanes: dict[str, list[HostWork]] = {}
+        works_by_lane: dict[str, list[HostWork]] = {}
         for each in computed:
-            of_lanes.setdefault(each.lane, []).append(each)
-        for lane, works in of_lanes.items():
+            works_by_lane.setdefault(each.lane, []).append(each)
+        for lane, works in works_by_lane.items():
             if lane in self._workers:
                 self._workers[lane].start(works, watch)
                 self._under_way.append(_UnderWay(self._workers[lane], lane, works))
@@ -209,10 +207,10 @@ class Relays:
             relay = self._computing if lane == Lane.CPU else self._copying_relay(works)
             self._begin(_UnderWay(relay, lane, works), relay, [x.arguments for x in works], watch)
         for pool, swap in self._transfers.items():
-            of_pool = [each for each in transfers if each.pool is pool]
-            if of_pool:
-                begun = _UnderWay(swap, Lane.HOST_SWAP, of_pool)
-                self._begin(begun, swap, [x.transfer for x in of_pool], watch)
+            pool_transfers = [each for each in transfers if each.pool is pool]
+            if pool_transfers:
+                begun = _UnderWay(swap, Lane.HOST_SWAP, pool_transfers)
+                self._begin(begun, swap, [x.transfer for x in pool_transfers], watch)
         flags = [each.flags for each in computed]
         flags += [each.transfer.flags for each in transfers]
         if flags:
@@ -228,34 +226,34 @@ class Relays:
         self._under_way.append(begun)
 
     def finish(self, timeline: Timeline | None) -> None:
-        """Wait until all that was handed over is done; what was computed takes in how long that took.
+        """Wait for all work of the iteration, and add its times to `busy_ns` and the timeline.
 
         Raises:
-            RelayStalledError: a relay was given up.
-            WorkerLostError: a worker does not answer.
-            RuntimeError: a relay was cancelled, or a step failed.
+            RelayStalledError: A relay timed out.
+            WorkerLostError: A worker does not answer.
+            RuntimeError: A relay was cancelled, or a step failed.
         """
         launcher = timeline if timeline is not None and timeline.is_recording else None
         for relay, lane, works in self._under_way:
             for step in relay.finish():
                 each = works[step.item]
-                if isinstance(each, HostWork) and isinstance(relay, Relay):  # others count themselves
+                if isinstance(each, HostWork) and isinstance(relay, Relay):  # workers count their own
                     each.busy_ns += step.end_ns - step.start_ns
                 if launcher is not None:
                     launcher.add(lane, each.stage(step.layer), step.start_ns, step.end_ns)
         self._under_way = []
 
     def break_off(self) -> RelayStalledError | None:
-        """End an iteration early; return why a step may still be under way, and store KV, if so."""
+        """Abort an iteration; return the error if a stalled step may still run and store KV."""
         stalled: RelayStalledError | None = None
-        self.cancel()  # they may wait for what no longer comes, and the device for them
+        self.cancel()  # relays may wait for flags that nothing raises any more, and the device for relays
         for begun in self._under_way:
             try:
                 begun.relay.finish()
             except RelayStalledError as error:
                 stalled = stalled or error
             except Exception:
-                logger.debug("a relay's step failed, too", exc_info=True)
+                logger.debug("a relay's step failed as well", exc_info=True)
         self._under_way = []
         return stalled
 
@@ -265,18 +263,18 @@ class Relays:
         return [self._computing, *copying, *self._transfers.values(), *self._workers.values()]
 
     def cancel(self) -> None:
-        """Let nobody wait for the CPU or a worker any more."""
+        """Cancel all waits for the CPU and workers."""
         for relay in self._all:
             relay.cancel()
 
     def close(self) -> bool:
-        """End the threads; return whether they have ended."""
+        """End the threads; return True if all have ended."""
         has_ended = [relay.close() for relay in self._all]
         return all(has_ended)
 
 
 class _UnderWay(NamedTuple):
-    """What a relay does in an iteration."""
+    """A relay's work in an iteration."""
 
     relay: Relay | WorkerRelay
     lane: str
@@ -284,5 +282,5 @@ class _UnderWay(NamedTuple):
 
 
 def _num_raised(flags: Sequence[Tensor]) -> int:
-    """Return how many flags have been raised, by the GPU and by the CPU."""
+    """Return the number of flags raised by the GPU and the CPU."""
     return sum(int(each.sum()) for each in flags)

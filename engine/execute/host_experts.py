@@ -1,4 +1,4 @@
-"""The CPU's part in mixtures of experts: what those make that lie in host memory and are not streamed."""
+"""The CPU's part in MoE layers: experts in host memory that are not streamed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from neo_desktop.native.relay import RelayExperts
 
 
 class ExpertRoom:
-    """Host memory through which a sub-batch and the CPU give each other rows and what experts make of them.
+    """Host buffers between a sub-batch and the CPU's experts: inputs, routing and outputs.
 
     Args:
-        rows: of a sub-batch.
-        decoder: of a model with experts.
-        flags: of the sub-batch.
+        rows: Number of rows of a sub-batch.
+        decoder: The decoder of a model with experts.
+        flags: The sub-batch's flags.
     """
 
     def __init__(self, rows: int, decoder: Decoder, flags: Tensor) -> None:
@@ -42,20 +42,20 @@ class ExpertRoom:
 
     @property
     def on_host(self) -> Iterator[Tensor]:
-        """What a graph copies from and to."""
+        """The tensors that graphs copy from and to."""
         yield from (self.x, self.out, self.ids, self.weights, self.flags)
 
 
 @dataclass
 class HostExperts(HostWork):
-    """The CPU's experts in each turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
+    """The CPU's experts in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
 
-    index: int  # of the sub-batch
+    index: int  # index of the sub-batch
     rows: int
-    moe_layers: Mapping[int, MoE]  # by turn
+    moe_layers: Mapping[int, MoE]  # turn -> MoE layer
     num_turns: int
     room: ExpertRoom
-    busy_ns: int = 0  # how long the CPU computed, in all turns
+    busy_ns: int = 0  # CPU time, summed over turns
 
     @property
     def flags(self) -> Tensor:
@@ -63,7 +63,7 @@ class HostExperts(HostWork):
 
     @property
     def arguments(self) -> RelayExperts:
-        """What relays are told."""
+        """Description of the work for relays."""
         room, rows = self.room, self.rows
         scratch = room.scratch.first(rows)
         moe_layers = [self.moe_layers.get(turn) for turn in range(self.num_turns)]
@@ -82,11 +82,10 @@ class HostExperts(HostWork):
         )
 
     def stage(self, turn: int) -> Stage:
-        """See `HostWork`; so much for each turn."""
         return Stage("experts on the CPU", turn, self.index, self.rows)
 
     def carry_out(self, turn: int) -> None:
-        """Compute what the CPU's experts make."""
+        """Compute the output of the CPU's experts."""
         room, rows = self.room, slice(self.rows)
         scratch = room.scratch.first(self.rows)
         self.moe_layers[turn].multiply_on_host(
@@ -94,11 +93,11 @@ class HostExperts(HostWork):
         )
 
     def what(self, turn: int) -> Stage:
-        """Return what goes there and back in a turn, for people."""
+        """Return the stage for the transfers of a turn."""
         return Stage("experts", turn, self.index, self.rows)
 
     def take(self, x: Tensor, choice: Choice) -> None:
-        """Bring rows `[rows, hidden]` and their choice to host memory."""
+        """Copy rows `[rows, hidden]` and their routing to host memory."""
         room, rows = self.room, slice(self.rows)
         room.x[rows].copy_(x, non_blocking=True)
         room.ids[rows].copy_(choice.host_ids, non_blocking=True)
@@ -106,5 +105,5 @@ class HostExperts(HostWork):
 
     @property
     def out(self) -> Tensor:
-        """What the CPU's experts make, [rows, hidden]."""
+        """Output of the CPU's experts, [rows, hidden]."""
         return self.room.out[: self.rows]

@@ -1,4 +1,4 @@
-"""What the CPU does in each layer of an iteration, or in each turn between the attention of two layers."""
+"""The CPU's work per layer of an iteration, or per turn between the attention of two layers."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,35 +12,35 @@ from neo_desktop.native.relay import RelayItem
 
 
 class HostWork(ABC):
-    """Work of a sub-batch: done by a thread step by step, or by a relay, which is told of all at once."""
+    """The CPU's work for a sub-batch: step by step on a thread, or as a whole on a relay."""
 
-    busy_ns: int  # how long the CPU has worked, in all layers
+    busy_ns: int  # CPU time, summed over layers
 
     @property
     def lane(self) -> str:
-        """What carries it out."""
+        """The lane that carries it out."""
         return Lane.CPU
 
     @property
     @abstractmethod
     def flags(self) -> Tensor:
-        """See `native.relay.empty_flags`."""
+        """Flags from `native.relay.empty_flags`."""
 
     @property
     @abstractmethod
     def arguments(self) -> RelayItem:
-        """What relays are told."""
+        """Description of the work for relays."""
 
     @abstractmethod
     def stage(self, layer: int) -> Stage:
-        """Return what is to be done in a layer, or in a turn, for people."""
+        """Return the stage of a layer or turn, for timelines and messages."""
 
     @abstractmethod
     def carry_out(self, layer: int) -> None:
-        """Do it."""
+        """Do the work of a layer or turn."""
 
     def step(self, layer: int) -> HostStep:
-        """Return what is to be done in a layer, or in a turn."""
+        """Return the step of a layer or turn."""
         return HostStep(partial(self._timed, layer), self.flags[:, layer])
 
     def _timed(self, layer: int) -> None:

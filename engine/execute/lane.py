@@ -1,4 +1,4 @@
-"""What an iteration is put on: lanes, which carry out work in order, each beside the others."""
+"""Lanes: queues that carry out an iteration's work in order, and in parallel to each other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ Work = Callable[[], object]
 
 
 class Lane(StrEnum):
-    """The lanes of an iteration. The drawing in `program` shows how they overlap."""
+    """The lanes of an iteration. The drawing in `program` shows their overlap."""
 
-    DEVICE = "device"  # the model's: linear stages, and attention next to the device's KV
-    TO_HOST = "to-host"  # q, k and v of decodes that the CPU attends for
-    CPU = "cpu"  # their attention, and its rows of offloaded matrices
-    TO_DEVICE = "to-device"  # its output
-    STORE = "store"  # prompts' KV that leaves for host memory: the device's part
-    SWAP = "swap"  # likewise of KV that comes from there, and of blocks that move
-    WEIGHTS = "weights"  # rows of matrices that come from host memory for a product
-    HOST_WEIGHTS = "host-weights"  # the host's part, where they are not pinned: to buffers that are
-    SWAP_IN = "swap-in"  # KV that comes from host memory to be attended to on the device, a layer ahead
-    SWAP_OUT = "swap-out"  # likewise: what is new of it, on its way back
-    HOST_SWAP = "host-swap"  # the host's part: rows into its pages, and out of them
+    DEVICE = "device"  # the model's device: linear stages, and attention over the device's KV.
+    TO_HOST = "to-host"  # q, k and v of decodes with CPU attention.
+    CPU = "cpu"  # CPU attention, and the CPU's rows of offloaded matmuls.
+    TO_DEVICE = "to-device"  # the output of CPU attention.
+    STORE = "store"  # the device's part of storing prompts' KV in host memory.
+    SWAP = "swap"  # the device's part of loading KV from host memory, and of moving blocks.
+    WEIGHTS = "weights"  # rows of offloaded matrices from host memory to the device.
+    HOST_WEIGHTS = "host-weights"  # copies of pageable weights to pinned buffers on the host.
+    SWAP_IN = "swap-in"  # streamed KV from host memory to the device, one layer ahead.
+    SWAP_OUT = "swap-out"  # new rows of streamed KV, back to host memory.
+    HOST_SWAP = "host-swap"  # the host's part of STORE and SWAP: rows into and out of pages.
 
 
 class Signal(Protocol):
@@ -38,72 +38,72 @@ class Signal(Protocol):
         ...
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let what is put on the stream from now on wait for the work; this thread waits only if it must."""
+        """Make later work on the stream wait for this work; block this thread only if necessary."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """Work of the CPU in one layer: done by a thread that calls it, or by a relay that is told by flags."""
+    """The CPU's work in one layer: a thread calls it, or flags start it on a relay."""
 
     work: Work
-    flags: Tensor | None  # [2, ints]: see `native.relay.empty_flags`, of the layer; None: always by a thread
-    ask: Work | None = None  # that sends a worker what `work` takes the answer to; None: the CPU does it
+    flags: Tensor | None  # [2, ints], the layer's part of `native.relay.empty_flags`; None: always a thread
+    ask: Work | None = None  # sends a request to a worker; `work` then takes the answer. None: CPU work
 
 
 class Launcher(Protocol):
-    """Takes an iteration: what is given to a lane is carried out after all earlier work of that lane."""
+    """The receiver of an iteration's work; each lane carries out its work in order of submission."""
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry `work` out after the signals."""
+        """Carry out `work` after the signals."""
         ...
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """Let the CPU, or a worker whose lane it is, carry a step out after the signals."""
+        """Carry out a step on the CPU, or on a worker if the lane is a worker's, after the signals."""
         ...
 
     def mark(self) -> Signal:
-        """Return the end of everything that the device's lane has got so far."""
+        """Return a signal for the end of the device lane's work so far."""
         ...
 
     def wait(self, signals: Sequence[Signal]) -> None:
-        """Let what the device's lane gets from now on wait for the signals."""
+        """Make later work on the device's lane wait for the signals."""
         ...
 
 
 class AnyLane(Protocol):
-    """What carries out work in order. One thread submits, cancels and joins; any thread may close."""
+    """A queue of work. One thread submits, cancels and joins; any thread may close."""
 
     def begin(self, watch: Watchdog) -> None:
-        """Take what is to be waited with from now on, while nothing is under way."""
+        """Set the watchdog for the next iteration. The lane must be idle."""
         ...
 
     def cancel(self) -> None:
-        """Drop what has not begun; its signals fail."""
+        """Drop work that has not begun; its signals fail."""
         ...
 
     def join(self) -> None:
-        """Block until everything has ended or was dropped; raise the first exception among it.
+        """Block until all work has ended or was dropped; raise the first exception of the work.
 
         Raises:
-            EngineLostError: something did not end.
+            EngineLostError: Some work did not end.
         """
         ...
 
     def stop(self) -> None:
-        """Drop what has not begun and take no more; does not block."""
+        """Drop work that has not begun and accept no more; does not block."""
         ...
 
     def close(self) -> None:
-        """Stop, and block until the lane has ended, if it does. May be called again."""
+        """Stop, and block until the lane has ended or timed out. May be called again."""
         ...
 
 
 class WorkLane(AnyLane, Protocol):
-    """A lane of work that is given as a call."""
+    """A lane of callables."""
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry `work` out after all earlier work of this lane and after the signals."""
+        """Carry out `work` after all earlier work of this lane and after the signals."""
         ...
 
 
@@ -111,5 +111,5 @@ class HostLane(AnyLane, Protocol):
     """A lane of the CPU's steps."""
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """Carry a step out after all earlier ones of this lane and after the signals."""
+        """Carry out a step after all earlier steps of this lane and after the signals."""
         ...

@@ -1,17 +1,16 @@
 """All lanes of an iteration, as one launcher.
 
-Without a GPU, the device's lane is the thread that carries out the iteration, and all others are threads
-that do real copies, so that work in a wrong order shows as wrong tokens on any machine. With a GPU, lanes
-are CUDA streams, and the CPU's are relays; where the driver does not let streams write and wait for flags,
-threads take the relays' tier, and the thread that launches work waits for them.
+Without a GPU, the device's lane is the calling thread, and all other lanes are threads that do real copies.
+So work in a wrong order shows as wrong tokens on any machine. With a GPU, lanes are CUDA streams, and the
+CPU's lanes are relays. If the driver does not support stream memory operations, threads replace the relays,
+and the thread that launches work waits for them.
 
-Work may wait for signals of what was given to lanes before, and for nothing else, so nothing ever waits in a
-circle. Work that fails fails its signal with the exception, and so does all work that waits for it, without
-running.
+Work may wait only for signals of work submitted earlier, so waits never form a cycle. If work fails, its
+signal carries the exception, and all dependent work fails without running.
 
-Nothing waits for ever. When no stage of any lane has ended for longer than an iteration's timeout, waiting
-ends with an error that names the stage. It means that nothing more can be computed in this process: neither a
-thread nor the GPU can be made to give a stage up, so that its lane, and the memory it works on, stay lost.
+No wait is unlimited. If no stage of any lane ends within the iteration's timeout, waits fail with an error
+that names the stage. The process then cannot compute any more: neither a thread nor the GPU can be forced to
+abort a stage, so its lane and the memory that it works on stay lost.
 """
 
 import threading
@@ -29,12 +28,12 @@ from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
-# The CPU's lanes, and whose streams raise the flags of their relays.
+# CPU lane -> lane whose stream raises the flags of its relay.
 TOLD_BY = {Lane.CPU: Lane.TO_HOST, Lane.HOST_SWAP: Lane.SWAP, Lane.HOST_WEIGHTS: Lane.WEIGHTS}
 
 
 class _Done:
-    """The signal of work that has ended."""
+    """The signal of finished work."""
 
     def wait(self) -> None:
         pass
@@ -47,7 +46,7 @@ _DONE = _Done()
 
 
 class CallerLane:
-    """The thread that carries out the iteration, for a model that runs on the CPU."""
+    """The device's lane of a model on the CPU: the calling thread."""
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
@@ -57,7 +56,6 @@ class CallerLane:
         self._watch = watch
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Wait for the signals, and do the work."""
         self.wait(after)
         start_ns = time.perf_counter_ns()
         work()
@@ -67,19 +65,17 @@ class CallerLane:
         return _DONE
 
     def mark(self, what: str) -> Signal:
-        """Return the end of everything up to here."""
         return _DONE
 
     def wait(self, signals: Sequence[Signal]) -> None:
-        """Wait for the signals."""
         for signal in signals:
             signal.wait()
 
     def cancel(self) -> None:
-        """Do nothing: nothing is left to be begun."""
+        """Do nothing: all submitted work has ended."""
 
     def join(self) -> None:
-        """Do nothing: all has ended."""
+        """Do nothing: all submitted work has ended."""
 
     def stop(self) -> None:
         """Do nothing."""
@@ -89,14 +85,14 @@ class CallerLane:
 
 
 class Lanes:
-    """What an iteration is recorded with.
+    """The launcher of an iteration's work.
 
     Args:
-        device: the model's lane.
-        beside: the other lanes whose work belongs to the device.
-        host: those of the CPU's work.
-        timeline: for lanes of workers: threads, which are made when one is first used.
-        with_flags: whether streams tell of the CPU's work, and of workers', by flags.
+        device: The device's lane.
+        beside: The other lanes of the device.
+        host: The CPU's lanes.
+        timeline: Timeline for workers' lanes, which are threads created on first use.
+        with_flags: True if streams start the work of the CPU and of workers by flags.
     """
 
     def __init__(
@@ -115,11 +111,11 @@ class Lanes:
         self._with_flags = with_flags
         self._watch = DEFAULT_TIMEOUT.watch()
         self._is_stopped = False
-        self._changes = threading.Lock()  # of what lanes there are
+        self._changes = threading.Lock()  # guards the set of lanes
 
     @classmethod
     def threads(cls, timeline: Timeline | None) -> Self:
-        """Make the lanes of a model that runs on the CPU."""
+        """Make the lanes of a model on the CPU."""
         host = {lane: ThreadLane(lane, timeline) for lane in TOLD_BY}
         others = set(Lane) - set(TOLD_BY) - {Lane.DEVICE}
         return cls(
@@ -135,12 +131,12 @@ class Lanes:
         *,
         with_flags: bool,
     ) -> Self:
-        """Make the lanes of a model that runs on a GPU.
+        """Make the lanes of a model on a GPU.
 
         Args:
-            streams: of all lanes but the CPU's.
-            tape: what captures write to.
-            with_flags: whether relays do the CPU's work; threads do otherwise.
+            streams: One stream per lane, without the CPU's lanes.
+            tape: Record of captures.
+            with_flags: True if relays do the CPU's work, False if threads do.
         """
         timeout = TIMEOUT_WITH_RELAYS if with_flags else 1.0
         lanes = {lane: StreamLane(lane, timeline, stream, tape, timeout) for lane, stream in streams.items()}
@@ -159,11 +155,11 @@ class Lanes:
         return self._work[lane].submit(stage, work, after)
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        return (self._host.get(lane) or self._of_worker(lane, step)).submit_step(stage, step, after)
+        return (self._host.get(lane) or self._worker_lane(lane, step)).submit_step(stage, step, after)
 
-    def _of_worker(self, name: str, step: HostStep) -> HostLane:
+    def _worker_lane(self, name: str, step: HostStep) -> HostLane:
         if self._with_flags and step.flags is not None:
-            return self._host[Lane.CPU]  # the same stream tells
+            return self._host[Lane.CPU]  # the same stream raises its flags
         lane = WorkerLane(name, self._timeline)
         lane.begin(self._watch)
         with self._changes:
@@ -173,20 +169,20 @@ class Lanes:
         return lane
 
     def mark(self, what: str = "what comes before a copy") -> Signal:
-        """See `Launcher`; it has this name for people."""
+        """Return a signal for the end of the device's work so far; `what` names the work in messages."""
         return self._device.mark(what)
 
     def wait(self, signals: Sequence[Signal]) -> None:
         self._device.wait(signals)
 
     def begin(self, watch: Watchdog) -> None:
-        """Begin an iteration, which is waited for in this way."""
+        """Begin an iteration with this watchdog."""
         self._watch = watch
         for lane in self._all:
             lane.begin(watch)
 
     def ends(self) -> list[Signal]:
-        """Return the ends of what streams have got since `begin`, in order, and forget them."""
+        """Return and clear the end signals of the streams' work since `begin`, in order."""
         return [event for lane in self._all if isinstance(lane, StreamLane) for event in lane.take_passed()]
 
     def join_host(self) -> None:
@@ -198,20 +194,20 @@ class Lanes:
         """Block until all work has ended; raise the exception of work that failed.
 
         Raises:
-            EngineLostError: a stage did not end.
+            EngineLostError: A stage did not end.
         """
         for lane in self._all:
             lane.join()
 
     def abandon(self, error: BaseException | None = None) -> EngineLostError | None:
-        """Drop what has not begun and block until the rest has ended, whether or not it fails.
+        """Drop work that has not begun, and block until the rest has ended or failed.
 
         Args:
-            error: that led here, if one did. After a stall streams are waited for once more: their flags may
-                have been raised meanwhile.
+            error: The error that caused the abort, if any. After a stall, wait for the streams once more:
+                their flags may have been raised meanwhile.
 
         Returns:
-            Why nothing can be done any more: it, or what does not end now; None: all can be used again.
+            The reason if the engine is lost: `error`, or a new stall; None: all lanes can be used again.
         """
         for lane in self._all:
             lane.cancel()
@@ -219,7 +215,7 @@ class Lanes:
         lost = error if isinstance(error, EngineLostError) and not may_end else None
         for lane in self._all:
             if isinstance(lost, DeviceLostError):
-                break  # threads wait for it in vain, too
+                break  # threads would wait for the GPU in vain
             try:
                 lane.join()
             except EngineLostError as another:
@@ -229,10 +225,10 @@ class Lanes:
         return lost
 
     def close(self) -> None:
-        """End all threads, also in the middle of an iteration. May be called again, from any thread."""
+        """End all threads, even during an iteration. May be called again, from any thread."""
         with self._changes:
             self._is_stopped = True
-        for lane in self._all:  # first all: work may wait for another lane's
+        for lane in self._all:  # stop every lane first, since work may wait for another lane
             lane.stop()
         for lane in self._all:
             lane.close()

@@ -1,11 +1,11 @@
-"""Where the rows of an iteration lie, and the sizes that graphs are made for.
+"""The row layout of an iteration, and the sizes of graphs.
 
-A sub-batch's rows are its tokens. Decodes of each tier come first, then the chunks of prompts:
+A sub-batch's rows are its tokens. The decodes of every tier come first, then the chunks of prompts:
 
     | decodes of tier 0 | decodes of tier 1 | async decodes | chunk a | chunk b | ...
 
-async decodes are rows of sub-batch 0. Such a row is a slot: in each stage it is of the decode that stands
-there. Each part may have padding behind it, which nobody reads.
+Async decodes are rows of sub-batch 0. Their rows are slots: at each stage, a slot belongs to the decode at
+that stage. Each part may end with padding, whose results are never read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,38 +19,38 @@ from numpy.typing import NDArray
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, AsyncGroup, IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_tier import KVTier
 
-MAX_DECODES = 256  # of a tier in a graph; more take long enough to be launched piece by piece
-MIN_BLOCKS = 64  # in a row of a graph's block table; shorter ones are not worth a graph of their own
-MIN_DECODES = 8  # of a tier beside prompts, likewise
-TOKEN_STEP = 64  # by which iterations with prompts grow; of large ones a sixteenth
+MAX_DECODES = 256  # most decodes of a tier in a graph; more take long enough to be launched one by one.
+MIN_BLOCKS = 64  # smallest row of a graph's block table; smaller sizes are not worth their own graph.
+MIN_DECODES = 8  # smallest number of a tier's decodes beside prompts, for the same reason.
+TOKEN_STEP = 64  # step between the sizes of iterations with prompts; a sixteenth for large ones.
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows the parts of a sub-batch have, padding included."""
+    """Row counts of a sub-batch's parts, padding included."""
 
-    decodes: tuple[int, ...]  # of each tier
-    prompts: int = 0  # tokens
-    async_decodes: int = 0  # slots
+    decodes: tuple[int, ...]  # decodes per tier
+    prompts: int = 0  # prompt tokens
+    async_decodes: int = 0  # slots of async decodes
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Total number of rows."""
         return self.first_prompt + self.prompts
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the decodes of each tier begin, and after them the async ones."""
+        """First row of every tier's decodes, then the first row of the async decodes."""
         return tuple(accumulate(self.decodes, initial=0))
 
     @property
     def first_prompt(self) -> int:
-        """Where prompts begin."""
+        """First row of the prompts."""
         return sum(self.decodes) + self.async_decodes
 
     @property
     def async_slice(self) -> slice:
-        """Return the rows of async decodes."""
+        """Rows of the async decodes."""
         return slice(self.starts[-1], self.first_prompt)
 
     def decodes_of(self, tier: int) -> slice:
@@ -63,39 +63,39 @@ class Rows:
 class BatchMembers:
     """The sequences of a sub-batch, in the order of its rows."""
 
-    decodes: tuple[tuple[ScheduledSequence, ...], ...]  # by tier
+    decodes: tuple[tuple[ScheduledSequence, ...], ...]  # indexed by tier
     prompts: tuple[ScheduledSequence, ...]
-    async_decodes: tuple[AsyncGroup, ...] = ()  # by stage
+    async_decodes: tuple[AsyncGroup, ...] = ()  # indexed by stage
 
     @classmethod
     def of(
         cls, sub_batch: SubBatch, tiers: Sequence[KVTier], async_decodes: tuple[AsyncGroup, ...] = ()
     ) -> Self:
-        """Sort the sequences of a sub-batch, and of those that join it."""
+        """Sort the sequences of a sub-batch and the async decodes that join it."""
         decodes: dict[KVTier, list[ScheduledSequence]] = {tier: [] for tier in tiers}
         prompts: list[ScheduledSequence] = []
         for sequence in sub_batch.sequences:
             (decodes[sequence.tier] if sequence.is_decode else prompts).append(sequence)
-        prompts.sort(key=lambda sequence: tiers.index(sequence.tier))  # stable: otherwise as planned
+        prompts.sort(key=lambda sequence: tiers.index(sequence.tier))  # stable: keeps the plan's order
         return cls(tuple(map(tuple, decodes.values())), tuple(prompts), async_decodes)
 
     @classmethod
     def of_all(cls, plan: IterationPlan, tiers: Sequence[KVTier]) -> list[Self]:
-        """Sort the sequences of a plan's sub-batches, without those in which there is nobody."""
+        """Sort the sequences of a plan's sub-batches; leave out empty sub-batches."""
         first, *others = plan.sub_batches
-        of_first = [cls.of(first, tiers, plan.async_decodes)] if first.sequences or plan.async_decodes else []
-        return of_first + [cls.of(each, tiers) for each in others if each.sequences]
+        members = [cls.of(first, tiers, plan.async_decodes)] if first.sequences or plan.async_decodes else []
+        return members + [cls.of(each, tiers) for each in others if each.sequences]
 
     @property
     def rows(self) -> Rows:
-        """The rows without padding."""
+        """Row counts without padding."""
         prompts = sum(len(s.token_ids) for s in self.prompts)
         return Rows(
             tuple(map(len, self.decodes)), prompts, len(self.async_decodes[0]) if self.async_decodes else 0
         )
 
     def placed(self, rows: Rows) -> Iterator[tuple[ScheduledSequence, int]]:
-        """Yield all sequences, each with its first row; of async ones those at the last stage."""
+        """Yield all sequences with their first rows; async decodes only at the last stage."""
         for start, sequences in zip(rows.starts, self.decodes, strict=False):
             yield from zip(sequences, range(start, start + len(sequences)), strict=True)
         for row, ending in enumerate(self.async_decodes[-1] if self.async_decodes else (), rows.starts[-1]):
@@ -109,18 +109,22 @@ class BatchMembers:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The sizes of an iteration, as far as memory and graphs depend on them."""
+    """The sizes of an iteration that determine its memory and graphs."""
 
     sub_batches: tuple[Rows, ...]
-    max_blocks: int  # of a row of the block tables of decodes that the device attends for
-    has_copies: bool = False  # whether blocks move, so that layers have to wait for them
-    streamed_blocks: int = 0  # so many of the first come to the device in each layer
+    max_blocks: int  # row length of the block tables for device attention.
+    has_copies: bool = False  # True if blocks move: layers then wait for the copies.
+    streamed_blocks: int = 0  # leading blocks that are copied to the device per streamed layer
 
     @classmethod
     def of(
         cls, plan: IterationPlan, members: Sequence[BatchMembers], tiers: Sequence[KVTier], block_size: int
     ) -> Self:
-        """Return the exact sizes of a plan, whose sub-batches that are not empty have these members."""
+        """Return the exact sizes of a plan.
+
+        Args:
+            members: The members of the plan's sub-batches, without empty ones.
+        """
         tables = (
             len(sequence.block_table)
             for each in members
@@ -133,10 +137,10 @@ class GraphKey:
         return cls(rows, max(tables, default=0), bool(plan.copies), int(streamed.max(initial=-1)) + 1)
 
     def rounded(self) -> "GraphKey":
-        """Return the sizes of the graphs that serve this iteration and many like it.
+        """Return the graph sizes that serve this iteration and similar ones.
 
-        Among decodes alone padding costs less than a third of the rows, which cost little beside the weights.
-        Beside prompts rows cost more: all of them are rounded by a sixteenth at most, if they are many.
+        With decodes alone, padding adds less than a third of the rows, and rows cost little beside the
+        weights. With prompts, rows cost more: a large total is rounded up by a sixteenth at most.
         """
         has_prompts = any(rows.prompts for rows in self.sub_batches)
         table = self.max_blocks
@@ -149,27 +153,27 @@ class GraphKey:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one graph can hold the iteration: nothing in it depends on more than these sizes."""
+        """True if one graph can hold the iteration, because it depends on nothing but these sizes."""
         return not self.has_copies and not any(rows.prompts for rows in self.sub_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The largest iteration that memory is kept for."""
+    """The largest iteration that memory is reserved for."""
 
     tokens: int  # rows of sub-batch 0
-    decodes: int  # rows of a tier in a sub-batch; also all rows of sub-batch 1
-    blocks: int  # of a row of the block tables
+    decodes: int  # rows per tier and sub-batch, and the total rows of sub-batch 1
+    blocks: int  # row length of the block tables
 
     @classmethod
     def of(cls, max_tokens: int, max_requests: int, max_context_tokens: int, block_size: int) -> Self:
-        """Return what holds every iteration within the limits.
+        """Return a capacity for every iteration within the limits.
 
         Args:
-            max_tokens: of an iteration.
-            max_requests: likewise.
-            max_context_tokens: of a request.
-            block_size: tokens per block.
+            max_tokens: Most tokens of an iteration.
+            max_requests: Most requests of an iteration.
+            max_context_tokens: Most tokens of a request.
+            block_size: Tokens per block.
         """
         decodes = round_decodes(min(max_requests, MAX_DECODES))
         tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_ASYNC_DECODES)
@@ -177,7 +181,7 @@ class Capacity:
 
 
 def streamed_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
-    """Return the blocks of swapped KV that a plan attends to, those that are shared several times."""
+    """Return the blocks of streamed KV that a plan attends to, with duplicates for shared blocks."""
     tables = [
         sequence.block_table[: -(-sequence.start // block_size)]
         for sequence in plan.sequences
@@ -187,7 +191,7 @@ def streamed_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
 
 
 def round_decodes(count: int) -> int:
-    """Return 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on: the next one that is not below `count`."""
+    """Round up to 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on."""
     if count == 0:
         return 0
     step = 1 << max((count - 1).bit_length() - 2, 0)
@@ -195,15 +199,15 @@ def round_decodes(count: int) -> int:
 
 
 def round_tokens(count: int) -> int:
-    """Return the next number of tokens that there are graphs for."""
+    """Round up to a token count of the graphs."""
     step = max(TOKEN_STEP, 1 << max((count - 1).bit_length() - 5, 0))
     return -(-count // step) * step
 
 
 def round_swapped(blocks: int) -> int:
-    """Return for how many blocks of swapped KV there are graphs.
+    """Round up to a streamed-block count of the graphs.
 
-    What comes for nothing costs time on the bus: it is at most an eighth, if there are many.
+    Padding blocks cost time on the bus. If the blocks are many, padding is an eighth at most.
     """
     step = max(MIN_BLOCKS, 1 << max((blocks - 1).bit_length() - 4, 0))
     return -(-blocks // step) * step

@@ -1,4 +1,4 @@
-"""Carries out plans: makes a program of each, starts it, and waits for its tokens."""
+"""Execution of plans: each becomes a program, which is started and waited for."""
 
 import gc
 import logging
@@ -44,35 +44,34 @@ from neo_desktop.native.relay import RelayStalledError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: another program may need the memory
+PAUSE_ITERATIONS = 500  # iterations without graphs after a capture ran out of memory
 
 
 class OffloadStalledError(RuntimeError):
-    """The GPU went on only when all flags were raised that it may wait for."""
+    """The GPU stalled in a wait for the CPU, and continued only after all flags were raised."""
 
 
 @dataclass(eq=False)
 class _Started:
-    """An iteration that was started."""
+    """A started iteration."""
 
     plan: IterationPlan
     wait: Wait
 
 
 class ModelRunner(Executor):
-    """Runs plans on a model's device and the CPU beside it.
+    """The executor of plans on a model's device and the CPU.
 
-    `start` and what it returns are called by one thread, `close` by any.
+    One thread calls `start` and the returned waits; any thread may call `close`.
 
     Args:
-        stages: the model's.
-        storage: holds the KV.
-        capacity: of the memory that is kept for iterations; larger ones take more, each for itself.
-        backend: runs the programs.
-        num_programs: of decode attention, that the GPU runs at once.
-        uses_gpu: whether the backend has relays and graphs, as far as the fallback level allows them.
-        timeline: records what every lane does.
-        timeout: with stages of an iteration; when it ends, the executor is lost.
+        storage: The KV pools.
+        capacity: Size of the permanent buffers; larger iterations allocate their own.
+        backend: Runs the programs.
+        num_programs: Number of decode-attention programs that the GPU runs at once.
+        uses_gpu: True if the backend has relays and graphs; the fallback level may still exclude them.
+        timeline: Records the work of every lane.
+        timeout: Timeout for progress within an iteration; after it, the model runner is lost.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class ModelRunner(Executor):
         self._uses_gpu = uses_gpu
         self._timeline = timeline
         self._timeout = timeout
-        self._watch = timeout.watch()  # of the iteration
+        self._watch = timeout.watch()  # watchdog of the current iteration
         can_have_graphs = uses_gpu and stages.writes_in_place
         self._has_graphs = can_have_graphs and fallbacks.level("graphs") != "eager"
-        # All ranks add up the same rows, so that all round them up, whether or not each of them has graphs.
+        # All ranks reduce the same rows, so every rank rounds them up, with or without graphs of its own.
         self._always_rounds = can_have_graphs and stages.is_part
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
@@ -107,35 +106,38 @@ class ModelRunner(Executor):
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(tier.host_attends for tier in storage.tiers)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
-        self._pause = 0  # iterations for which graphs are not tried
-        self._changes = fallbacks.changes  # when graphs were captured: they hold kernels as they were chosen
+        self._pause = 0  # remaining iterations without graphs
+        self._changes = fallbacks.changes  # at the capture of the graphs, which contain the chosen kernels
         self._is_closed = False
         self._lost: EngineLostError | None = None
-        self._rows_of_tokens: Mapping[str, int] = {}  # in `Workspace.latest`, of the iteration started last
-        self._started: list[_Started] = []  # that nobody has waited for
-        # Those after one that was done again: they have to be, too, before anything else starts.
+        self._rows_of_tokens: Mapping[str, int] = {}  # request ID -> row in `Workspace.latest`
+        self._started: list[_Started] = []  # started iterations without a wait
+        # Iterations that ran ahead of a repeated one; they must be repeated before anything else starts.
         self._void: list[_Started] = []
         self._last: IterationResult | None = None
         self._last_end_ns = 0
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether the memory is such that a GPU's graphs can use it: pinned, where it is the host's."""
+        """True if graphs can use the memory: on a GPU, host buffers must be pinned."""
         return self._workspace.fits_graphs and self._builder.fits_graphs
 
     @property
     def runs_ahead(self) -> bool:
-        """See `Executor`; spans of an iteration that is recorded are read before the next one starts."""
+        """True if the next iteration can start early.
+
+        If the timeline records an iteration, its spans must be read before the next iteration starts.
+        """
         is_recorded = self._timeline is not None and self._timeline.is_recording_next
         is_possible = self._tries_graphs and self._workspace.split is None
         return is_possible and bool(self._rows_of_tokens) and not self._void and not is_recorded
 
     def warm_up(self) -> None:
-        """Compile the kernels of decodes, which takes seconds, by iterations in which nobody decodes."""
-        if not self._tries_graphs or self._stages.is_part:  # nobody says when all ranks would do it
+        """Compile the decode kernels with iterations of padding; compilation takes seconds."""
+        if not self._tries_graphs or self._stages.is_part:  # ranks would have to warm up in step
             return
-        # Contexts are cut most where one request is long, and least where many are short. No kernel has more
-        # variants than these two: without merging and with it.
+        # One long request splits contexts most, many short ones least. Kernels have at most two variants,
+        # with and without a merge of splits, and these two iterations cover both.
         tiers = self._storage.tiers
         for count, blocks in ((1, self._capacity.blocks), (self._capacity.decodes, MIN_BLOCKS)):
             decodes = tuple(0 if tier.host_attends else count for tier in tiers)
@@ -163,7 +165,7 @@ class ModelRunner(Executor):
         if self._changes != fallbacks.changes:
             self._changes = fallbacks.changes
             self._backend.forget()
-        if not self._uses_gpu:  # no device works beside this thread
+        if not self._uses_gpu:  # this thread is the device
             return partial(self._attempt, partial(self._carry_out, plan))
         try:
             started = _Started(plan, self._attempt(partial(self._submit, plan)))
@@ -174,7 +176,7 @@ class ModelRunner(Executor):
         return partial(self._end, started)
 
     def _end(self, started: "_Started") -> IterationResult:
-        """Wait for an iteration; if it cannot be ended, do it again in another way."""
+        """Wait for an iteration; if it fails, repeat it at a lower fallback level."""
         if started in self._void:
             self._void.remove(started)
         else:
@@ -183,13 +185,13 @@ class ModelRunner(Executor):
                 return self._attempt(started.wait)
             except RuntimeError as error:
                 self._step_down(error, started.plan)
-            for _ in self._started:  # ahead of it, and with its tokens
+            for _ in self._started:  # iterations that ran ahead used the failed iteration's tokens
                 self._attempt(self._backend.wait)
             self._void, self._started = self._started, []
         return self.execute(self._with_tokens(started.plan))
 
     def _with_tokens(self, plan: IterationPlan) -> IterationPlan:
-        """Return a plan whose unknown tokens are those that the iteration before has brought since."""
+        """Fill in a plan's unknown tokens from the last iteration's result."""
         if not plan.is_ahead:
             return plan
         assert self._last is not None
@@ -207,19 +209,18 @@ class ModelRunner(Executor):
         return self._submit(plan)()
 
     def _step_down(self, error: RuntimeError, plan: IterationPlan | None = None) -> None:
-        """See to it that the next iteration does without what has failed; raise what nothing else serves for.
+        """Fall back one level for the failed mechanism; re-raise the error if no fallback exists.
 
-        What was done can be done again, since the same KV is written to the same tier; but not when blocks
-        moved, whose old tiers may have been written to since. Called where errors are caught: what is raised
-        is the error itself.
+        An iteration can be repeated, since it writes the same KV to the same slots. Plans with block moves
+        cannot: their source blocks may have been overwritten. Call this only in an `except` block.
         """
-        if self._stages.is_part:  # nothing is done again by one rank alone
+        if self._stages.is_part:  # a single rank cannot repeat an iteration
             raise error
         if isinstance(error, (StreamMemoryError, RelayStalledError, OffloadStalledError)):
             fallbacks.limit("graphs", "device-only", str(error))
             relays, self._relays = self._relays, None
             if relays is not None and not relays.close():
-                # Whenever its step goes on, it stores KV in blocks that may be somebody else's by then.
+                # A stuck step may still write KV later, into blocks that have a new owner by then.
                 self._lost = StageStalledError(str(error))
                 raise self._lost from error
         elif is_out_of_memory(error) and self._backend.has_graphs:
@@ -233,10 +234,10 @@ class ModelRunner(Executor):
             raise error
 
     def _pause_graphs(self, error: RuntimeError) -> None:
-        """Free the memory of all graphs, and try none for a while."""
+        """Free all graphs, and run the next iterations without graphs."""
         logger.warning(
-            "the GPU has no memory for another graph: the next %d iterations are launched piece by piece, "
-            "which is slower (%s)",
+            "the GPU has no memory for another graph: the next %d iterations run without graphs, which is "
+            "slower (%s)",
             PAUSE_ITERATIONS,
             error,
         )
@@ -244,7 +245,7 @@ class ModelRunner(Executor):
         self._backend.forget()
 
     def _attempt(self, work: Callable[[], T]) -> T:
-        """Do a part of an iteration; when it fails, nothing of the iteration is under way any more."""
+        """Run a part of an iteration; after a failure, no part of the iteration is in flight any more."""
         try:
             with self._backend.on_device(), torch.inference_mode():
                 if self._is_closed:
@@ -263,14 +264,14 @@ class ModelRunner(Executor):
                 raise
             if self._is_closed and isinstance(error, Exception):
                 raise RuntimeError("the executor was closed in the middle of an iteration") from error
-            if isinstance(error, DeviceStalledError):  # but it has ended by now
+            if isinstance(error, DeviceStalledError):  # `_settle` has seen the end of the work
                 raise OffloadStalledError(str(error)) from error
             if stalled is not None and isinstance(error, Exception):
                 raise stalled from error
             if not is_out_of_memory(error):
                 raise
             reason, has_graphs = str(error), self._backend.has_graphs
-        # The error held the attempt's frames, and they its tensors; some still do in a circle.
+        # The error held the attempt's frames and their tensors; some survive in reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
         if has_graphs:
@@ -278,18 +279,18 @@ class ModelRunner(Executor):
         raise DeviceMemoryError(reason)
 
     def _settle(self, error: BaseException) -> EngineLostError | None:
-        """Wait until nothing is under way after an error; return why that never will be so, if so."""
+        """Wait until all work has ended after an error; return the reason if the work never ends."""
         try:
-            # A GPU that only waits for flags goes on now.
+            # The flags are raised by now, which releases a GPU that only waits for them.
             with self._backend.on_device():
                 return self._backend.abandon(device_lost(error) if is_device_lost(error) else error)
-        except RuntimeError as another:  # of a GPU that does not take streams any more
+        except RuntimeError as another:  # raised if the GPU rejects stream operations
             if not is_device_lost(another):
                 raise
             return device_lost(another)
 
     def _fits(self, graph_key: GraphKey) -> bool:
-        """Whether decode attention, as the fallbacks has it, is few enough launches for a graph."""
+        """Return True if decode attention, at its fallback level, has few enough launches for a graph."""
         config, max_tokens = self._model.config, graph_key.max_blocks * self._storage.block_size
         return all(
             fits_graph(count, config.num_kv_heads, config.head_dim, max_tokens)
@@ -303,13 +304,13 @@ class ModelRunner(Executor):
         return self._has_graphs and self._pause == 0 and fallbacks.level("graphs") != "eager"
 
     def give_up(self) -> None:
-        """Let nobody wait for the iteration under way any more; any thread may find that it cannot end."""
+        """End all waits for the current iteration; any thread may call this when the iteration cannot end."""
         self._watch.give_up()
 
     def close(self) -> None:
-        """End all threads, also in the middle of an iteration, and write the timeline if it has a file.
+        """End all threads, even during an iteration, and write the timeline if it has a file.
 
-        What does not end within the timeout is left behind.
+        Threads that do not end within the timeout are left running.
         """
         self._is_closed = True
         if self._relays is not None:
@@ -320,7 +321,7 @@ class ModelRunner(Executor):
             self._timeline.close()
 
     def _submit(self, plan: IterationPlan) -> Wait:
-        """Start an iteration's program; return what waits for it and its result."""
+        """Start an iteration's program; return a function that waits for its result."""
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
@@ -334,7 +335,7 @@ class ModelRunner(Executor):
         on_host, transfers = program.on_host, program.transfers
         with_flags = self._relays is not None and self._may_use_flags
         if (on_host or transfers) and not with_flags:
-            with_graphs = False  # threads do the CPU's part, and Python is needed between layers
+            with_graphs = False  # the CPU's part runs on threads, which need Python between layers
         relays = self._relays if with_flags and (on_host or transfers) else None
         if relays is not None:
             relays.start(on_host, transfers, watch)

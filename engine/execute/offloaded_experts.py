@@ -1,14 +1,14 @@
-"""Mixtures of experts of which some lie in host memory.
+"""MoE layers with some experts in host memory.
 
-Some of those come to the device for each product, whichever of them the rows need, and the CPU computes what
-the others make of the rows that are given to them. So a prompt, which needs nearly all, is for the bus and
-the device, and a decode for the CPU, which reads what was chosen:
+Some of these experts are streamed to the device for each MoE layer, whether or not the rows need them. The
+CPU computes the others for the rows routed to them. A prompt needs nearly all experts, which suits the bus
+and the device. A decode needs few, which suits the CPU, because it reads only the chosen experts:
 
     device     |router|resident experts|piece 0|piece 1|     |sum|..
     weights    |piece 0|piece 1|piece 2|..
-    to-host           |rows, choice|
-    cpu                            |its experts        |
-    to-device                                          |what they make|
+    to-host           |rows, routing|
+    cpu                             |CPU's experts      |
+    to-device                                           |output|
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,42 +29,42 @@ from neo_desktop.models.stages import DividedExperts
 
 @dataclass(frozen=True, slots=True)
 class DividedMoE:
-    """A layer's experts, of which those in host memory are divided between bus and CPU."""
+    """An MoE layer whose experts in host memory are divided between bus and CPU."""
 
     moe: MoE
-    streamed: int  # of those in host memory, the first ones
+    streamed: int  # the number of streamed experts, which are the first ones in host memory
     pieces: Sequence[ExpertPiece]
 
     @classmethod
     def of(cls, moe: MoE, share: float, dtype: torch.dtype) -> "DividedMoE":
-        """Return it with about this share of the experts in host memory streamed."""
+        """Divide a layer so that about this share of its experts in host memory is streamed."""
         streamed = round(share * moe.num_on_host)
         return cls(moe, streamed, moe.pieces(streamed, dtype))
 
     @property
     def has_host_part(self) -> bool:
-        """Whether the CPU has some of the experts."""
+        """True if the CPU computes some of the experts."""
         return self.streamed < self.moe.num_on_host
 
 
 @dataclass
 class ExpertPass:
-    """The experts of rows of a sub-batch, in some turns."""
+    """The MoE layers of a range of turns, for rows of a sub-batch."""
 
-    divided: Mapping[int, DividedMoE]  # by turn
-    host: HostExperts | None  # None: the CPU has none in any turn
-    numbers: Tensor  # scratch of the device, for the largest piece
+    divided: Mapping[int, DividedMoE]  # turn -> divided MoE layer
+    host: HostExperts | None  # None: the CPU has no experts in these turns
+    numbers: Tensor  # device scratch for the largest piece
 
     def submit(
         self, launcher: Launcher, stream: WeightStream, stage: Stage, experts: DividedExperts, made: Signal
     ) -> list[Signal]:
-        """Give a turn's experts to the lanes; return what ends with them beside the device's.
+        """Submit a turn's experts; return the signals to wait for besides the device's lane.
 
         Args:
-            stream: what brings the pieces.
-            stage: of the device.
-            experts: what is asked for.
-            made: the end of what they read.
+            stream: Streams the pieces to the device.
+            stage: The device's stage.
+            experts: The MoE layer's input, routing and output.
+            made: The signal that the input is ready.
         """
         turn, x, room, out = stage.layer, experts.x, experts.room, experts.out
         divided, moe = self.divided[turn], experts.moe
@@ -80,18 +80,18 @@ class ExpertPass:
             stream.give_back(launcher, last)
         if self.host is None or computed is None:
             return []
-        what, of_host = self.host.what(turn), self.host.out
+        what, host_out = self.host.what(turn), self.host.out
         if not adds:
-            bring = partial(out.copy_, of_host, non_blocking=True)
+            bring = partial(out.copy_, host_out, non_blocking=True)
             return [launcher.run(Lane.TO_DEVICE, what, bring, (computed,))]
-        # Nobody reads the rows any more.
-        bring = partial(x.copy_, of_host, non_blocking=True)
+        # The input rows are not read any more, so their memory receives the CPU's output.
+        bring = partial(x.copy_, host_out, non_blocking=True)
         brought = launcher.run(Lane.TO_DEVICE, what, bring, (last, computed))
         launcher.run(Lane.DEVICE, stage, partial(out.add_, x), (brought,))
         return []
 
     def _compute(self, launcher: Launcher, stage: Stage, experts: DividedExperts) -> Signal:
-        """Have the CPU compute its part; return the end of that."""
+        """Submit the CPU's experts; return the signal of their end."""
         host, turn = self.host, stage.layer
         assert host is not None
         find = partial(experts.moe.find_host_ids, experts.room, self.divided[turn].streamed)

@@ -1,16 +1,16 @@
-"""Products with matrices of which a part lies in host memory (HeteGen, section 4.2).
+"""Offloaded matmuls: matrices with a part of their rows in host memory (HeteGen, section 4.2).
 
-Rows of such a matrix lie on the device, or in host memory. Of the latter some are brought to the device for
-each product; with the others the CPU multiplies. All three at the same time:
+A row of an offloaded matrix is resident on the device or stored in host memory. For each matmul, some rows in
+host memory are streamed to the device; the CPU multiplies with the others. All three parts run in parallel:
 
-    device     |norm|rows of the device|piece 0|piece 1|        |activation|rows of the device|piece 2|..
-    weights    |piece 0|piece 1|piece 2|..        |piece 3|..
-    to-host         |x|                                         |x|
-    cpu               |rows of the CPU         |                  |rows of the CPU ..
-    to-device                                  |its product|
+    device     |norm|resident rows|piece 0|piece 1|        |activation|resident rows|piece 2|..
+    weights    |piece 0|piece 1|piece 2|..    |piece 3|..
+    to-host         |x|                                    |x|
+    cpu               |CPU's rows              |             |CPU's rows ..
+    to-device                                  |output|
 
-Pieces come in the order of their use, as far ahead as there are buffers for them: nothing of the computation
-holds them up but that.
+Pieces are streamed in the order of their use, as far ahead as the buffers allow. The computation holds them
+back only by occupied buffers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
 
 def splits_of(weights: LayerWeights) -> Iterator[tuple[str, OffloadedLinear]]:
-    """Yield the offloaded matrices of a layer and their names."""
+    """Yield `(name, matrix)` for the offloaded matrices of a layer."""
     linears = ((name, weights.linear(name)) for name in TURN)
     yield from ((name, linear) for name, linear in linears if isinstance(linear, OffloadedLinear))
 
@@ -49,48 +49,48 @@ class Divided:
     """A matrix whose rows in host memory are divided between bus and CPU."""
 
     split: OffloadedLinear
-    first_row: int  # of those of the CPU
+    first_row: int  # the CPU's first row
     pieces: Sequence[Piece]
-    matrix: native.Matrix | None  # the CPU's; None: it has no rows
+    matrix: native.Matrix | None  # the CPU's rows; None: the CPU has no rows
 
     @property
     def host_rows(self) -> int:
-        """How many rows the CPU has."""
+        """Number of the CPU's rows."""
         return self.split.rows - self.first_row
 
 
 @dataclass
 class HostProduct(HostWork):
-    """The CPU's part in the products with the matrices of one name, in each turn of a sub-batch.
+    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch.
 
-    A turn is what lies between the attention of two layers: it ends a layer and begins the next one.
+    A turn is the work between the attention of two layers: it ends a layer and begins the next one.
     """
 
     name: str
-    index: int  # of the sub-batch
+    index: int  # index of the sub-batch
     rows: int
-    divided: Mapping[int, Divided]  # by turn
+    divided: Mapping[int, Divided]  # turn -> divided matrix
     num_turns: int
     room: "HostRoom"
-    busy_ns: int = 0  # how long the CPU multiplied, in all turns
+    busy_ns: int = 0  # CPU time, summed over turns
 
     @property
     def flags(self) -> Tensor:
         return self.room.flags[self.name]
 
     def x(self, turn: int) -> Tensor:
-        """Return where the turn's input goes, [rows, columns]."""
+        """Return the host buffer of the turn's input, [rows, columns]."""
         columns = self.divided[turn].split.columns
         return self.room.x[: self.rows * columns].view(self.rows, columns)
 
     def out(self, turn: int) -> Tensor:
-        """Return where its product comes, [rows, rows of the matrix that the CPU has]."""
+        """Return the host buffer of the turn's output, [rows, the CPU's rows of the matrix]."""
         width = self.divided[turn].host_rows
         return self.room.out[: self.rows * width].view(self.rows, width)
 
     @property
     def arguments(self) -> RelayProduct:
-        """What relays are told."""
+        """Description of the work for relays."""
         matrices = [
             None if (divided := self.divided.get(turn)) is None else divided.matrix
             for turn in range(self.num_turns)
@@ -99,27 +99,25 @@ class HostProduct(HostWork):
         return RelayProduct(self.name, lag, matrices, x, self.room.out, self.flags, self.divided, self.index)
 
     def stage(self, turn: int) -> Stage:
-        """See `HostWork`; so much for each turn."""
         return Stage(f"{self.name} on the CPU", turn, self.index, self.rows)
 
     def carry_out(self, turn: int) -> None:
-        """Multiply with the CPU's rows."""
+        """Multiply with the CPU's rows of the matrix."""
         divided = self.divided[turn]
         streamed = divided.first_row - divided.split.resident_rows
         divided.split.multiply_host(self.x(turn), self.out(turn), streamed)
 
 
 class HostRoom:
-    """Host memory through which a sub-batch and the CPU give each other inputs and products.
+    """Host buffers for the inputs and outputs of the CPU's matmuls for a sub-batch.
 
-    The products of a sub-batch follow each other, so that all use the same memory.
+    The matmuls of a sub-batch run one after the other, so all share the same memory.
 
     Args:
-        rows: of a sub-batch.
-        splits: the matrices.
-        flags: of the sub-batch, by the matrices' names.
-        dtype: of the model.
-        device: likewise.
+        rows: Number of rows of a sub-batch.
+        flags: Matrix name -> flags of the sub-batch.
+        dtype: The model's type.
+        device: The model's device.
     """
 
     def __init__(
@@ -144,16 +142,16 @@ class HostRoom:
 
     @property
     def on_host(self) -> Iterator[Tensor]:
-        """What a graph copies from and to."""
+        """The tensors that graphs copy from and to."""
         yield from (self.x, self.out, *self.flags.values())
 
 
 class _Rooms(Generic[_Room]):
-    """The host memory of each sub-batch; of more rows than graphs have it is made when it is needed.
+    """Host buffers by sub-batch; more rows than the graphs' get a larger buffer on demand.
 
     Args:
-        make: what makes that of a sub-batch for so many rows.
-        rows: of each, in graphs.
+        make: For each sub-batch, a function that makes a buffer for a number of rows.
+        rows: For each sub-batch, the number of rows in graphs.
     """
 
     def __init__(self, make: Sequence[Callable[[int], _Room]], rows: Sequence[int]) -> None:
@@ -162,7 +160,7 @@ class _Rooms(Generic[_Room]):
         self._largest = list(self.of_graphs)
 
     def of(self, index: int, rows: int) -> _Room:
-        """Return that of a sub-batch, for so many rows."""
+        """Return the buffer of a sub-batch for `rows` rows."""
         if rows <= self.of_graphs[index].rows:
             return self.of_graphs[index]
         if rows > self._largest[index].rows:
@@ -171,11 +169,11 @@ class _Rooms(Generic[_Room]):
 
 
 class OffloadedMatmuls:
-    """The offloaded matrices of a model, and what products with them work in: kept for all iterations.
+    """A model's offloaded matrices and their permanent buffers.
 
     Args:
-        stages: of a model with offloaded matrices, be they of experts.
-        rows: of each sub-batch: with so many its memory is the same in each iteration.
+        stages: The stages of a model with offloaded matrices or experts.
+        rows: For each sub-batch, the most rows with fixed buffers, which graphs can use.
     """
 
     def __init__(self, stages: Stages, rows: Sequence[int]) -> None:
@@ -195,19 +193,19 @@ class OffloadedMatmuls:
         ]
         self._rooms = _Rooms(
             [
-                partial(HostRoom, splits=self.splits.values(), flags=of_it, dtype=dtype, device=device)
-                for of_it in flags
+                partial(HostRoom, splits=self.splits.values(), flags=matrix_flags, dtype=dtype, device=device)
+                for matrix_flags in flags
             ],
             rows,
         )
         moe_layers = stages.moe_layers.items()
         self.moe_layers = {layer + 1: each for layer, each in moe_layers if each.on_host is not None}
-        of_experts = [
+        expert_flags = [
             host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
             for _ in (rows if self.moe_layers else ())
         ]
         self._expert_rooms = _Rooms(
-            [partial(ExpertRoom, decoder=decoder, flags=of_it) for of_it in of_experts], rows
+            [partial(ExpertRoom, decoder=decoder, flags=moe_flags) for moe_flags in expert_flags], rows
         )
         pieces: list[Piece | ExpertPiece] = []
         for split in self.splits.values():
@@ -217,7 +215,7 @@ class OffloadedMatmuls:
         most = max((piece.nbytes for piece in pieces), default=0)
         numbers = max((piece.elements for piece in pieces), default=0)
         rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
-        self.on_host = [tensor for room in rooms for tensor in room.on_host]  # what graphs copy from and to
+        self.on_host = [tensor for room in rooms for tensor in room.on_host]  # tensors of copies in graphs
         sources = [source for piece in pieces for source in piece.sources]
         self.staging = Staging.of(sources, len(rows), device)
         if self.staging is None:
@@ -226,35 +224,35 @@ class OffloadedMatmuls:
             self.on_host += [source for source in sources if not self.staging.takes(source)]
             self.on_host += self.staging.on_host
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self.room = torch.empty(numbers, dtype=dtype, device=device)  # a piece's, unpacked
+        self.room = torch.empty(numbers, dtype=dtype, device=device)  # scratch for an unpacked piece
 
     def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
-        """Return how the matrices are divided for so many rows, by turn and name, in the order of a turn."""
+        """Return the division of the matrices for `rows` rows, by turn and name, in the order of a turn."""
         share = self._decoder.streamed_shares.of(rows)
         if share not in self._divided:
             self._divided[share] = {key: _divide(self.splits[key], share) for key in self._in_order}
         return self._divided[share]
 
     def of_rows(self, index: int, rows: int, turns: range) -> "OffloadedPass":
-        """Return the products of a sub-batch, or of rows of several, in some turns.
+        """Return the offloaded matmuls for rows of one or several sub-batches, in a range of turns.
 
-        One after the other: those of a sub-batch share memory.
+        Matmuls of a sub-batch share memory, so they must run one after the other.
         """
         room = self._rooms.of(index, rows)
         divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
         hosts = {}
         for name in self._names:
-            of_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
-            if of_host:
-                hosts[name] = HostProduct(name, index, rows, of_host, self.num_turns, room)
+            on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
+            if on_host:
+                hosts[name] = HostProduct(name, index, rows, on_host, self.num_turns, room)
         return OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
 
     def stream(self, pieces: Iterable[tuple[Stage, Piece | ExpertPiece]]) -> WeightStream:
-        """Return what brings the pieces of an iteration, in the order in which they are taken."""
+        """Return a stream of an iteration's pieces, in the order of their use."""
         return WeightStream(pieces, self.buffers, self.staging)
 
     def divided_moe(self, rows: int) -> Mapping[int, DividedMoE]:
-        """Return how the experts are divided for so many rows, by turn."""
+        """Return the division of the experts for `rows` rows, by turn."""
         share, dtype = self._decoder.streamed_experts.of(rows), self._decoder.dtype
         if share not in self._divided_moe:
             self._divided_moe[share] = {
@@ -264,10 +262,10 @@ class OffloadedMatmuls:
 
     def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
         divided = {turn: each for turn, each in self.divided_moe(rows).items() if turn in turns}
-        of_host = {turn: each.moe for turn, each in divided.items() if each.has_host_part}
+        on_host = {turn: each.moe for turn, each in divided.items() if each.has_host_part}
         host = None
-        if of_host:
-            host = HostExperts(index, rows, of_host, self.num_turns, self._expert_rooms.of(index, rows))
+        if on_host:
+            host = HostExperts(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
         return ExpertPass(divided, host, self.room)
 
     @property
@@ -283,32 +281,32 @@ def _divide(split: OffloadedLinear, share: float) -> Divided:
 
 @dataclass
 class OffloadedPass:
-    """The products of rows of a sub-batch, on their way through the turns."""
+    """The offloaded matmuls for rows of a sub-batch in a range of turns."""
 
     products: OffloadedMatmuls
     index: int
     rows: int
-    divided: Mapping[tuple[int, str], Divided]  # by turn and name, in order
+    divided: Mapping[tuple[int, str], Divided]  # (turn, name) -> divided matrix, in order
     hosts: Mapping[str, HostProduct]
     experts: ExpertPass
 
     @property
     def on_host(self) -> list[HostWork]:
-        """What the CPU computes, in the order of a turn."""
+        """The CPU's work, in the order of a turn."""
         before: list[HostWork] = [host for name, host in self.hosts.items() if name == "output"]
         others: list[HostWork] = [host for name, host in self.hosts.items() if name != "output"]
         return [*before, *([] if self.experts.host is None else [self.experts.host]), *others]
 
     def stream(self) -> WeightStream:
-        """Return what brings the pieces of all turns."""
+        """Return a stream of the pieces in every turn."""
         turns = range(self.products.num_turns)
         return self.products.stream(piece for turn in turns for piece in self.pieces(turn))
 
     def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
-        """Yield what comes to the device in a turn."""
+        """Yield the pieces that a turn streams to the device."""
         stage = Stage("weights", turn, self.index, self.rows)
         for name in TURN:
-            if name == "qkv" and turn in self.experts.divided:  # in the place of gate_up and down
+            if name == "qkv" and turn in self.experts.divided:  # experts replace gate_up and down
                 yield from ((stage, piece) for piece in self.experts.divided[turn].pieces)
             if (turn, name) in self.divided:
                 yield from ((stage, piece) for piece in self.divided[turn, name].pieces)
@@ -321,12 +319,12 @@ class OffloadedPass:
         steps: Iterable[Step],
         after: Sequence[Signal] = (),
     ) -> Sequence[Signal]:
-        """Give the steps of a stage to the lanes; return what ends with them.
+        """Submit the steps of a stage; return the signals of their end.
 
         Args:
-            stage: of the device.
-            steps: all until the next attention.
-            after: what they wait for.
+            stage: The device's stage.
+            steps: The steps until the next attention.
+            after: The signals that the steps wait for.
         """
         for step in steps:
             if step.work is None:
@@ -344,7 +342,7 @@ class OffloadedPass:
     def _multiply(
         self, launcher: Launcher, stream: WeightStream, stage: Stage, product: Product, made: Signal
     ) -> list[Signal]:
-        """Give a product to the lanes; return what ends with it, beside the device's lane."""
+        """Submit an offloaded matmul; return the signals to wait for besides the device's lane."""
         turn, x, out = stage.layer, product.x, product.out
         divided = self.divided[turn, product.name]
         split, first = divided.split, divided.first_row

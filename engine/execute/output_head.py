@@ -1,4 +1,4 @@
-"""What follows the last layer of an iteration: the hidden states of rows that are needed, and tokens."""
+"""The end of an iteration after the last layer: the needed hidden states, and tokens."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,14 +21,12 @@ from neo_desktop.models.stages import Scratch, Stages, State
 
 
 class OutputHead:
-    """Ends the last layer, for the rows of each sub-batch or for those of all that are needed.
+    """The end of the last layer, either for all rows per sub-batch or for the needed rows of both together.
 
     Args:
-        stages: the model's.
-        workspace: what it works in.
-        passes: the sub-batches.
-        outputs: what is asked of the iteration.
-        chooses: whether the most probable tokens are chosen within a graph, for all rows.
+        workspace: Working memory.
+        outputs: The requested outputs of the iteration.
+        chooses: True if a graph chooses the most probable token of every row.
     """
 
     def __init__(
@@ -47,25 +45,25 @@ class OutputHead:
         self._outputs = outputs
         self._chooses = chooses
         self._split = self._offloaded_passes()
-        self._last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
+        self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
 
     @property
     def split(self) -> Sequence[OffloadedPass]:
-        """Its products with offloaded matrices, in the order in which the device has them."""
+        """The output head's offloaded matmuls, in the device's order."""
         return self._split
 
     @property
     def on_host(self) -> list[HostWork]:
-        """What the CPU multiplies."""
+        """The CPU's matmuls."""
         return [work for each in self._split for work in each.on_host]
 
     def add(self, build: PartBuilder, stream: WeightStream | None, *, is_cut_at_sums: bool) -> None:
-        """Add it to an iteration, whose last attention has ended.
+        """Add the output head to an iteration, after the last attention.
 
         Args:
-            build: of the iteration.
-            stream: brings what is streamed of offloaded matrices.
-            is_cut_at_sums: whether sums over ranks stand between graphs.
+            build: Builder of the iteration's parts.
+            stream: Streams rows of offloaded matrices to the device.
+            is_cut_at_sums: True if all-reduces over ranks separate the graphs.
         """
         if not self._chooses:
             build.add(partial(self._end_needed, stream), is_fixed=False)
@@ -93,7 +91,7 @@ class OutputHead:
         return [products.of_rows(0, count, turns)] if count else []
 
     def _all_rows(self) -> list[tuple[SubBatchPass, Stage, Tensor]]:
-        """Return each sub-batch, its stage, and where the hidden states of all its rows go."""
+        """Return each sub-batch, its stage, and the target of its rows' hidden states."""
         counts = [each.memory.rows.count for each in self._passes]
         outs = torch.split(self._workspace.last_hidden[: sum(counts)], counts)
         return [
@@ -110,7 +108,7 @@ class OutputHead:
             build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
 
     def _end_needed(self, stream: WeightStream | None, launcher: Launcher) -> None:
-        """Compute the last hidden states that are needed, of all sub-batches in order."""
+        """Compute the needed last hidden states, with all sub-batches in order."""
         count = sum(len(each.last_rows) for each in self._passes)
         if not count:
             return
@@ -134,7 +132,7 @@ class OutputHead:
         stream: WeightStream | None,
         launcher: Launcher,
     ) -> None:
-        """End the last layer for all rows of a state; `number`: which of the split products'."""
+        """End the last layer for all rows of a state; `number` indexes the offloaded passes."""
         last, after = self._config.num_layers - 1, tuple[Signal, ...]()
         if stream is not None:
             after = tuple(
@@ -149,7 +147,7 @@ class OutputHead:
         launcher.run(Lane.DEVICE, stage, end, after)
 
     def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
-        """Bring the last rows of all these sub-batches together: weights are read once for them."""
+        """Gather the last rows of several sub-batches, so that the weights are read only once."""
         device = into.residual.device
         last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, device)
         first = 0
@@ -160,7 +158,7 @@ class OutputHead:
             first += len(rows)
 
     def _choose(self, rows: int) -> None:
-        """Choose tokens greedily; what samples in another way reads the logits."""
+        """Choose tokens greedily; other sampling methods read the logits."""
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
         largest, tokens = logits.max(dim=-1)

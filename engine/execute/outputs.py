@@ -1,4 +1,4 @@
-"""What comes of an iteration: tokens for its sequences, and sums of their hidden states."""
+"""The outputs of an iteration: tokens for its sequences, and sums of their hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,26 +23,25 @@ from neo_desktop.models.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One sequence of which something is asked for, and where its last hidden states are."""
+    """A sequence with a requested output, and the rows of its last hidden states."""
 
     sequence: ScheduledSequence
-    first_row: int  # among the rows of all sub-batches, or of the last states that were computed
+    first_row: int  # index among all sub-batches' rows, or among the computed last states
     num_rows: int
 
     @property
     def sampling(self) -> SamplingInput | None:
-        """How its token is chosen, if one is."""
+        """The sampling of its token; None: no token is requested."""
         return self.sequence.sampling
 
 
 class Outputs:
-    """What is asked of an iteration.
+    """The requested outputs of an iteration.
 
     Args:
-        asked: of which sequences, and what.
-        stages: the model's.
-        workspace: has the logits of a graph, and keeps the tokens for the next iteration.
-        chosen_rows: how many rows' most probable tokens the program chooses itself; None: it does not.
+        asked: The sequences with requested outputs.
+        workspace: Holds the logits of a graph, and keeps the tokens for the next iteration.
+        chosen_rows: Number of rows whose tokens the program's graph chooses; None: it chooses none.
     """
 
     def __init__(
@@ -55,25 +54,25 @@ class Outputs:
         self._workspace = workspace
         self._tokens: Callable[[], Sequence[SampledToken | None]] = tuple
         self._sums: Callable[[], Mapping[str, FloatArray]] = dict
-        # The program's own choice, if that is all that is asked for; else chosen from the logits.
+        # Use the graph's tokens if every sequence samples greedily; else sample from the logits.
         self._chosen_rows = chosen_rows
         if not all(is_plain(sampling) for _, sampling in self._sampled):
             self._chosen_rows = None
         rows = range(len(self._names)) if self._chosen_rows is None else [row for row, _ in self._sampled]
         has_room = max(self._chosen_rows or 0, len(rows)) <= len(workspace.latest)
-        # Where `Workspace.latest` has each request's token once this has run.
+        # request ID -> row of its token in `Workspace.latest` after this iteration.
         self.rows_of_tokens: Mapping[str, int] = dict(zip(self._names, rows, strict=True)) if has_room else {}
 
     @property
     def count(self) -> int:
-        """Of how many sequences a token is asked for, or a sum."""
+        """Number of requested tokens and sums."""
         return len(self._sampled) + len(self._pooled)
 
     def start(self, states: Tensor | None) -> None:
-        """Put on the device, behind the layers, what gives the tokens and sums; nothing is waited for.
+        """Queue the computation of tokens and sums on the device after the layers, without waiting.
 
         Args:
-            states: [rows, hidden], the last ones of those asked for; None: the program has chosen tokens.
+            states: [rows, hidden], the requested last hidden states; None: the graph has chosen tokens.
         """
         if states is None:
             self._start_from_graph()
@@ -88,7 +87,7 @@ class Outputs:
             self._sample(self._stages.logits(states, out))
 
     def result(self, timing: IterationTiming) -> IterationResult:
-        """Wait for what was started, and return it."""
+        """Wait for the started computation, and return the result."""
         by_request = dict(zip(self._names, self._tokens(), strict=True))
         sums = self._sums()
         damaged = [request_id for request_id, token in by_request.items() if token is None]
@@ -126,9 +125,9 @@ class Outputs:
         self._keep(sampling.token_ids)
 
     def _keep(self, token_ids: Tensor) -> None:
-        """Keep tokens for an iteration that starts before they are read; the last thing that is done.
+        """Keep tokens for an iteration that starts before they are read. Call this last.
 
-        So those of the iteration before are still there when something fails, and this one is tried again.
+        If an earlier step fails and the iteration is repeated, the previous iteration's tokens still exist.
         """
         if self.rows_of_tokens:
             self._workspace.keep_tokens(token_ids)

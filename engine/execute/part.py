@@ -1,4 +1,4 @@
-"""The stages of an iteration in parts: which of them a graph can hold, and which not."""
+"""Division of an iteration's stages into parts: fixed parts can be graphs, others cannot."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,30 +13,30 @@ Record = Callable[[Launcher], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some stages in a row.
+    """Consecutive stages.
 
-    Fixed ones depend on nothing but the sizes of the iteration: as a graph they serve the next one, too. They
-    wait for no signal of a part that is not fixed, and no part that is not fixed waits for theirs: between
-    two parts everything has passed the device's lane.
+    A fixed part depends only on the sizes of the iteration, so its graph also serves later iterations.
+    Signals do not cross between fixed and other parts: all work of a part passes the device's lane before the
+    next part.
     """
 
     is_fixed: bool
     records: tuple[Record, ...]
 
     def __call__(self, launcher: Launcher) -> None:
-        """Give the stages to their lanes."""
+        """Submit the stages to their lanes."""
         for record in self.records:
             record(launcher)
 
 
 @dataclass
 class PartBuilder:
-    """Puts stages that follow each other into as few parts as possible."""
+    """A builder that merges consecutive stages into as few parts as possible."""
 
     parts: list[Part] = field(default_factory=list)
 
     def add(self, record: Record, *, is_fixed: bool) -> None:
-        """Add stages to the end."""
+        """Append stages."""
         if self.parts and self.parts[-1].is_fixed == is_fixed:
             before = self.parts.pop()
             self.parts.append(Part(is_fixed, (*before.records, record)))
@@ -44,11 +44,11 @@ class PartBuilder:
             self.parts.append(Part(is_fixed, (record,)))
 
     def add_work(self, stage: Stage, work: Work, *, is_fixed: bool) -> None:
-        """Add work of the device to the end."""
+        """Append work of the device."""
         self.add(partial(_run, stage, work), is_fixed=is_fixed)
 
     def add_steps(self, stage: Stage, steps: Iterable[Step], *, is_fixed: bool) -> None:
-        """Add steps, and the sums over ranks between them, which are never fixed."""
+        """Append steps and the all-reduces between them, which are never fixed."""
         for step in steps:
             if step.work is not None:
                 self.add_work(stage, step.work, is_fixed=is_fixed)

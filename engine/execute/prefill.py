@@ -1,11 +1,11 @@
-"""Attention of prompt chunks: our own kernel on CPUs, on GPUs the best torch kernel that works there.
+"""Attention of prompt chunks: our own kernel on CPUs, the best working torch kernel on GPUs.
 
-Chunks are attended to in groups, whose contexts lie one after the other:
+Chunks are attended to in groups with concatenated contexts:
 
-    queries    | chunk a | chunk b | chunk c |
-    contexts   | earlier a, chunk a | chunk b | earlier c, chunk c |
+    queries    [chunk a][chunk b][chunk c]
+    contexts   [earlier a, chunk a][chunk b][earlier c, chunk c]
 
-Each query sees its own context up to itself. A kernel that torch refuses to run gives way to the next one.
+Each query sees its own context up to itself. If torch refuses to run a kernel, the next one replaces it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,51 +32,51 @@ from neo_desktop.engine.execute.prefill_kernels import (
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import Rows
 
-PACKED_TOKENS = 4096  # whose contexts make a group, unless one chunk's alone has more
+PACKED_TOKENS = 4096  # most context tokens of a group, unless a single chunk has more
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prompt chunk: rows of the sub-batch, where its KV lies, and what precedes it."""
+    """A prompt chunk: its rows in the sub-batch, and the slots of its context."""
 
     rows: slice
-    start: int  # tokens in the cache before this chunk
-    slots: Tensor  # [start + rows] int64 on the pool's device: where these tokens and the chunk's own are
+    start: int  # number of cached tokens before this chunk
+    slots: Tensor  # [start + rows] int64 on the pool's device: slots of the earlier and the own tokens
 
     @property
     def context_len(self) -> int:
-        """Tokens up to the chunk's end."""
+        """Number of tokens up to the chunk's end."""
         return self.start + self.num_queries
 
     @property
     def num_queries(self) -> int:
-        """Tokens of the chunk."""
+        """Number of the chunk's tokens."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def earlier_slots(self) -> Tensor:
-        """Where the tokens before the chunk are, [start] int64."""
+        """Slots of the tokens before the chunk, [start] int64."""
         return self.slots[: self.start]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """Chunks, adjacent in the sub-batch, that are attended to together; built once, used by every layer."""
+    """Adjacent chunks that are attended to together; every layer uses the same group."""
 
     chunks: tuple[Prefill, ...]
-    slots: Tensor  # [contexts] int64 on the pool's device: where all contexts are
+    slots: Tensor  # [contexts] int64 on the pool's device: slots of the contexts
     ends: Tensor  # [2, chunks + 1] int32: 0 and the ends of chunks; 0 and the ends of contexts
 
     @classmethod
     def of(cls, chunks: tuple[Prefill, ...]) -> Self:
-        """Make a group, all of whose tensors are where the chunks' are."""
+        """Make a group with all tensors on the chunks' device."""
         lengths = [chunk.num_queries for chunk in chunks], [chunk.context_len for chunk in chunks]
         ends = [list(accumulate(numbers, initial=0)) for numbers in lengths]
         slots = torch.cat([chunk.slots for chunk in chunks])
         return cls(chunks, slots, upload(ends, torch.int32, slots.device))
 
     def attending_on(self, device: torch.device) -> Self:
-        """Return the group for attention on a device that is not the pool's."""
+        """Return the group for attention on a device other than the pool's."""
         return replace(self, ends=upload(self.ends, torch.int32, device))
 
     @property
@@ -86,15 +86,15 @@ class PrefillGroup:
 
     @property
     def has_earlier(self) -> bool:
-        """Whether anything precedes any chunk."""
+        """True if a chunk has earlier tokens."""
         return any(chunk.start for chunk in self.chunks)
 
     def pack(self, kv: Rows, earlier: Sequence[Rows | None]) -> Rows:
-        """Return K and V of the contexts.
+        """Concatenate K and V of the contexts.
 
         Args:
             kv: [2, tokens, kv_heads, head_dim] of the sub-batch.
-            earlier: for each chunk the rows of the tokens before it; None if there are none.
+            earlier: For each chunk, the rows of the tokens before it; None if it has no earlier tokens.
         """
         if not self.has_earlier:
             return kv[:, self.rows]
@@ -115,26 +115,25 @@ class PrefillGroup:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Attend from the chunks to their contexts, all of it on q's device.
+        """Attend from the chunks to their contexts. All tensors are on q's device.
 
         Args:
-            q: [tokens, heads, head_dim] of the sub-batch; out likewise.
+            q: [tokens, heads, head_dim] of the sub-batch; `out` has the same shape.
             contexts: K and V [2, contexts, kv_heads, head_dim].
-            scale: the factor on q·k.
-            window: how many of the last tokens each query sees, itself included; None: all.
-            sinks: [heads]: the score of one more token for each head, whose value is zero; None: there is
-                no such token.
-            softcap: the score s of each other token becomes softcap * tanh(s / softcap); None: it does not.
+            scale: Factor on q·k.
+            window: Sliding window in tokens, the query included; None: the whole context.
+            sinks: [heads]: per head, the score of one more token with a value of zero; None: no sinks.
+            softcap: The score s of every other token becomes softcap * tanh(s / softcap); None: no softcap.
 
         Raises:
-            RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
+            RuntimeError: No kernel works, or the GPU failed or ran out of memory.
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
         while True:
             level = fallbacks.level("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, level)
             if softcap is not None and kernel is not PrefillKernel.NATIVE:
-                kernel = PrefillKernel.MATH  # no kernel of torch caps scores
+                kernel = PrefillKernel.MATH  # torch's kernels have no softcap
             try:
                 self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
                 return
@@ -155,7 +154,7 @@ class PrefillGroup:
         sinks: Tensor | None,
         softcap: float | None = None,
     ) -> None:
-        """Attend with a kernel; only products and the native kernel know of a softcap."""
+        """Attend with a kernel; only MATH and NATIVE support a softcap."""
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
@@ -174,23 +173,23 @@ class PrefillGroup:
             return
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
-            found, lse = flash(
+            attended, lse = flash(
                 q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), scale, window
             )
-            out[self.rows] = found if sinks is None else with_sinks(found, lse.t(), sinks)
+            out[self.rows] = attended if sinks is None else with_sinks(attended, lse.t(), sinks)
             return
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
             if kernel is PrefillKernel.MATH:
                 out[chunk.rows] = by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
             elif kernel is PrefillKernel.EFFICIENT:
-                found, lse = efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
-                out[chunk.rows] = found if sinks is None else with_sinks(found, lse, sinks)
+                attended, lse = efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
+                out[chunk.rows] = attended if sinks is None else with_sinks(attended, lse, sinks)
             else:
                 out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
-    """Put chunks into groups, so that many short ones need few launches, and long ones little memory."""
+    """Group chunks, so that short chunks need few launches and long chunks little memory."""
     group: list[Prefill] = []
     tokens = 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What computes the attention of a prompt's chunk, and which of it a device takes."""
+"""Kernels for the attention of prompt chunks, and the choice of a kernel for a device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from neo_desktop.engine.fallbacks import fallbacks
 
-PIECE_SCORES = 32 << 20  # that are in memory at a time, where a kernel writes them there
-BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last key
+PIECE_SCORES = 32 << 20  # most scores in memory at a time, for kernels that materialize scores
+BOTTOM_RIGHT = 2  # mask type of the memory-efficient kernel: the last query sees the last key
 
 
 class PrefillKernel(StrEnum):
-    """What computes prefill attention."""
+    """A kernel for prefill attention."""
 
-    NATIVE = "native"  # ours, on a CPU: a row has the same bits in any chunk, and as a decode
-    FLASH = "flash"  # all chunks of a group in one launch
-    EFFICIENT = "efficient"  # memory-efficient, one launch for each chunk
-    SDPA = "sdpa"  # whatever torch chooses, with a mask
-    MATH = "math"  # products and a softmax, head by head: what every device can do
+    NATIVE = "native"  # our CPU kernel: a row has the same bits in any chunk, and as a decode.
+    FLASH = "flash"  # one launch for all chunks of a group.
+    EFFICIENT = "efficient"  # memory-efficient, one launch per chunk.
+    SDPA = "sdpa"  # torch's choice, with a mask.
+    MATH = "math"  # matmuls and a softmax, head by head: works on every device.
 
 
-# kernel -> the level of the fallbacks below it
+# kernel -> the next lower fallback level
 BELOW = {
     PrefillKernel.FLASH: "memory-efficient",
     PrefillKernel.EFFICIENT: "math",
@@ -40,17 +40,17 @@ def choose_kernel(
     windowed: bool,
     level: str = "flash",
 ) -> PrefillKernel:
-    """Return the best kernel; a CPU has one on all levels.
+    """Return the best kernel; a CPU has the same kernel at all levels.
 
-    SDPA's own choice is not relied on, since beside a mask, and with grouped queries below 8.0, it falls back
-    to a kernel that writes all scores to memory.
+    SDPA's own choice is not good enough. With a mask, and with grouped queries below compute capability 8.0,
+    it falls back to a kernel that writes all scores to memory.
 
     Args:
-        capability: of the GPU; None: a CPU.
-        dtype: of queries, keys and values.
-        head_dim: of a head.
-        windowed: whether a window hides part of the context.
-        level: of the fallbacks: no better one is used.
+        capability: The GPU's compute capability; None: a CPU.
+        dtype: Type of queries, keys and values.
+        head_dim: Elements per head.
+        windowed: True if a sliding window hides part of the context.
+        level: The highest fallback level to use.
     """
     if capability is None:
         return PrefillKernel.NATIVE
@@ -66,7 +66,7 @@ def choose_kernel(
 def kernel_on(
     device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, level: str = "flash"
 ) -> PrefillKernel:
-    """Choose for a device, with the torch that is installed; arguments as of `choose_kernel`."""
+    """Choose a kernel for a device and the installed torch; arguments as in `choose_kernel`."""
     if device.type == "cpu":
         return choose_kernel(None, dtype, head_dim, windowed, level)
     capability = torch.cuda.get_device_capability(device)
@@ -83,10 +83,10 @@ def kernel_on(
 
 
 def check_operator(kernel: PrefillKernel) -> None:
-    """Check that torch has what a kernel is called with.
+    """Check that torch has a kernel's operator with the needed arguments.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: The operator or an argument is missing.
     """
     needed = {
         PrefillKernel.FLASH: ("_flash_attention_forward", {"window_size_left", "window_size_right", "scale"}),
@@ -96,8 +96,8 @@ def check_operator(kernel: PrefillKernel) -> None:
         return
     name, arguments = needed[kernel]
     operator = getattr(torch.ops.aten, name, None)
-    found = set() if operator is None else {argument.name for argument in operator.default._schema.arguments}
-    if not arguments <= found:
+    known = set() if operator is None else {argument.name for argument in operator.default._schema.arguments}
+    if not arguments <= known:
         raise RuntimeError(f"torch {torch.__version__} has no usable {name}: install a version from 2.11 on")
 
 
@@ -112,8 +112,8 @@ def flash(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [queries, heads, head_dim] and log(sum(exp(scores))) [heads, queries]."""
-    # What torch.nn.attention.varlen calls. That must be told of grouped queries from 2.12 on and cannot be
-    # before, and importing it takes a second.
+    # The operator behind torch.nn.attention.varlen. That module takes a second to import, and its argument
+    # for grouped queries is required from 2.12 on but missing before.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -123,8 +123,8 @@ def flash(
         max_queries,
         max_context,
         0.0,  # dropout
-        window is None,  # causal; a window says it by its right side
-        False,  # no mask is to be returned
+        window is None,  # causal; with a window, window_size_right does the same
+        False,  # return no mask
         scale=scale,
         window_size_left=-1 if window is None else window - 1,
         window_size_right=0,
@@ -136,7 +136,7 @@ def efficient(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the output [queries, heads, head_dim] and, if needed, log(sum(exp(scores))) [queries, heads]."""
-    # What SDPA calls, which has no way to say that the last query sees the last key without a mask.
+    # The operator behind SDPA. Only a mask makes SDPA itself align the last query with the last key.
     queries, keys, values = _by_kv_head(q, k, v)
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         queries.transpose(1, 2),
@@ -152,17 +152,17 @@ def efficient(
         needs_lse,
         scale=scale,
     )
-    # Of each KV head it has those of its query heads, for queries up to a multiple of 32.
+    # lse is [kv_heads, group, queries], with queries padded to a multiple of 32.
     return out.transpose(0, 1).flatten(1, 2), lse[:, :, : len(q)].permute(2, 0, 1).flatten(1, 2)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Let one more token, whose value is zero, take part in attention.
+    """Add one more token with a value of zero to an attention's output.
 
     Args:
-        out: [queries, heads, head_dim], without it.
-        lse: [queries, heads]: log(sum(exp(scores))), without it.
-        sinks: [heads]: its score.
+        out: [queries, heads, head_dim], without the token.
+        lse: [queries, heads]: log(sum(exp(scores))), without the token.
+        sinks: [heads]: the token's score.
     """
     return out * torch.sigmoid(lse.float() - sinks.float()).unsqueeze(-1).to(out.dtype)
 
@@ -170,15 +170,15 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend from the last `len(q)` tokens of a context to all tokens up to each of them.
+    """Attend causally from the last `len(q)` tokens of a context.
 
     Args:
         q: [queries, heads, head_dim]
         k: [context, kv_heads, head_dim]
         v: [context, kv_heads, head_dim]
-        scale: the factor on q·k.
-        window: how many of the last tokens each query sees, itself included; None: all.
-        sinks: see `PrefillGroup.attend`.
+        scale: Factor on q·k.
+        window: Sliding window in tokens, the query included; None: the whole context.
+        sinks: See `PrefillGroup.attend`.
     """
     if sinks is not None:
         return by_products(q, k, v, scale, window, sinks)
@@ -193,7 +193,7 @@ def causal_attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend where a mask [queries, keys] allows it; None: to all tokens up to the query's."""
+    """Attend with a mask [queries, keys]; None: causally."""
     heads, is_causal = _by_kv_head(q, k, v), mask is None
     out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
@@ -208,7 +208,7 @@ def by_products(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same by torch's products alone, in fp32; see `causal_attention` and `PrefillGroup.attend`."""
+    """Attend with torch's matmuls in fp32; arguments as in `causal_attention` and `PrefillGroup.attend`."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     out = torch.empty_like(q)
@@ -231,14 +231,14 @@ def by_products(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some queries, and the keys that any of them sees."""
+    """A range of queries, and the keys visible to at least one query."""
 
     queries: slice
     keys: slice
-    first_position: int  # of the queries, in their context
+    first_position: int  # position of the first query in the context
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """Return which keys each query sees, [queries, keys]."""
+        """Return a mask of the visible keys, [queries, keys]."""
         count = self.queries.stop - self.queries.start
         positions = torch.arange(self.first_position, self.first_position + count, device=device).unsqueeze(1)
         past = torch.arange(self.keys.start, self.keys.stop, device=device)
@@ -247,7 +247,7 @@ class _Piece:
 
 
 def _pieces(num_queries: int, num_keys: int, most: int, window: int | None) -> Iterator[_Piece]:
-    """Cut queries so that a head has at most `most` scores, or those of one query."""
+    """Divide queries into pieces with at most `most` scores per head, or a single query."""
     before = num_keys - num_queries
     rows = max(most // num_keys, 1)
     for start in range(0, num_queries, rows):
@@ -257,10 +257,10 @@ def _pieces(num_queries: int, num_keys: int, most: int, window: int | None) -> I
 
 
 def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View all as [kv_heads, group, tokens, head_dim]: the heads of K and V repeat without being copied.
+    """View q, k and v as [kv_heads, group, tokens, head_dim]; K and V heads are repeated without a copy.
 
-    The memory-efficient kernel knows no grouped queries: with `enable_gqa`, SDPA on a GPU older than 8.0 or
-    in float32 falls back to a kernel that writes all scores to memory.
+    The memory-efficient kernel has no grouped queries. With `enable_gqa`, SDPA below compute capability 8.0
+    or in float32 falls back to a kernel that writes all scores to memory.
     """
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads

@@ -1,8 +1,8 @@
-"""An iteration, written once: two sub-batches whose GPU and CPU work overlap (NEO, sections 3.1 and 3.3).
+"""The stages of an iteration: two sub-batches with overlapping GPU and CPU work (NEO, sections 3.1 and 3.3).
 
 Time runs to the right; `i,l` is sub-batch i in layer l. Between the linear stages of two layers a sub-batch
-needs its attention: that of decodes whose KV is in host memory is computed there, by the CPU, while the
-device works for the other sub-batch.
+needs its attention. The CPU attends for decodes with KV in host memory, while the device works for the other
+sub-batch.
 
     device    |linear 0,l|attention 0,l|linear 1,l|attention 1,l|linear 0,l+1|attention 0,l+1|linear 1,l+1|..
     to-host              |qkv 0,l|                |qkv 1,l|                  |qkv 0,l+1|
@@ -10,28 +10,28 @@ device works for the other sub-batch.
     to-device                                       |o 0,l|                          |o 1,l|
     swap      |copies of layer l+1, earlier KV of l+1|prompts' KV of l out|copies of layer l+2, ..
 
-`linear i,l+1` waits for `o i,l`: the second half of layer l and the first of layer l+1, as one stage. With
-one sub-batch its CPU attention runs beside its own attention on the device, and the linear stages wait for
-both. Without KV in host memory and without copies only `device` is used.
+`linear i,l+1` waits for `o i,l`. It combines the second half of layer l and the first half of layer l+1. With
+one sub-batch, its CPU attention runs beside its own device attention, and the linear stages wait for both.
+Without KV in host memory and without copies, only `device` is used.
 
-Prompts are always attended to on the device. Those whose KV lives in host memory have it stored there layer
-by layer, behind the computation of later layers; what precedes such a chunk is fetched one layer ahead.
+The device always attends for prompts. Prompts' KV for host memory is stored there layer by layer, behind the
+computation of later layers. KV that precedes a chunk is fetched one layer ahead.
 
-What waits for what, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
+Dependencies, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
 
-- whatever attends or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
-  order, so a block that a move gives up can be given to another request in the same iteration;
-- attention of a chunk in layer l: the earlier KV of layer l;
-- fetching the earlier KV of layer l: the attention of layer l - 2, which reads the same one of two buffers;
-- the next layer's linear stages: that k and v of prompts have left, whose memory they take.
+- attention and stores in layer l wait for the copies of layer l. The copies run one layer ahead, in the
+  plan's order, so a moved request's old block can have a new owner in the same iteration;
+- attention of a chunk in layer l waits for the earlier KV of layer l;
+- the fetch of layer l's earlier KV waits for the attention of layer l - 2, which reads the same buffer;
+- the next layer's linear stages wait until k and v of prompts have left, because they reuse that memory.
 
-Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
+Each sub-batch has one set of buffers for q, k, v and o, used by all layers. The chain orders all uses.
 
-async decodes join the linear stages of sub-batch 0; nothing waits for their attention. See `async_decodes`.
+Async decodes join the linear stages of sub-batch 0; no stage waits for their attention. See `async_decodes`.
 
-KV that is swapped comes to the device a layer ahead, and what is new of it leaves: see `swapping`.
+Streamed KV arrives on the device one layer ahead, and its new rows leave afterwards: see `streamed`.
 
-Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `offloaded_matmuls`.
+The CPU takes part in linear stages if matrices are offloaded: see `offloaded_matmuls`.
 """
 
 from collections.abc import Sequence
@@ -55,17 +55,15 @@ from neo_desktop.models.stages import Stages
 
 
 class Program:
-    """The stages of one iteration, made from a plan.
+    """The stages of one iteration.
 
     Args:
-        stages: the model's.
-        workspace: what it works in.
-        memory: the part of that.
-        passes: its sub-batches.
-        moves: the blocks that change their tier.
-        outputs: what is asked of it.
-        chooses: whether the most probable tokens are chosen within the last part, for all rows.
-        window: brings swapped KV to the device; None: nobody attends to any.
+        workspace: Working memory.
+        memory: The iteration's part of the working memory.
+        moves: Copies of blocks that change their tier.
+        outputs: The requested outputs.
+        chooses: True if the last part chooses the most probable token of every row.
+        window: Prefetch of streamed KV; None: no sequence attends to streamed KV.
     """
 
     def __init__(
@@ -91,22 +89,22 @@ class Program:
         self._window = window
         self._ending = OutputHead(stages, workspace, self._passes, outputs, chooses=chooses)
         self._stream = self._weight_stream()
-        self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
+        self._moved: dict[int, tuple[Signal, ...]] = {}  # layer -> copies to wait for
 
     @property
     def key(self) -> object:
-        """What programs have in common whose fixed parts are the same."""
+        """Graph key: programs with equal keys have the same fixed parts."""
         sets = tuple(each.async_decodes.old for each in self._passes if each.async_decodes is not None)
         return self.graph_key, self._has_cuts, self._chooses, self._window is not None, sets
 
     @property
     def graph_key(self) -> GraphKey:
-        """Its sizes."""
+        """The sizes of the iteration."""
         return self._memory.graph_key
 
     @property
     def is_fixed(self) -> bool:
-        """Whether its fixed parts can be graphs."""
+        """True if the fixed parts can be graphs."""
         return self._memory.is_fixed and self._stages.writes_in_place
 
     def _weight_stream(self) -> WeightStream | None:
@@ -123,50 +121,50 @@ class Program:
 
     @property
     def _has_fixed_layers(self) -> bool:
-        """Whether layers are fixed: all or none, where pieces of weights or swapped KV flow through them."""
+        """True if layers are fixed; streamed weights or KV flow through them, so all layers or none are."""
         return self._chooses or (self._stream is None and self._window is None)
 
     @property
     def _is_cut_at_sums(self) -> bool:
-        """Whether linear stages end at each sum over ranks; without graphs nothing is won by that."""
+        """True if linear stages end at each all-reduce, which only pays with graphs."""
         return self._stages.is_part and self.is_fixed
 
     @property
     def _has_cuts(self) -> bool:
-        """Whether something has to happen before each layer that is not fixed."""
+        """True if work that is not fixed precedes each layer."""
         return self._moves.has_any or any(
             prompts.fetches for each in self._passes for prompts in each.prompts
         )
 
     @property
     def transfers(self) -> list[HostTransfer]:
-        """What the CPU brings to host memory and from there, in the order of each layer."""
+        """The CPU's transfers to and from pages, in the order of a layer."""
         prompts = [prompts for each in self._passes for prompts in each.prompts]
         ahead = [transfer for each in prompts for transfer in each.transfers_ahead]
         return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
 
     @property
     def on_host(self) -> list[HostWork]:
-        """What the CPU multiplies, attends for and stages, in the order in which the device has it.
+        """The CPU's matmuls, attention and weight copies, in the device's order.
 
-        That is by sub-batch; async decodes come behind the others of theirs.
+        The order is by sub-batch; async decodes follow the other decodes.
         """
-        found: list[HostWork] = []
+        works: list[HostWork] = []
         for each in self._passes:
-            found += [] if each.split is None else each.split.on_host
-            found += [offload.batch for offload in each.offloaded]
-            found += [] if each.async_decodes is None else each.async_decodes.batches
-        found += self._ending.on_host
+            works += [] if each.split is None else each.split.on_host
+            works += [offload.batch for offload in each.offloaded]
+            works += [] if each.async_decodes is None else each.async_decodes.batches
+        works += self._ending.on_host
         if self._stream is not None and self._stream.staged is not None:
-            found.append(self._stream.staged)
-        return found
+            works.append(self._stream.staged)
+        return works
 
     def copies(self) -> tuple[float, float, int]:
-        """Return how copies of swapped KV went; see `PrefetchStream.measured`."""
+        """Return the measured copies of streamed KV; see `PrefetchStream.measured`."""
         return (0.0, 0.0, 0) if self._window is None else self._window.measured()
 
     def end(self) -> None:
-        """Take in that the iteration has ended well."""
+        """Finish a successful iteration: swap async buffers, and store new rows of streamed KV."""
         for each in self._passes:
             if each.async_decodes is not None:
                 each.async_decodes.memory.end_turn()
@@ -175,7 +173,7 @@ class Program:
                     decodes.new_rows.store()
 
     def parts(self) -> list[Part]:
-        """Return all stages, in order."""
+        """Return the stages in order, divided into parts."""
         build = PartBuilder()
         build.add(self._bring_inputs, is_fixed=False)
         if self._has_cuts:
@@ -202,14 +200,14 @@ class Program:
 
         def bring() -> None:
             memory.inputs.copy_(memory.staged, non_blocking=True)
-            if not memory.is_fixed:  # it has a table of its own
+            if not memory.is_fixed:  # its token table is its own
                 latest = self._workspace.latest
                 memory.table[: len(latest)].copy_(latest)
 
         launcher.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
 
     def _bring_kv(self, layer: int, launcher: Launcher) -> None:
-        """Start to bring what layer `layer` needs to where it is needed."""
+        """Start the copies and fetches that `layer` needs."""
         self._moved[layer] = self._moves.submit(launcher, layer)
         if self._window is not None:
             self._window.allow(launcher, layer, self._moved[layer])
@@ -226,9 +224,9 @@ class Program:
         window.used(launcher, layer)
 
     def _add_step(self, build: PartBuilder, each: SubBatchPass, layer: int) -> None:
-        """Go from the attention of the layer before to that of this one; prompts' follows.
+        """Add the linear stages of a layer and the attention of its decodes.
 
-        Sums over ranks are never fixed: graphs stand before and after them.
+        All-reduces are never fixed: they run between graphs.
         """
         is_fixed = self._has_fixed_layers
         if self._is_cut_at_sums:
@@ -250,7 +248,7 @@ class Program:
             launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
 
     def _attend_to_decodes(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        """Give the CPU and workers what they attend to, and attend to the rest on the device meanwhile."""
+        """Submit the decode attention of the CPU and workers, and of the device in parallel."""
         memory, linear = each.memory, launcher.mark()
         for offload in each.offloaded:
             count = len(offload.batch.offload_buffers.qkv)
@@ -269,7 +267,7 @@ class Program:
         launcher.wait(exchanged)
 
     def _advance(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        """Give the linear stages to the lanes."""
+        """Submit the linear stages."""
         memory, finished = each.memory, layer - 1 if layer else None
         stage = Stage("linear", layer, memory.index, memory.rows.count)
         after = self._collect(each, layer - 1, launcher)
@@ -283,7 +281,7 @@ class Program:
         each.split.advance(launcher, self._stream, stage, steps, after)
 
     def _collect(self, each: SubBatchPass, layer: int, launcher: Launcher) -> list[Signal]:
-        """Bring what the CPU attended to in a layer back; return what ends then."""
+        """Submit the copies of the CPU's attention output; return their signals."""
         arrived = []
         for offload in each.offloaded:
             if offload.attended is not None:
@@ -316,8 +314,6 @@ class Program:
     def _collect_last(self, launcher: Launcher) -> None:
         for each in self._passes:
             launcher.wait(self._collect(each, self._config.num_layers - 1, launcher))
-
-    # What the lanes run.
 
     def _embed(self, each: SubBatchPass) -> None:
         memory = each.memory

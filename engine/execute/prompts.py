@@ -1,4 +1,4 @@
-"""The prompt chunks of a sub-batch, tier by tier: attention on the device, wherever their KV lives."""
+"""The prompt chunks of a sub-batch, tier by tier: the device attends, independent of the tier."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -19,11 +19,11 @@ from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 
-STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # stages
+STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
 
 
 class Prompts(Protocol):
-    """Chunks of prompts that live in one tier.
+    """Prompt chunks of one tier.
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
     `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
@@ -32,21 +32,21 @@ class Prompts(Protocol):
 
     @property
     def fetches(self) -> bool:
-        """Whether something has to be brought one layer ahead."""
+        """True if earlier KV has to be fetched one layer ahead."""
 
     @property
     def transfers_ahead(self) -> Sequence[HostTransfer]:
-        """What the CPU brings from host memory, one layer ahead."""
+        """The CPU's transfers from pages, one layer ahead."""
 
     @property
     def transfers_behind(self) -> Sequence[HostTransfer]:
-        """What the CPU stores in host memory."""
+        """The CPU's transfers to pages."""
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
-        """Start to bring what precedes the chunks elsewhere to the device."""
+        """Start to copy the chunks' earlier KV to the device, if it is elsewhere."""
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """Start to store K and V where they live; return what the attention has to wait for."""
+        """Start to store K and V in the tier; return the signals that attention has to wait for."""
 
     def attend(
         self,
@@ -59,19 +59,14 @@ class Prompts(Protocol):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Attend from the chunks to their contexts: work for the device."""
+        """Attend from the chunks to their contexts, as work on the device's lane."""
 
     def attended(self, launcher: Launcher) -> None:
-        """Take in that the layer's attention has been given to the device."""
+        """Finish a layer after its attention was submitted to the device."""
 
 
 class DevicePrompts:
-    """Chunks whose KV lies in the device's memory.
-
-    Args:
-        pool: the tier's.
-        chunks: theirs.
-    """
+    """Chunks with KV in the device's memory."""
 
     fetches = False
     transfers_ahead: Sequence[HostTransfer] = ()
@@ -84,10 +79,10 @@ class DevicePrompts:
         self._slots = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: earlier KV is on the device."""
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """Do nothing: `attend` does it, or it was done with the rotation."""
+        """Do nothing: `attend` or the rotation kernel stores rows."""
         return ()
 
     def attend(
@@ -116,16 +111,13 @@ class DevicePrompts:
 
 
 class HostPrompts:
-    """Chunks whose KV lies in host memory.
+    """Chunks with KV in host memory.
 
     Args:
-        make: makes transfers.
-        pool: the tier's.
-        index: of the sub-batch.
-        chunks: theirs.
-        device: the model's.
+        make: Makes transfers.
+        device: The model's device.
         row_shape: (kv_heads, head_dim)
-        dtype: of k and v.
+        dtype: Type of k and v.
     """
 
     def __init__(
@@ -147,13 +139,13 @@ class HostPrompts:
         num_earlier = sum(map(len, earlier))
         self._back: FromHost | None = None
         self._fetched: list[Signal | None] = [None] * NUM_BUFFERS
-        self._read: tuple[Signal, ...] = ()  # what has read the buffers
-        self._sent: Signal | None = None  # the layer's k and v
+        self._read: tuple[Signal, ...] = ()  # end of the last read of the buffers
+        self._sent: Signal | None = None  # end of the copy of the layer's k and v
         self._earlier: list[Tensor] = []
         if num_earlier:
             slots = torch.cat(earlier)
             self._back = FromHost(make.transfer(FETCH, pool, slots, to_host=False, index=index))
-            # One buffer is read by the attention of a layer while the other is filled for the next.
+            # A layer's attention reads one buffer while the other is filled for the next layer.
             shape = (2, num_earlier, *row_shape)
             self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._ends = list(accumulate(map(len, earlier), initial=0))
@@ -173,7 +165,7 @@ class HostPrompts:
     def fetch(self, launcher: Launcher, layer: int) -> None:
         if self._back is None:
             return
-        self._read = self._read or (launcher.mark(),)  # the buffers were somebody else's memory
+        self._read = self._read or (launcher.mark(),)  # earlier device work may use the buffers' memory
         target = self._earlier[layer % NUM_BUFFERS]
         self._fetched[layer % NUM_BUFFERS] = self._back.bring(launcher, layer, target, self._read)
 
@@ -202,7 +194,7 @@ class HostPrompts:
 
     def attended(self, launcher: Launcher) -> None:
         assert self._sent is not None
-        launcher.wait((self._sent,))  # the next layer's k and v take the place of this one's
+        launcher.wait((self._sent,))  # the next layer overwrites k and v
         if self._back is not None:
             self._read = (launcher.mark(),)
 
@@ -216,11 +208,11 @@ def prompts_of(
     """Return the prompts of a sub-batch by tier.
 
     Args:
-        sequences: the chunks, those of a tier adjacent.
-        first_row: of them in the sub-batch.
-        storage: holds the KV.
-        make: makes them, of a tier, its pool, the chunks, and where their own tokens are stored: slots,
-            [tokens] int64 in host memory.
+        sequences: The chunks; chunks of a tier are adjacent.
+        first_row: Their first row in the sub-batch.
+        storage: The KV pools.
+        make: Makes the prompts of a tier from the tier, its pool, its chunks, and the slots of their own
+            tokens, [tokens] int64 in host memory.
     """
     prompts: list[Prompts] = []
     row = first_row
@@ -236,5 +228,5 @@ def prompts_of(
 
 
 def slots_of(blocks: IntView, positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """Return where the tokens at some positions of these blocks lie."""
+    """Return the slots of the tokens at `positions` in these blocks."""
     return blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size

@@ -1,4 +1,4 @@
-"""Programs of hand-overs alone: what trials check, and what the profiler and the self-test time.
+"""Programs of round trips between device and CPU, for the self-check, the profiler and the self-test:
 
 device   |make|                       |make|
 to-host        |send|
@@ -25,7 +25,6 @@ class SmallProgram:
     record: Record
 
     def parts(self) -> Sequence[Part]:
-        """Return it."""
         return (Part(is_fixed=True, records=(self.record,)),)
 
 
@@ -35,14 +34,14 @@ def nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrips:
-    """From the device to the CPU and back, as often as there are flags.
+    """Round trips from the device to the CPU and back, one per pair of flags.
 
     Args:
-        flags: see `native.relay.empty_flags`.
-        make: the device's work before it hands over.
-        send: copies what it made to host memory.
-        answer: the CPU's work in a trip, where no flags tell somebody else to do it.
-        bring: copies the answer to the device.
+        flags: See `native.relay.empty_flags`.
+        make: The device's work before each trip.
+        send: Copies the device's result to host memory.
+        answer: The CPU's work in a trip, if no relay does it.
+        bring: Copies the answer to the device.
     """
 
     flags: Tensor
@@ -52,7 +51,7 @@ class RoundTrips:
     bring: Work = nothing
 
     def program(self, key: object) -> SmallProgram:
-        """Return a program of them, under this key."""
+        """Return a program of the round trips under this key."""
         return SmallProgram(key, self._record)
 
     def _record(self, launcher: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""Lanes that are CUDA streams, and the CPU's lanes that streams tell by flags."""
+"""Lanes on CUDA streams, and the CPU's lanes that streams start by flags."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,22 +14,23 @@ from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, ti
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.native.relay import DONE, READY
 
-# In units of a watch's. Relays' guards have one: they come first, and raise the flags that the GPU waits for.
+# In units of the watchdog's timeout. Relays have a timeout of 1: they time out first, and raise the flags
+# that the GPU waits for.
 TIMEOUT_WITH_RELAYS = 2.0
 
 
 @dataclass(slots=True)
 class Tape:
-    """Whether what lanes get now becomes a graph, and when its stages run."""
+    """State of a graph capture, and the timed events in the graph."""
 
     is_capturing: bool = False
     is_timed: bool = False
-    number: int = 0  # of the graph
+    number: int = 0  # incremented when a capture starts or ends
     spans: list[TimedEvents] = field(default_factory=list)
 
 
 class _Event:
-    """The signal of a CUDA stream."""
+    """The signal of work on a CUDA stream."""
 
     def __init__(self, lane: "StreamLane", tape: Tape, watch: Watchdog, what: str) -> None:
         self._event: torch.cuda.Event = lane.stream.record_event()
@@ -44,20 +45,20 @@ class _Event:
         self._watch.tick()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        # All of an earlier graph comes before what follows it on the device's stream.
+        # An earlier graph has joined the device's stream, so later work follows it without this event.
         if self._graph is None or self._graph == self._tape.number:
             stream.wait_event(self._event)
 
 
 class StreamLane:
-    """A CUDA stream, filled by the thread that submits; work must not block.
+    """A lane on a CUDA stream; the submitting thread launches the work, which must not block.
 
     Args:
-        name: of the lane.
-        timeline: records when the lane was busy.
-        stream: a stream of its own.
-        tape: what captures write to.
-        timeout: in units of the iteration's.
+        name: Name of the lane.
+        timeline: Records busy times.
+        stream: The lane's own stream.
+        tape: Record of captures.
+        timeout: Timeout in units of the watchdog's.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class StreamLane:
         self._timeline = timeline
         self._tape = tape
         self._watch = DEFAULT_TIMEOUT.watch()
-        self._passed: list[_Event] = []  # of the iteration
+        self._passed: list[_Event] = []  # ends of the iteration's stages
 
     def begin(self, watch: Watchdog) -> None:
         self._watch = watch
         self._passed = []
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Put `work` on the stream; blocks until those of the signals that come from threads have come."""
+        """Launch `work` on the stream; block first for those signals that come from threads."""
         self.wait(after)
         with torch.cuda.stream(self.stream), self._timed(stage):
             work()
@@ -91,40 +92,40 @@ class StreamLane:
         return event
 
     def mark(self, what: str) -> _Event:
-        """Return the end of everything up to here, by this name for people."""
+        """Return a signal for the end of the work so far; `what` names the work in messages."""
         return _Event(self, self._tape, self._watch, what)
 
     def take_passed(self) -> list[_Event]:
-        """Return the ends of the iteration's stages so far, and forget them."""
+        """Return and clear the end signals of the iteration's stages so far."""
         passed, self._passed = self._passed, []
         return passed
 
     def wait(self, signals: Sequence[Signal]) -> None:
-        """Let what follows wait for the signals."""
+        """Make later work on the stream wait for the signals."""
         for signal in signals:
             signal.hold(self.stream)
 
     def cancel(self) -> None:
-        """Do nothing: what is on a stream cannot be taken back, and ends by itself."""
+        """Do nothing: work on a stream cannot be cancelled, and ends by itself."""
 
     def join(self) -> None:
         """Block until the stream is empty."""
-        for event in self._passed:  # in order, so that an error names the one that does not end
+        for event in self._passed:  # in order, so that an error names the stalled stage
             event.wait()
         self._passed.clear()
         wait_for_gpu(self.stream, self._watch, f"what is on its stream {self.name!r}", self.timeout)
 
     def stop(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing: a stream has no thread."""
 
     def close(self) -> None:
         """Block until the stream is empty, unless the GPU is lost."""
-        with suppress(RuntimeError):  # raised where the work on it is waited for
+        with suppress(RuntimeError):  # waits for the work raise this error
             wait_for_gpu(self.stream, self._watch)
 
     @contextmanager
     def _timed(self, stage: Stage) -> Iterator[None]:
-        """Record what the block puts on the current stream."""
+        """Time the block's work on the current stream."""
         tape, timeline = self._tape, self._timeline
         is_timed = tape.is_timed if tape.is_capturing else timeline is not None and timeline.is_recording
         if not is_timed:
@@ -152,17 +153,17 @@ class _Flag:
         raise AssertionError(f"only streams wait for relays: {self._what}")
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        # CUDA may put several streams, or nodes of a graph, into one hardware queue. It must know of every
-        # order that a wait relies on: without it the wait may come to stand before what makes the host act.
+        # CUDA may map several streams, or nodes of a graph, to one hardware queue, so it must know every
+        # dependency of a wait. Otherwise the wait could precede the write that starts the host's work.
         self._raised.hold(stream)
         stream_wait_value(stream, self._done)
 
 
 class RelayLane:
-    """Work of the CPU that a relay does, once a flag is raised.
+    """A CPU lane whose work a relay does after a flag is raised.
 
     Args:
-        told_by: the lane whose stream raises the flags.
+        told_by: The lane whose stream raises the flags.
     """
 
     def __init__(self, told_by: StreamLane) -> None:
@@ -182,10 +183,10 @@ class RelayLane:
         """Do nothing: the relay's owner cancels it."""
 
     def join(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the relay's owner waits for it."""
 
     def stop(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the relay's owner stops it."""
 
     def close(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the relay's owner closes it."""

@@ -1,15 +1,15 @@
-"""KV that lies in host memory and is attended to on the device, on its way there and back (Pie, section 3.2).
+"""Transfers of streamed KV: to the device for attention there, and back to host memory (Pie, section 3.2).
 
-What earlier iterations left of a layer comes to the window, see `kv.streamed`, as soon as its slot there is
-free; what is new leaves. Both directions at once, behind the computation:
+A layer's earlier KV is copied to the prefetch buffer, see `kv.streamed`, as soon as a slot is free. New rows
+are copied to host memory. Both directions run at once, behind the computation:
 
     device      |linear l|attention l|linear l+1|attention l+1|linear l+2|attention l+2|..
     swap-in     |layer l+1           |layer l+2               |layer l+3                |..
     swap-out             |new rows of l         |new rows of l+1          |..
 
-Decodes' new rows come to memory of their own and are stored when the iteration has ended well. Those of
-prompts, which are many, go where they belong at once: to slots that nobody reads before that. So an iteration
-that fails at any point can be done again.
+New rows of decodes go to separate buffers, and are stored after the iteration has succeeded. Prompts have
+many new rows, which go to their final slots at once; no attention reads these slots before that. So a failed
+iteration can be repeated.
 """
 
 from collections import deque
@@ -34,19 +34,19 @@ NAME = "swap in"
 
 
 def streamed_pool(storage: KVStorage) -> StreamedPool | None:
-    """Return the pool whose KV is swapped; there is one at most."""
+    """Return the pool of streamed KV, if any; at most one tier is streamed."""
     pools = (storage[tier] for tier in storage.tiers)
     return next((pool for pool in pools if isinstance(pool, StreamedPool)), None)
 
 
 class PrefetchStream:
-    """The layers of a swapped pool on their way through the window, in an iteration.
+    """The prefetch of an iteration's streamed layers through the prefetch buffer.
 
     Args:
-        layers: the swapped ones.
-        bring: starts to bring what is attended to of a layer.
-        num_tokens: how many tokens' KV that is.
-        times: of the copies.
+        layers: The streamed layers.
+        bring: Starts the copy of a layer's blocks.
+        num_tokens: Number of tokens whose KV is copied.
+        times: Times of the copies.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class PrefetchStream:
         self._num_tokens = num_tokens
         self._times = times
         self._waiting = deque(layers if num_tokens else ())
-        self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
+        self._ready: dict[int, Sequence[Signal]] = {}  # layer -> signals that precede its copy
         self._arrived: dict[int, Signal] = {}
-        self._wanted: set[int] = set()  # layers that the device waits for, or has waited for
+        self._wanted: set[int] = set()  # layers with a submitted wait
         self._ring = Ring(WINDOW)
 
     def allow(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> None:
-        """Let a layer come, after the signals."""
+        """Allow the prefetch of a layer after the signals."""
         self._ready[layer] = after
         self._bring(launcher)
 
     def allow_all(self, launcher: Launcher) -> None:
-        """Let all layers come."""
+        """Allow the prefetch of every layer now."""
         self._ready = dict.fromkeys(self._waiting, ())
         self._bring(launcher)
 
     def wait(self, launcher: Launcher, layer: int) -> None:
-        """Let what attends to a layer, or writes to it, wait for its copy."""
+        """Make later device work, which attends to a layer or writes to it, wait for its copy."""
         if layer not in self._arrived:
             return
         if layer not in self._wanted:
@@ -85,39 +85,39 @@ class PrefetchStream:
         launcher.wait((self._arrived[layer],))
 
     def measured(self) -> tuple[float, float, int]:
-        """Return what the copies took, what the device waited for them, and the tokens that came.
+        """Return the ms of the copies, the ms of the device's waits, and the number of copied tokens.
 
-        All must have ended.
+        The iteration must have ended.
         """
         if not self._num_tokens:
             return 0.0, 0.0, 0
         return *self._times.read(), self._num_tokens
 
     def used(self, launcher: Launcher, layer: int) -> None:
-        """Take in that all that attends to a layer has been given to the device."""
+        """Release a layer's slot after all attention to the layer was submitted."""
         if layer not in self._arrived:
             return
         self._ring.give_back(launcher.mark())
         self._bring(launcher)
 
     def _bring(self, launcher: Launcher) -> None:
-        """Have layers come, as far as there is room."""
+        """Submit copies of layers while slots are free."""
         while self._waiting and self._waiting[0] in self._ready and self._ring.has_room:
             layer = self._waiting.popleft()
-            _, is_free = self._ring.fill()  # the pool knows the slot of a layer
+            _, is_free = self._ring.fill()  # the pool computes a layer's slot itself
             stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_tokens)
             copy = partial(self._times.around, layer, partial(self._start, layer))
             self._arrived[layer] = launcher.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
 
 
 class PrefetchBuffers:
-    """What the new rows of swapped decodes go through: kept for all iterations, so that graphs can use it.
+    """Permanent buffers for the new rows of streamed decodes, so that graphs can use them.
 
     Args:
-        pool: theirs.
-        rows: of a sub-batch.
-        dtype: of k and v.
-        device: the model's.
+        pool: The pool of streamed KV.
+        rows: Most rows of a sub-batch.
+        dtype: Type of k and v.
+        device: The model's device.
     """
 
     def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -129,22 +129,21 @@ class PrefetchBuffers:
 
     @property
     def on_host(self) -> list[Tensor]:
-        """What graphs copy from and to."""
+        """The host tensors that graphs copy from and to."""
         return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
 
     def stream(self, runs: Sequence[BlockRun]) -> PrefetchStream:
-        """Return what brings runs of blocks of all layers in an iteration."""
+        """Return an iteration's prefetch of these runs of blocks, in every layer."""
         pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
         bring = partial(pool.bring, runs=runs)
         return PrefetchStream(pool.streamed_layers, bring, num_blocks * pool.block_size, self._times)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
-        """Return what the decodes of a sub-batch go through.
+        """Return the buffers for new rows of a sub-batch's decodes.
 
         Args:
-            index: of the sub-batch.
-            slots: where their rows are stored, in the end.
-            rows: theirs, with padding.
+            slots: Final slots of the rows.
+            rows: Number of rows, padding included.
         """
         kept = self._kept[index] if rows <= self._rows else self._memory(rows)
         numbers, shape = rows * self._numbers_of(1), (2, rows, *self._pool.row_shape)
@@ -162,14 +161,13 @@ class PrefetchBuffers:
 
 
 class NewRows:
-    """The new rows of a sub-batch's swapped decodes, on their way to host memory.
+    """The new rows of a sub-batch's streamed decodes, on their way to host memory.
 
     Args:
-        pool: theirs.
-        index: of the sub-batch.
-        slots: [decodes] int64 in host memory: where they are stored in the end.
-        kept: [swapped layers, 2, rows, kv_heads, head_dim] on the device.
-        on_host: likewise in host memory.
+        pool: The pool of streamed KV.
+        slots: [decodes] int64 in host memory: final slots of the rows.
+        kept: [streamed layers, 2, rows, kv_heads, head_dim] on the device.
+        on_host: The same shape in host memory.
     """
 
     def __init__(self, pool: StreamedPool, index: int, slots: Tensor, kept: Tensor, on_host: Tensor) -> None:
@@ -179,13 +177,13 @@ class NewRows:
         self._kept, self._on_host = kept, on_host
 
     def keep(self, layer: int, kv: Rows) -> None:
-        """Keep the rows of a layer: work for the device, whose k and v soon are those of the next layer."""
+        """Copy the rows of a layer, as work on the device's lane; the next layer overwrites k and v."""
         turn = self._pool.turn(layer)
         if turn is not None:
             self._kept[turn].copy_(kv)
 
     def send(self, launcher: Launcher, layer: int, kept: Signal) -> None:
-        """Let them leave, once they have been kept."""
+        """Copy a layer's rows to host memory after `kept`."""
         turn = self._pool.turn(layer)
         if turn is not None:
             stage = Stage("swap out", layer, self._index, self._kept.shape[2])
@@ -193,19 +191,16 @@ class NewRows:
             launcher.run(Lane.SWAP_OUT, stage, send, (kept,))
 
     def store(self) -> None:
-        """Store all of them: the iteration has ended well."""
+        """Store all rows after the iteration has succeeded."""
         self._pool.store(self._slots, self._on_host[:, :, : len(self._slots)])
 
 
 class StreamedPrompts(DevicePrompts):
-    """Chunks whose KV lies in host memory, and is attended to on the device.
+    """Chunks with streamed KV.
 
     Args:
-        pool: the tier's.
-        chunks: theirs.
-        slots: where their own tokens are stored, [tokens] int64 in host memory.
-        stream: brings what precedes them.
-        index: of the sub-batch.
+        slots: Slots of the chunks' own tokens, [tokens] int64 in host memory.
+        stream: Prefetch of the earlier KV.
     """
 
     def __init__(
@@ -221,7 +216,7 @@ class StreamedPrompts(DevicePrompts):
         self._stream = stream
         self._index = index
         self._home = pool.rows_at(slots)
-        self._sent: tuple[Signal, ...] = ()  # the layer's k and v
+        self._sent: tuple[Signal, ...] = ()  # end of the copy of the layer's k and v
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         self._sent = ()
@@ -234,4 +229,4 @@ class StreamedPrompts(DevicePrompts):
         return ()
 
     def attended(self, launcher: Launcher) -> None:
-        launcher.wait(self._sent)  # the next layer's k and v take the place of this one's
+        launcher.wait(self._sent)  # the next layer overwrites k and v

@@ -1,4 +1,4 @@
-"""A sub-batch of an iteration: its memory, and who attends for which of its rows."""
+"""A sub-batch of an iteration: its memory, and the attention for its rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from neo_desktop.models.operators import Store
 
 @dataclass
 class OffloadedDecodes:
-    """Decodes of a sub-batch that the CPU attends for, by way of a workspace."""
+    """Decodes of a sub-batch with attention on the CPU or a worker."""
 
     rows: slice
     batch: HostBatch
-    attended: Signal | None = None  # the CPU's part, in the layer reached
+    attended: Signal | None = None  # end of the attention in the current layer
 
 
 @dataclass
 class DeviceDecodes:
-    """Decodes of a sub-batch that the device attends for."""
+    """Decodes of a sub-batch with attention on the device."""
 
     rows: slice
     pool: KVPool
     block_tables: Tensor
     context_lens: Tensor
-    slots: Tensor  # where attention stores k and v, if they are not stored with the rotation
-    new_rows: NewRows | None = None  # where k and v go besides, if the pool is swapped
+    slots: Tensor  # target of k and v if attention stores them, not the rotation kernel
+    new_rows: NewRows | None = None  # additional target of k and v if the KV is streamed
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SubBatchPass:
     offloaded: Sequence[OffloadedDecodes]
     decodes: Sequence[DeviceDecodes]
     prompts: Sequence[Prompts]
-    store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
-    last_rows: Sequence[int]  # whose hidden states are needed after all layers
-    split: OffloadedPass | None = None  # its products with offloaded matrices; None: the model has none
+    store: Callable[[int], Store | None]  # layer -> target of k and v if the rotation kernel stores them
+    last_rows: Sequence[int]  # rows that need a hidden state after the last layer
+    split: OffloadedPass | None = None  # offloaded matmuls; None: the model has no offloaded matrices
     async_decodes: AsyncDecodes | None = None

@@ -1,4 +1,4 @@
-"""A lane that is a thread."""
+"""A lane on a thread."""
 
 import logging
 import time
@@ -16,12 +16,12 @@ from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 logger = logging.getLogger(__name__)
 
-# A thread is given longer than it may itself wait for the GPU: its own error, which says more, comes first.
+# Waits for a thread last longer than the thread's own waits for the GPU, whose error is more specific.
 _THREADS_SHARE = 1.5
 
 
 class _Task:
-    """The signal of a thread."""
+    """The signal of a thread's task."""
 
     def __init__(self, future: Future[None], lane: "ThreadLane") -> None:
         self._future = future
@@ -32,16 +32,16 @@ class _Task:
         self._future.result()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        # A stream cannot wait for a thread: the thread that fills the stream does it in its place.
+        # A stream cannot wait for a thread, so the submitting thread waits instead.
         self.wait()
 
 
 class ThreadLane:
-    """A thread. It exists from the first task until `close`, and sleeps while there are no tasks.
+    """A lane on a thread, which exists from the first task until `close` and sleeps without tasks.
 
     Args:
-        name: of the lane and its thread.
-        timeline: records when the lane was busy.
+        name: Name of the lane and its thread.
+        timeline: Records busy times.
     """
 
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
@@ -68,7 +68,7 @@ class ThreadLane:
             signal.wait()
         start_ns = time.perf_counter_ns()
         watch.began(self.name, stage.words)
-        with torch.inference_mode():  # it belongs to the thread
+        with torch.inference_mode():  # the mode is per thread
             try:
                 work()
             finally:
@@ -77,7 +77,7 @@ class ThreadLane:
             self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
 
     def cancel(self) -> None:
-        """Drop the tasks that have not begun; their signals fail."""
+        """Drop tasks that have not begun; their signals fail."""
         for task in self._tasks:
             task.cancel()
 
@@ -89,10 +89,10 @@ class ThreadLane:
                 raise error
 
     def wait_for(self, task: Future[None]) -> None:
-        """Block until a task has ended, in whichever way.
+        """Block until a task has ended, failed or been cancelled.
 
         Raises:
-            StageStalledError: it did not.
+            StageStalledError: The task did not end within the timeout.
         """
         watch = self._watch
         if task.done() or watch.wait_by(partial(has_ended, task), _THREADS_SHARE):
@@ -111,7 +111,7 @@ class ThreadLane:
             return error
 
     def stop(self) -> None:
-        """Drop the tasks that have not begun and take no more; does not block."""
+        """Drop tasks that have not begun and accept no more; does not block."""
         self._worker.stop()
 
     def close(self) -> None:

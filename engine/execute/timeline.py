@@ -1,4 +1,4 @@
-"""Who was busy when: spans of every lane, for people (Chrome's trace viewer) and for measurements."""
+"""Timeline of lanes: recorded spans, for Chrome's trace viewer and for measurements."""
 
 import json
 import os
@@ -26,13 +26,13 @@ class Stage(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Which one it is, for people."""
+        """Description for messages."""
         where = "" if self.sub_batch == NO_SUB_BATCH else f" of sub-batch {self.sub_batch}"
         return f"{self.name!r} in layer {self.layer}{where}"
 
 
 class Span(NamedTuple):
-    """When a lane was busy with a stage; times are those of `time.perf_counter_ns`."""
+    """The time that a lane spent on a stage, on the clock of `time.perf_counter_ns`."""
 
     lane: str
     stage: Stage
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimedEvents:
-    """A span on a CUDA stream whose times are not known yet."""
+    """A span on a CUDA stream, with times still to be read."""
 
     lane: str
     stage: Stage
@@ -52,22 +52,22 @@ class TimedEvents:
 
 
 def timed_event(*, in_graph: bool = False) -> torch.cuda.Event:
-    """Make a CUDA event whose time can be read; in a graph that is captured, after each of its launches."""
+    """Make a CUDA event with a time; in a captured graph, each launch updates the time."""
     return torch.cuda.Event(enable_timing=True, external=in_graph)  # type: ignore[no-untyped-call]
 
 
 class Timeline:
-    """Records spans; the newest `max_spans` of them are kept.
+    """A recorder of spans that keeps the newest `max_spans`.
 
-    Recording takes one list append: `add` may be called from any thread, everything else by the thread that
-    runs the iterations.
+    Recording costs one list append. Any thread may call `add`; only the thread that runs the iterations may
+    call the other methods.
 
     Args:
-        path: where `close` writes the trace; an empty one is written at once, so that a path that cannot be
-            written to is known before the work begins.
-        max_spans: what is kept.
-        is_continuous: record every iteration. If not, only those that `record_next` asks for, and CUDA graphs
-            are captured without events: of such an iteration nothing is known but the CPU's part.
+        path: Target of the trace, which `close` writes. The constructor writes an empty trace, so that a path
+            without write access fails early.
+        max_spans: Number of spans to keep.
+        is_continuous: True: record every iteration. False: record only iterations requested by `record_next`,
+            and capture CUDA graphs without events, so that their iterations have only CPU spans.
 
     Raises:
         OSError: `path` cannot be written.
@@ -77,13 +77,13 @@ class Timeline:
         self, path: str | Path | None = None, max_spans: int = MAX_SPANS, *, is_continuous: bool = True
     ) -> None:
         self.is_continuous = is_continuous
-        self.is_recording = is_continuous  # the iteration under way
-        self.last: tuple[Span, ...] = ()  # of the newest iteration that was recorded, and completed
+        self.is_recording = is_continuous  # state of the current iteration
+        self.last: tuple[Span, ...] = ()  # spans of the newest completed and recorded iteration
         self._is_next_wanted = False
         self._path = None if path is None else Path(path)
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_recorded = 0
-        self._new: list[tuple[str, Stage, int, int]] = []  # of this iteration
+        self._new: list[tuple[str, Stage, int, int]] = []  # spans of this iteration
         self._new_events: list[TimedEvents] = []
         self._iteration = 0
         self._origin_ns = time.perf_counter_ns()
@@ -93,11 +93,11 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of all iterations that have ended, in the order of their start within each."""
+        """The spans of ended iterations, ordered by start within an iteration."""
         return list(self._spans)
 
     def take(self) -> list[Span]:
-        """Return the spans and forget them."""
+        """Return and clear the spans."""
         taken = self.spans
         self._spans.clear()
         self._num_recorded = 0
@@ -105,24 +105,24 @@ class Timeline:
 
     @property
     def num_dropped_spans(self) -> int:
-        """Spans that had to make room for newer ones."""
+        """Number of spans dropped in favour of newer ones."""
         return self._num_recorded - len(self._spans)
 
     @property
     def is_recording_next(self) -> bool:
-        """Whether the iteration that begins next is recorded, or the one under way is."""
+        """True if the current iteration is recorded, or the next one will be."""
         return self.is_recording or self._is_next_wanted
 
     def record_next(self) -> None:
-        """Record the iteration that begins next, also if not all are."""
+        """Record the next iteration, even if the timeline is not continuous."""
         self._is_next_wanted = True
 
     def begin_iteration(self, device: torch.device) -> None:
-        """Start an iteration; on a CUDA device nothing may be under way."""
+        """Start an iteration; a CUDA device must be idle."""
         self.is_recording = self.is_continuous or self._is_next_wanted
         self._is_next_wanted = False
         if self.is_recording and device.type == "cuda":
-            # The device is idle: it reaches this event now, which ties its clock to ours.
+            # The idle device reaches this event now, which relates its clock to the CPU's.
             event = timed_event()
             event.record()
             self._anchor = event, time.perf_counter_ns()
@@ -136,7 +136,7 @@ class Timeline:
         self._new_events.append(TimedEvents(lane, stage, start, end))
 
     def end_iteration(self, completed: bool = True) -> None:
-        """Take in the iteration's spans; all its work has ended. Events of a failed one cannot be read."""
+        """Store the iteration's spans after all its work has ended; a failed iteration has no event times."""
         new, events = self._new, self._new_events
         self._new, self._new_events = [], []
         if completed and self._anchor is not None:
@@ -158,11 +158,10 @@ class Timeline:
     def write_chrome_trace(self, path: str | Path) -> None:
         """Write all spans in Chrome's trace-event format (chrome://tracing, ui.perfetto.dev).
 
-        Times are microseconds since the timeline was made. The file is replaced as a whole: readers
-        never see half of it.
+        Times are microseconds since the timeline's creation. The file is replaced atomically.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         spans = self.spans
         tracks = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
@@ -197,7 +196,7 @@ class Timeline:
             "otherData": {
                 "iterations": self._iteration,
                 "dropped_spans": self.num_dropped_spans,
-                "note": "dropped_spans counts the oldest spans, which had to make room",
+                "note": "dropped_spans counts the oldest spans, dropped in favour of newer ones",
             },
             "traceEvents": events,
         }
@@ -213,12 +212,12 @@ class Timeline:
 
 
 def busy_ns(spans: Iterable[Span], lane: str) -> int:
-    """Nanoseconds in which a lane was busy; what overlaps within the lane counts once."""
+    """Return the busy nanoseconds of a lane; overlapping spans count once."""
     return sum(end - start for start, end in _busy_intervals(spans, lane))
 
 
 def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
-    """Return `lane -> share of the time in which it was busy`, between the first start and the last end."""
+    """Return `lane -> busy share of the time` between the first start and the last end."""
     spans = list(spans)
     if not spans:
         return {}
@@ -228,7 +227,7 @@ def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def overlap_ns(spans: Iterable[Span], first: str, second: str) -> int:
-    """Nanoseconds in which both lanes were busy."""
+    """Return the nanoseconds in which both lanes were busy."""
     spans = list(spans)
     ends = sorted({end for lane in (first, second) for one in _busy_intervals(spans, lane) for end in one})
     firsts, seconds = (_Cover(_busy_intervals(spans, lane)) for lane in (first, second))
@@ -236,7 +235,7 @@ def overlap_ns(spans: Iterable[Span], first: str, second: str) -> int:
 
 
 class _Cover:
-    """Whether a time lies in one of the intervals, asked for rising times."""
+    """Membership test for intervals, valid for ascending times."""
 
     def __init__(self, intervals: Iterator[tuple[int, int]]) -> None:
         self._intervals = intervals
@@ -252,7 +251,7 @@ class _Cover:
 
 
 def _busy_intervals(spans: Iterable[Span], lane: str) -> Iterator[tuple[int, int]]:
-    """Yield the union of a lane's spans as intervals that do not touch, in rising order."""
+    """Yield the union of a lane's spans as separate intervals in ascending order."""
     begin = end = None
     for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane == lane):
         if begin is None or end is None:

@@ -1,9 +1,8 @@
-"""KV that crosses the bus within an iteration, layer by layer, beside the computation.
+"""KV transfers over the bus within an iteration, layer by layer, parallel to the computation.
 
-What lies in host memory lies in pages, which only the CPU can read and write. So rows go through buffers in
-host memory: the device copies them there or from there, and the CPU moves them between buffer and pages.
-There are two buffers for each transfer, for even layers and odd ones: one is on its way while the other is
-filled or emptied.
+KV in host memory is stored in pages, which only the CPU can read and write. So rows go through host buffers:
+the device copies to or from a buffer, and the CPU copies between the buffer and pages. Each transfer has two
+buffers, for even and odd layers: one is in transfer while the CPU fills or empties the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +21,24 @@ from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
 
 NUM_BUFFERS = 2
-TOKENS_AT_ONCE = 4096  # of blocks that move: the rest goes behind them
+TOKENS_AT_ONCE = 4096  # most tokens per transfer of moving blocks
 
 NAME = "copy blocks"
 
 
 @dataclass
 class HostTransfer:
-    """The CPU's part in a transfer: rows of a pool in host memory, through buffers."""
+    """The CPU's part in a transfer: copies between a host buffer and a pool in host memory."""
 
-    name: str  # of its stages
-    index: int  # of the sub-batch, or NO_SUB_BATCH
+    name: str  # name of its stages
+    index: int  # index of the sub-batch, or NO_SUB_BATCH
     pool: KVPool
     transfer: RelayTransfer
-    done: list[Signal | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)  # by buffer
+    done: list[Signal | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)  # per buffer
 
     @property
     def lane(self) -> str:
-        """What carries it out: the CPU, or a lane of each worker."""
+        """The lane that carries it out: the CPU's, or the worker's own lane."""
         return Lane.HOST_SWAP if self.pool.worker is None else f"{self.pool.worker} rows"
 
     def buffer(self, layer: int) -> Rows:
@@ -47,12 +46,12 @@ class HostTransfer:
         return self.transfer.buffers[layer % NUM_BUFFERS]
 
     def stage(self, layer: int) -> Stage:
-        """Return what it is called in a layer."""
+        """Return the stage of a layer."""
         return Stage(self.name, layer, self.index, len(self.transfer.slots))
 
     def step(self, layer: int) -> HostStep:
-        """Return what is to be done in a layer."""
-        # A worker's rows are never part of a graph, so that no flags are needed.
+        """Return the step of a layer."""
+        # A worker's transfers are never part of a graph, so they need no flags.
         flags = self.transfer.flags[:, layer] if self.pool.worker is None else None
         return HostStep(partial(self._carry_out, layer), flags)
 
@@ -65,7 +64,7 @@ class HostTransfer:
 
 
 class ToHost:
-    """Rows of the device that are written to pages in host memory."""
+    """A transfer of rows from the device to pages in host memory."""
 
     def __init__(self, host: HostTransfer, lane: Lane) -> None:
         self.host = host
@@ -77,18 +76,18 @@ class ToHost:
         return (self.host,)
 
     def send(self, launcher: Launcher, layer: int, rows: Rows, after: Sequence[Signal]) -> Signal:
-        """Give a layer's rows on the device to the lanes; return when they have left."""
-        read = partial(_copy, rows)  # one copy for both: a GPU first gathers them
+        """Submit the transfer of a layer's rows; return the signal that they have left the device."""
+        read = partial(_copy, rows)  # one copy for K and V: a GPU gathers them first
         return self.submit(launcher, layer, read, after)[0]
 
     def submit(
         self, launcher: Launcher, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
     ) -> tuple[Signal, Signal]:
-        """Give a layer's to the lanes; return when the rows have been copied, and when they are written.
+        """Submit the transfer of a layer; return the signals of the copy to the buffer and of the write.
 
         Args:
-            read: starts to copy the rows to a buffer in host memory.
-            after: what must have ended before.
+            read: Starts the copy of the rows to a host buffer.
+            after: Signals to wait for.
         """
         buffer, emptied = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
         free = () if emptied is None else (emptied,)
@@ -100,7 +99,7 @@ class ToHost:
 
 
 class FromHost:
-    """Rows of pages in host memory that are brought to the device."""
+    """A transfer of rows from pages in host memory to the device."""
 
     def __init__(self, host: HostTransfer) -> None:
         self.host = host
@@ -111,17 +110,17 @@ class FromHost:
         return (self.host,)
 
     def bring(self, launcher: Launcher, layer: int, target: Rows, after: Sequence[Signal]) -> Signal:
-        """Give a layer's to the lanes; return when the rows have come to `target`, on the device."""
+        """Submit the transfer of a layer; return the signal that the rows are in `target` on the device."""
         return self.submit(launcher, layer, partial(target.copy_, non_blocking=True), after)
 
     def submit(
         self, launcher: Launcher, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
     ) -> Signal:
-        """Give a layer's to the lanes; return its end.
+        """Submit the transfer of a layer; return the signal of its end.
 
         Args:
-            write: starts to copy the rows from a buffer in host memory.
-            after: what must have ended before the device is written to.
+            write: Starts the copy of the rows from a host buffer.
+            after: Signals to wait for before writing on the device.
         """
         buffer, brought = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
         free = () if brought is None else (brought,)
@@ -137,11 +136,11 @@ def _copy(rows: Rows, buffer: Rows) -> None:
 
 
 class Moves:
-    """The blocks that change their tier in an iteration, in the order of the plan.
+    """The block copies between tiers in an iteration, in the plan's order.
 
     Args:
-        groups: see `KVStorage.copy_groups`.
-        make: makes transfers.
+        groups: See `KVStorage.copy_groups`.
+        make: Makes transfers.
     """
 
     def __init__(self, groups: Sequence[CopyGroup], make: "TransferMemory") -> None:
@@ -153,7 +152,7 @@ class Moves:
 
     @property
     def has_any(self) -> bool:
-        """Whether any block moves."""
+        """True if any block moves."""
         return bool(self._pieces)
 
     @property
@@ -162,7 +161,7 @@ class Moves:
         return [piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)]
 
     def submit(self, launcher: Launcher, layer: int) -> tuple[Signal, ...]:
-        """Give a layer's moves to the lanes; return what ends with all of them."""
+        """Submit a layer's moves; return the signals of their ends."""
         if not self._pieces:
             return ()
         if self._set_up is None:
@@ -204,7 +203,7 @@ class _MoveFromPages:
 
 @dataclass(frozen=True, slots=True)
 class _DirectMove:
-    """Between tiers that the GPU reads and writes: the CPU has no part in it."""
+    """A move between tiers that the GPU reads and writes, without the CPU."""
 
     source: KVPool
     target: KVPool
@@ -239,13 +238,13 @@ def _piece(group: CopyGroup, old: Tensor, new: Tensor, make: "TransferMemory") -
 
 
 class TransferMemory:
-    """Gives every transfer of an iteration host memory of its own, which grows, and is not given back.
+    """Host buffers for the transfers of an iteration, one each; they grow and never shrink.
 
     Args:
-        num_layers: of the model.
+        num_layers: Number of the model's layers.
         row_shape: (kv_heads, head_dim)
-        dtype: the model's.
-        device: likewise.
+        dtype: The model's type.
+        device: The model's device.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class TransferMemory:
         self._num_taken = 0
 
     def begin(self) -> None:
-        """Begin an iteration: what was given may be used again."""
+        """Begin an iteration, which may reuse the buffers."""
         self._num_taken = 0
 
     def transfer(
@@ -273,12 +272,12 @@ class TransferMemory:
         """Make a transfer.
 
         Args:
-            name: of its stages.
-            pool: in host memory.
-            slots: of the pool, [n] int64.
-            to_host: whether rows are written to the pool, and not read.
-            is_behind: whether it runs behind the computation of its layer, and not a layer ahead.
-            index: of the sub-batch, or NO_SUB_BATCH.
+            name: Name of its stages.
+            pool: A pool in host memory.
+            slots: Slots of the pool, [n] int64.
+            to_host: True: write rows to the pool. False: read rows.
+            is_behind: True: run after the computation of the layer. False: run one layer ahead.
+            index: Index of the sub-batch, or NO_SUB_BATCH.
         """
         if self._num_taken == len(self._memory):
             flags = host_memory(lambda pin: empty_flags(self._num_layers, pinned=pin), self._device)

@@ -1,7 +1,7 @@
-"""Pieces of weights on their way to the device: from pinned memory at once, or through buffers that are.
+"""Streaming of weight pieces to the device, directly from pinned memory or through pinned buffers.
 
-Copies from memory that is not pinned are slow, and block the thread that launches them. So such pieces go
-through two pinned buffers, which a thread of the CPU fills ahead (HeteGen, section 4.3):
+Copies from pageable memory are slow, and block the launching thread. So pageable pieces go through two pinned
+buffers, which a CPU thread fills ahead (HeteGen, section 4.3):
 
     host-weights |piece 0 to buffer 0|piece 1 to buffer 1|piece 2 to buffer 0|..
     weights                          |buffer 0           |buffer 1           |..
@@ -29,33 +29,33 @@ from neo_desktop.native.relay import RelayCopies, empty_flags
 
 logger = logging.getLogger(__name__)
 
-NUM_BUFFERS = 3  # of pieces on their way
-NUM_STAGING = 2  # pinned buffers: one is filled while the device takes the other
+NUM_BUFFERS = 3  # device buffers for pieces
+NUM_STAGING = 2  # pinned buffers: the CPU fills one while the device reads the other
 
 
 def streaming_bytes(matrices: Mapping[str, Sizes]) -> int:
-    """Return the bytes of the device that the buffers take at most, and the room to unpack a piece.
+    """Return the most bytes of device memory for the buffers, and for unpacking a piece.
 
     Args:
-        matrices: see `weight_plan.layer_matrices`.
+        matrices: See `weight_plan.layer_matrices`.
     """
     packed = unpacked = PIECE_BYTES
     for sizes in matrices.values():
-        if sizes.is_experts:  # pieces have whole ones
-            of_each = -(-sizes.unpacked_bytes // sizes.rows)
-            count = max(PIECE_BYTES // of_each, 1)
+        if sizes.is_experts:  # pieces contain whole experts
+            expert_bytes = -(-sizes.unpacked_bytes // sizes.rows)
+            count = max(PIECE_BYTES // expert_bytes, 1)
             packed = max(packed, count * -(-sizes.host_bytes // sizes.rows))
-            unpacked = max(unpacked, count * of_each)
+            unpacked = max(unpacked, count * expert_bytes)
     return NUM_BUFFERS * packed + unpacked
 
 
 class Staging:
-    """Pinned buffers for weights that are not: kept for all iterations.
+    """Permanent pinned buffers for pageable weights.
 
     Args:
-        sources: all of them, as they are copied.
-        passes: how often an iteration may bring them.
-        device: the model's.
+        sources: All pageable sources of copies.
+        passes: Most copies per source and iteration.
+        device: The model's device.
     """
 
     def __init__(self, sources: Sequence[Tensor], passes: int, device: torch.device) -> None:
@@ -69,20 +69,20 @@ class Staging:
 
     @classmethod
     def of(cls, sources: Iterable[Tensor], passes: int, device: torch.device) -> "Staging | None":
-        """Return what those need that are not pinned; None: nothing."""
+        """Return buffers for the sources that need staging; None if no source does."""
         needed = [source for source in sources if needs_staging(source, device)]
         if not needed:
             return None
-        _tell_of_staging()
+        _warn_about_staging()
         return cls(needed, passes, device)
 
     @property
     def on_host(self) -> list[Tensor]:
-        """What graphs copy from, and their flags."""
+        """The host tensors that graphs use."""
         return [*self.buffers, self.flags]
 
     def takes(self, source: Tensor) -> bool:
-        """Whether it goes through them."""
+        """Return True if a source goes through the buffers."""
         return _memory_of(source) in self._memory
 
 
@@ -91,24 +91,23 @@ def _memory_of(source: Tensor) -> int:
 
 
 def needs_staging(source: Tensor, device: torch.device) -> bool:
-    """Return whether weights in host memory had better be copied to pinned memory first, which can be had."""
+    """Return True if weights in host memory are pageable, and pinned buffers are available for the copy."""
     return device.type == "cuda" and fallbacks.level("host_memory") == "pinned" and not source.is_pinned()
 
 
 @cache  # once in a process
-def _tell_of_staging() -> None:
+def _warn_about_staging() -> None:
     logger.warning(
-        "the system does not pin all weights in host memory: on their way to the GPU a thread of the CPU "
-        "copies them to buffers that are pinned"
+        "the system does not pin all weights in host memory: a CPU thread copies them through pinned buffers "
+        "to the GPU"
     )
 
 
 class StagedWeights(HostWork):
-    """The CPU's part: what it copies to the buffers, a source in each turn.
+    """The CPU's part: copies of sources to the pinned buffers, one per turn.
 
     Args:
-        staging: the buffers.
-        sources: in the order in which they are taken, with what each belongs to.
+        sources: Stages and sources, in the order of their use.
     """
 
     def __init__(self, staging: Staging, sources: Sequence[tuple[Stage, Tensor]]) -> None:
@@ -119,7 +118,7 @@ class StagedWeights(HostWork):
 
     @property
     def lane(self) -> str:
-        """See `HostWork`: there is a thread for it."""
+        """The lane of a separate thread."""
         return Lane.HOST_WEIGHTS
 
     @property
@@ -128,29 +127,27 @@ class StagedWeights(HostWork):
 
     @property
     def arguments(self) -> RelayCopies:
-        """What relays are told."""
+        """Description of the work for relays."""
         return RelayCopies("weights", self.sources, self._staging.buffers, self.flags)
 
     def buffer(self, turn: int) -> Tensor:
-        """Return where a source comes, [bytes]."""
+        """Return the pinned buffer of a turn's source, [bytes]."""
         return self._staging.buffers[turn % NUM_STAGING][: len(self.sources[turn])]
 
     def stage(self, turn: int) -> Stage:
-        """See `HostWork`; so much for each turn."""
         return self._stages[turn]
 
     def carry_out(self, turn: int) -> None:
-        """Copy a source."""
+        """Copy a turn's source."""
         self.buffer(turn).copy_(self.sources[turn])
 
 
 class WeightStream:
-    """The pieces of an iteration's matrices on their way to the device.
+    """The stream of an iteration's weight pieces to the device.
 
     Args:
-        pieces: in the order in which they are taken, with what each belongs to.
-        buffers: where they come.
-        staging: what their sources go through that are not pinned; None: all are.
+        pieces: Stages and pieces, in the order of their use.
+        staging: Pinned buffers for pageable sources; None: all sources are pinned.
     """
 
     def __init__(
@@ -164,16 +161,16 @@ class WeightStream:
         self._ring = Ring(len(buffers))
         self._arrived: deque[tuple[Tensor, Signal]] = deque()
         self._staging = staging
-        self.staged: StagedWeights | None = None  # the CPU's part; None: it has none
+        self.staged: StagedWeights | None = None  # the CPU's part; None: no staging
         if staging is not None:
             through = [(stage, source) for stage, piece in self._waiting for source in piece.sources]
             through = [each for each in through if staging.takes(each[1])]
             self.staged = StagedWeights(staging, through) if through else None
-        self._filled: list[Signal] = []  # by turn: the end of the CPU's part
-        self._sent: list[Signal] = []  # likewise: when the device has it
+        self._filled: list[Signal] = []  # per turn: end of the CPU's copy
+        self._sent: list[Signal] = []  # per turn: end of the copy to the device
 
     def bring(self, launcher: Launcher) -> None:
-        """Have pieces brought, as far as there is room."""
+        """Submit copies of pieces while buffers are free."""
         while self._waiting and self._ring.has_room:
             stage, piece = self._waiting.popleft()
             slot, is_free = self._ring.fill()
@@ -189,13 +186,13 @@ class WeightStream:
     def _bring_source(
         self, launcher: Launcher, stage: Stage, source: Tensor, target: Tensor, is_free: Sequence[Signal]
     ) -> Signal:
-        """Have a part of a piece brought, be it by way of the pinned buffers, which are filled ahead."""
+        """Submit the copy of a part of a piece, through the pinned buffers if it is pageable."""
         staged, turn = self.staged, len(self._sent)
         if staged is None or self._staging is None or not self._staging.takes(source):
             return launcher.run(
                 Lane.WEIGHTS, stage, partial(target.copy_, source, non_blocking=True), is_free
             )
-        # The next one is asked for before this one is waited for: the lane asks and takes in order.
+        # Submit the CPU's next copy before the wait for this one: the lane works in order.
         while len(self._filled) < min(turn + NUM_STAGING, len(staged.sources)):
             ahead = len(self._filled)
             taken = () if ahead < NUM_STAGING else (self._sent[ahead - NUM_STAGING],)
@@ -206,11 +203,11 @@ class WeightStream:
         return self._sent[turn]
 
     def take(self) -> tuple[Tensor, Signal]:
-        """Return where the next piece lies on the device, and what ends with its copy."""
+        """Return the device buffer of the next piece, and the signal of its copy."""
         return self._arrived.popleft()
 
     def give_back(self, launcher: Launcher, used: Signal) -> None:
-        """Take in what ends with the use of the oldest piece that was taken."""
+        """Release the oldest taken piece; `used` signals the end of its use."""
         self._ring.give_back(used)
         self.bring(launcher)
 

@@ -1,4 +1,4 @@
-"""A thread that carries out calls in order, and that nobody has to wait for."""
+"""A thread that carries out calls in order, and never blocks the end of the program."""
 
 import atexit
 import queue
@@ -8,22 +8,23 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
-END_TIMEOUT_S = 5.0  # for threads that are at work when the program ends
+END_TIMEOUT_S = 5.0  # for threads still at work when the program ends
 
 _Call = tuple[Future[None], Callable[[], object]]
-_Calls = queue.SimpleQueue[_Call | None]  # None: the end
+_Calls = queue.SimpleQueue[_Call | None]  # None: end the thread
 
-_calls: weakref.WeakKeyDictionary[threading.Thread, _Calls] = weakref.WeakKeyDictionary()  # of all threads
+# Every thread's queue.
+_calls: weakref.WeakKeyDictionary[threading.Thread, _Calls] = weakref.WeakKeyDictionary()
 
 
 class Worker:
-    """Exists from the first call until `stop`, and sleeps while there are none.
+    """A thread that exists from the first call until `stop`, and sleeps without calls.
 
-    A call that never ends keeps nobody but its own thread: Python cannot end it, but neither `join` nor the
-    end of the program waits for it for long. The thread also ends when the worker is garbage.
+    A call that never ends blocks only its own thread. Python cannot end the thread, but `join` and the end of
+    the program wait for it with a timeout. The thread also ends when the worker is garbage-collected.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,10 +36,10 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Carry a call out after all earlier ones.
+        """Carry out a call after all earlier ones.
 
         Raises:
-            RuntimeError: the worker was stopped.
+            RuntimeError: The worker was stopped.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -46,7 +47,7 @@ class Worker:
                 raise RuntimeError(f"the thread {self._name} was stopped and takes no more work")
             self._calls.put((future, call))
             if self._thread is None:
-                # Unlike others, such a thread does not keep the program from ending.
+                # A daemon thread does not keep the program from ending.
                 self._thread = threading.Thread(
                     target=_serve, args=(self._calls,), name=self._name, daemon=True
                 )
@@ -55,13 +56,13 @@ class Worker:
         return future
 
     def stop(self) -> None:
-        """Drop the calls that have not begun, and take no more; does not block."""
+        """Drop calls that have not begun, and accept no more; does not block."""
         with self._lock:
             self._is_stopped = True
         _drop(self._calls)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, after `stop`; return whether it has."""
+        """Wait for the end of the thread after `stop`; return False on a timeout."""
         thread = self._thread
         if thread is None:
             return True
@@ -70,7 +71,7 @@ class Worker:
 
 
 def has_ended(call: Future[None], timeout_s: float) -> bool:
-    """Wait for the end of a call; return whether it has come, in whichever way."""
+    """Wait until a call has ended, failed or been cancelled; return False on a timeout."""
     try:
         call.exception(timeout_s)
     except TimeoutError:
@@ -83,7 +84,7 @@ def has_ended(call: Future[None], timeout_s: float) -> bool:
 def _serve(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
         _carry_out(*call)
-        del call  # it may hold the worker, which is to become garbage
+        del call  # it may refer to the worker and would keep it alive
 
 
 def _carry_out(future: Future[None], call: Callable[[], object]) -> None:
@@ -91,14 +92,14 @@ def _carry_out(future: Future[None], call: Callable[[], object]) -> None:
         return
     try:
         call()
-    except BaseException as error:  # raised again where the call is waited for
+    except BaseException as error:  # the wait for the call raises it
         future.set_exception(error)
     else:
         future.set_result(None)
 
 
 def _drop(calls: _Calls) -> None:
-    """Cancel what has not begun, and let the thread end."""
+    """Cancel calls that have not begun, and let the thread end."""
     try:
         while True:
             if (call := calls.get_nowait()) is not None:
@@ -109,7 +110,7 @@ def _drop(calls: _Calls) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Let threads come to an end before the interpreter does, if they can."""
+    """Wait for threads at the end of the interpreter, up to the timeout."""
     threads = dict(_calls)
     for calls in threads.values():
         _drop(calls)

@@ -1,4 +1,4 @@
-"""The lane of an attention worker: rows are sent ahead of the answers to those before."""
+"""The lane of an attention worker: it sends rows before earlier answers have arrived."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from neo_desktop.engine.watchdog import Watchdog
 
 
 class WorkerLane:
-    """Two threads: one sends rows, and one takes the answers, in the same order (Lamina, section 5.2).
+    """Two threads: one sends rows, the other receives the answers in the same order (Lamina, section 5.2).
 
         sends    |rows 0|        |rows 1|            |rows 0, next layer|
         worker          |attend to 0    |attend to 1     |attend to 0 ..
         takes                        |o 0|            |o 1|
 
-    Each sub-batch has one layer's rows on their way: no more than two are without an answer.
+    Each sub-batch has at most one layer's rows in flight, so at most two requests await an answer.
 
     Args:
-        name: the worker's.
-        timeline: records when rows were sent, and from then or the answer before until their answer.
+        name: Name of the worker.
+        timeline: Records the sends, and the waits for answers, from the send or the previous answer on.
     """
 
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
@@ -32,14 +32,14 @@ class WorkerLane:
         self._takes.begin(watch)
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """See `HostLane`; the signal is the answer's."""
+        """Submit a step; the signal is the arrival of the answer."""
         if step.ask is None:
             return self._takes.submit(stage, step.work, after)
         sent = self._sends.submit(stage._replace(name="q, k, v to a worker"), step.ask, after)
         return self._takes.submit(stage, step.work, (sent,))
 
     def cancel(self) -> None:
-        """Drop what was not sent. The other answers are taken, or later rows would get them."""
+        """Drop unsent rows. Outstanding answers are still received, or later rows would get them."""
         self._sends.cancel()
 
     def join(self) -> None:

@@ -1,12 +1,12 @@
-"""A worker's part in an iteration that a GPU runs by itself: what a native relay is for the CPU.
+"""The relay of a worker: it lets a CUDA graph use a worker, like a native relay for the CPU.
 
     device  |linear 0|raises a flag|attention 0|linear 1|raises a flag|attention 1|waits|linear 0|..
-    asks    |looks         |rows 0 to the worker| looks        |rows 1 to the worker| looks
+    asks    |polls         |rows 0 to the worker| polls        |rows 1 to the worker| polls
     takes                                            |o 0 from the worker, raises a flag|o 1 ..
 
-The GPU knows memory, not sockets. So one thread looks at the flags that the GPU raises, and sends its rows to
-the worker; another takes the answers, and raises the flags for which the GPU waits (see `worker_lane`). All
-of an iteration can be one graph.
+The GPU can access memory but no sockets. So one thread polls the flags that the GPU raises, and sends the
+rows to the worker. Another thread receives the answers, and raises the flags that the GPU waits for (see
+`worker_lane`). So a whole iteration can be one graph.
 """
 
 import time
@@ -23,16 +23,16 @@ from neo_desktop.engine.execute.worker import Worker, has_ended
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY, RelayStalledError, RelayStep
 
-_END_TIMEOUT = 1.5  # in units of the watch's: the thread that asks waits for the GPU for as long as that
+_END_TIMEOUT = 1.5  # in units of the watchdog's timeout: the asking thread waits for the GPU for 1
 
 
 @dataclass
 class _Iteration:
     works: Sequence[HostWork]
     watch: Watchdog
-    asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer and work
+    asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer, work's index
     steps: list[RelayStep] = field(default_factory=list)
-    ends: list[Future[None]] = field(default_factory=list)  # of both threads
+    ends: list[Future[None]] = field(default_factory=list)  # ends of both threads' calls
     is_cancelled: bool = False
 
     def raise_all(self) -> None:
@@ -42,25 +42,25 @@ class _Iteration:
 
 
 class WorkerRelay:
-    """Two threads that carry out a worker's steps, each once its flag is raised.
+    """Two threads that carry out a worker's steps after their flags have been raised.
 
-    Whatever happens, in the end all flags are raised that the GPU may wait for.
+    On every path, even after errors, all flags that the GPU may wait for are raised in the end.
 
     Args:
-        name: the worker's.
+        name: Name of the worker.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._asks, self._takes = (Worker(f"neo-desktop-{name} {does}") for does in ("asks", "takes"))
-        self._iteration: _Iteration | None = None  # that is under way
+        self._iteration: _Iteration | None = None  # the current iteration
 
     def start(self, works: Sequence[HostWork], watch: Watchdog) -> None:
-        """Begin an iteration; to be called before the device begins.
+        """Begin an iteration, before the device begins.
 
         Args:
-            works: what the worker does in each layer, in the order in which the device has it.
-            watch: for how long the GPU may let it wait.
+            works: The worker's work in a layer, in the device's order.
+            watch: Watchdog for waits for the GPU.
         """
         for each in works:
             each.flags.zero_()
@@ -68,19 +68,19 @@ class WorkerRelay:
         begun.ends += (self._asks.submit(partial(_ask, begun)), self._takes.submit(partial(_take, begun)))
 
     def finish(self) -> list[RelayStep]:
-        """Wait for the iteration's end; return what was done when.
+        """Wait for the iteration's end; return the times of its steps.
 
         Raises:
-            RelayStalledError: nothing went on for too long.
-            WorkerLostError: the worker does not answer.
-            RuntimeError: the iteration was cancelled.
+            RelayStalledError: A thread timed out.
+            WorkerLostError: The worker does not answer.
+            RuntimeError: The iteration was cancelled.
         """
         ended, self._iteration = self._iteration, None
         if ended is None:
             return []
         for end in ended.ends:
             if not ended.watch.wait_by(partial(has_ended, end), _END_TIMEOUT):
-                raise RelayStalledError(f"{self._name} did not end what it does {ended.watch.words}")
+                raise RelayStalledError(f"{self._name} did not end its work {ended.watch.words}")
         for end in ended.ends:
             end.result()
         if ended.is_cancelled:
@@ -88,14 +88,14 @@ class WorkerRelay:
         return ended.steps
 
     def cancel(self) -> None:
-        """Let nobody wait for the worker any more; what it was asked it answers all the same."""
+        """End all waits for the worker; it still answers outstanding requests."""
         iteration = self._iteration
         if iteration is not None:
             iteration.is_cancelled = True
             iteration.raise_all()
 
     def close(self) -> bool:
-        """End the threads; return whether they have ended."""
+        """End the threads; return True if both have ended."""
         self.cancel()
         for thread in (self._asks, self._takes):
             thread.stop()
@@ -105,7 +105,7 @@ class WorkerRelay:
 
 @torch.inference_mode()
 def _ask(iteration: _Iteration) -> None:
-    """Send the worker what it attends to, as it comes."""
+    """Send rows to the worker as the GPU provides them."""
     try:
         for layer in range(iteration.works[0].flags.shape[1]):
             for number, work in enumerate(iteration.works):
@@ -120,7 +120,7 @@ def _ask(iteration: _Iteration) -> None:
 
 
 def _has_come(iteration: _Iteration, work: HostWork, layer: int) -> bool:
-    """Wait until the GPU has raised a flag; return whether it has, and the iteration goes on."""
+    """Wait until the GPU has raised a flag; return False if the iteration was cancelled."""
     watch, flag = iteration.watch, work.flags[READY, layer].numpy()
     if not watch.wait_until(lambda: iteration.is_cancelled or flag[0] == 1):
         raise RelayStalledError(f"the GPU did not come to {work.stage(layer).words} {watch.words}")
@@ -129,7 +129,7 @@ def _has_come(iteration: _Iteration, work: HostWork, layer: int) -> bool:
 
 @torch.inference_mode()
 def _take(iteration: _Iteration) -> None:
-    """Take the worker's answers, in the same order."""
+    """Receive the worker's answers in the same order."""
     try:
         while (asked := iteration.asked.get()) is not None:
             layer, number = asked

@@ -1,4 +1,4 @@
-"""The memory that iterations work in: taken once, so that graphs can refer to it by its address."""
+"""Working memory of iterations, allocated once, so that graphs can contain its addresses."""
 
 import math
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ from neo_desktop.native.relay import empty_flags
 
 @dataclass(frozen=True, slots=True)
 class InputBuffers:
-    """What an iteration is told of a sub-batch, all int32.
+    """The inputs of a sub-batch, all int32. A device decode is a decode with attention on the device.
 
-    Padding is token 0 at position 0, stored nowhere, with a context of 0 tokens.
+    Padding is token 0 at position 0, with slot -1 and a context of 0 tokens.
     """
 
     token_ids: Tensor  # [rows]
-    sources: Tensor  # [rows]; where in `Memory.table` a row's token is; not used without a table
+    sources: Tensor  # [rows]: index of a row's token in `Memory.table`, if a table exists
     positions: Tensor  # [rows]
-    slots: Tensor  # [rows], where the rotation stores KV; -1: it does not
-    context_lens: Tensor  # [decodes that the device attends for]
-    decode_slots: Tensor  # [decodes that the device attends for]: where that stores KV; -1: it does not
-    block_tables: Tensor  # [decodes that the device attends for, max_blocks]
-    async_positions: Tensor  # [layers, async decodes], of those that stand at each stage but the last
+    slots: Tensor  # [rows]: slot where the rotation kernel stores KV, or -1
+    context_lens: Tensor  # [device decodes]
+    decode_slots: Tensor  # [device decodes]: slot where attention stores KV, or -1
+    block_tables: Tensor  # [device decodes, max_blocks]
+    async_positions: Tensor  # [layers, async decodes]: positions at each stage but the last
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadBuffers:
-    """Host memory through which a sub-batch and the CPU give each other a layer's q, k, v and output.
+    """Host buffers between a sub-batch and the CPU for a layer's q, k, v and attention output.
 
-    Of async decodes it has a dimension of layers before the others.
+    The buffers of async decodes have a leading dimension of layers.
     """
 
     qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
@@ -51,42 +51,41 @@ class OffloadBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one sub-batch works in."""
+    """Working memory of one sub-batch."""
 
-    index: int  # of the sub-batch
+    index: int  # index of the sub-batch
     rows: Rows
     inputs: InputBuffers  # on the device
-    staged: InputBuffers  # in host memory, to be filled in; without a GPU the same
-    table: Tensor | None  # int32: `Workspace.latest`, and behind it all inputs; None: tokens are `inputs`'
-    first_source: int  # where in the table this sub-batch's `token_ids` begin
-    token_ids: Tensor  # [rows] int32, what is embedded
+    staged: InputBuffers  # in host memory, filled in per iteration; without a GPU, the same as `inputs`
+    table: Tensor | None  # int32: `Workspace.latest`, then all inputs; None: use `inputs.token_ids`
+    first_source: int  # index of this sub-batch's first `token_ids` in the table
+    token_ids: Tensor  # [rows] int32, the tokens to embed
     state: State
-    offload_buffers: tuple[OffloadBuffers | None, ...]  # of each tier; None: a GPU attends
+    offload_buffers: tuple[OffloadBuffers | None, ...]  # per tier; None: the device attends
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """What the sub-batches of an iteration work in."""
+    """Working memory of an iteration's sub-batches."""
 
     graph_key: GraphKey
     parts: tuple[Memory, ...]
     table: Tensor  # see `Memory`
-    inputs: Tensor  # all inputs in one piece, on the device: the end of the table
+    inputs: Tensor  # all inputs as one tensor on the device: the end of the table
     staged: Tensor
-    is_fixed: bool  # whether it is the same for the next iteration of these sizes
+    is_fixed: bool  # True if later iterations of these sizes get the same memory
 
 
 class Workspace:
-    """The memory of all iterations of a model, which run one after the other.
+    """Working memory of a model's iterations, which run one after the other.
 
-    One more may be filled in while one runs: so there are two sets of what is filled in.
+    The next iteration may be prepared while one runs, so there are two sets of input buffers.
 
     Args:
-        stages: of the model.
-        tiers: whose KV decodes attend to.
-        capacity: the largest iteration's sizes.
-        num_programs: of decode attention, that the GPU runs at once.
-        has_graphs: whether there are graphs, which choose tokens themselves.
+        tiers: KV tiers of decodes.
+        capacity: Sizes of the largest iteration.
+        num_programs: Number of decode-attention programs that the GPU runs at once.
+        has_graphs: True if graphs run, which choose tokens themselves.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class Workspace:
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
             for _ in range(2 if self._is_staged else 1)
         ]
-        self._turn = 0  # which of them is next
-        # The tokens that the last iteration chose, for one that starts before they are read; then all inputs.
+        self._turn = 0  # index of the next input buffer
+        # The last iteration's tokens, for an iteration that starts before they are read; then all inputs.
         self._graph_rows = rows = 2 * decodes + MAX_ASYNC_DECODES if has_graphs else 0
         self._table = torch.zeros(rows + num_ints if self._is_staged else 0, dtype=torch.int32, device=device)
         self.latest = self._table[:rows]
@@ -128,26 +127,26 @@ class Workspace:
             [self._new_offload_buffers(decodes) if tier.host_attends else None for tier in tiers]
             for _ in range(2)
         ]
-        # What async decodes have; None: neither the CPU nor a worker attends to any tier.
+        # Buffers of async decodes; None: every tier is attended to on the device.
         self.async_decodes: AsyncBuffers | None = None
         if at_host := [tier for tier in tiers if tier.host_attends]:
             self.async_decodes = AsyncBuffers(config, dtype, device, at_host)
-        # What products with offloaded matrices have; None: there are none.
+        # Buffers of offloaded matmuls; None: the model has no offloaded matrices.
         self.split: OffloadedMatmuls | None = None
         if model.has_splits:
             self.split = OffloadedMatmuls(stages, (decodes + MAX_ASYNC_DECODES, decodes))
-        # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
+        # Split contexts have at most as many splits as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
-        # Of all rows of a whole graph, those of sub-batch 0 first.
+        # All rows of a whole graph, sub-batch 0 first.
         self.last_hidden = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)  # normalised
         self.logits = torch.empty(rows, config.vocab_size, dtype=dtype, device=device)
-        # The most probable token of each row, or `sampler.NO_TOKEN`.
+        # Per row, the most probable token or `sampler.NO_TOKEN`.
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        # Whether graphs can use it: what they copy from and to in host memory must be pinned.
-        handed_over = [each for both in self._offload_buffers for each in both if each is not None]
-        on_host = [tensor for each in handed_over for tensor in (each.qkv, each.out, each.flags)]
+        # True if graphs can use the memory: their host tensors must be pinned.
+        offload_buffers = [each for both in self._offload_buffers for each in both if each is not None]
+        on_host = [tensor for each in offload_buffers for tensor in (each.qkv, each.out, each.flags)]
         on_host += self._staged
         on_host += () if self.async_decodes is None else self.async_decodes.on_host
         on_host += () if self.split is None else self.split.on_host
@@ -155,28 +154,28 @@ class Workspace:
         self._known: dict[tuple[GraphKey, int], BatchMemory] = {}
 
     def memory(self, graph_key: GraphKey) -> BatchMemory:
-        """Return what an iteration of these sizes works in; that of all of them overlaps.
+        """Return the working memory for an iteration of these sizes; all sizes share the same memory.
 
-        What is filled in is not used again by the next iteration, but by the one after that.
+        Input buffers alternate: the iteration after the next one reuses them.
         """
         self._turn = (self._turn + 1) % len(self._staged)
         known = self._known.get((graph_key, self._turn))
         if known is None:
             known = self._views(graph_key)
-            if self._graph_rows and known.is_fixed and graph_key.is_whole:  # there are few such sizes
-                self._known[graph_key, self._turn] = known  # making views takes a while
+            if self._graph_rows and known.is_fixed and graph_key.is_whole:  # only few sizes exist
+                self._known[graph_key, self._turn] = known  # creating views is slow
         return known
 
     def keep_tokens(self, token_ids: Tensor) -> None:
-        """Keep tokens, [at most len(latest)] int64, for the next iteration; what is none becomes token 0."""
+        """Keep tokens, [at most len(latest)] int64, for the next iteration; `NO_TOKEN` becomes token 0."""
         self.latest[: len(token_ids)].copy_(token_ids.clamp(min=0))
 
     def partials(self, rows: int, max_tokens: int) -> Partials:
-        """Return what `paged_decode` works in.
+        """Return memory for the partial results of `paged_decode`.
 
         Args:
-            rows: decodes of a sub-batch.
-            max_tokens: that one of them may attend to.
+            rows: Number of decodes.
+            max_tokens: Most tokens that a decode attends to.
         """
         config = self._config
         splits = num_splits(rows, config.num_kv_heads, max_tokens, self._num_programs)
@@ -239,7 +238,7 @@ class Workspace:
         return BatchMemory(graph_key, tuple(parts), table, ints, staged, is_fixed)
 
     def _tokens_of(self, first_row: int, rows: int, given: Tensor) -> Tensor:
-        """Return what a sub-batch embeds: without a table, the tokens that it is given."""
+        """Return the tokens that a sub-batch embeds; without a table, these are `given`."""
         if not self._is_staged:
             return given
         kept = self._token_ids[first_row : first_row + rows]
@@ -273,7 +272,7 @@ class Workspace:
 
 
 def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, num_programs: int) -> int:
-    """Return about what a `Workspace` takes of a GPU's memory, graphs included."""
+    """Estimate the GPU memory of a `Workspace`, graphs included."""
     rows = capacity.tokens + capacity.decodes
     last_rows = 2 * capacity.decodes + MAX_ASYNC_DECODES
     head = last_rows * (config.hidden_size + config.vocab_size) * dtype.itemsize

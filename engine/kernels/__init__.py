@@ -1,16 +1,15 @@
-"""The GPU's half of an iteration: decode attention, and what lies between matrix products.
+"""GPU kernels: decode attention, and the operations between matmuls.
 
-    dispatch       what others call: each function by the level of the fallbacks that its mechanism stands on
-    splits         into how many parts decode attention cuts contexts
-    occupancy      how many programs of a kernel a multiprocessor holds at once
-    in_triton      Triton kernels
-    in_torch       decode attention by torch's operators, for any card, and where Triton or its compiler is
-                   missing; what serves there for the other kernels is `models.operators`
+    dispatch       the functions for callers; each selects an implementation by its fallback level.
+    splits         the number of splits of a context in decode attention.
+    occupancy      the number of a kernel's programs that fit on a multiprocessor.
+    in_triton      Triton kernels.
+    in_torch       decode attention with torch's operators, for any GPU, and if Triton or its compiler is
+                   missing; `models.operators` has torch's versions of the other kernels.
+    toolchain      the check that Triton kernels can be compiled on this computer.
 
-    toolchain      whether Triton's can be compiled here
+The functions read nothing back, and their launches depend only on shapes, so CUDA graphs can capture them.
+Only `in_triton` needs Triton. In the engine, only `cuda` and the fallbacks are below this package.
 
-The functions read nothing back, and what they launch follows from shapes alone: CUDA graphs can hold it. All
-but `in_triton` does without Triton. They are lower than all else in the engine but `cuda` and the fallbacks.
-
-`engine.kv.device_layer` uses decode attention and copies of rows, `models.stages` the others.
+`engine.kv.device_layer` uses decode attention and row copies, `models.stages` the other functions.
 """

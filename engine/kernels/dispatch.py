@@ -1,7 +1,7 @@
-"""The kernels, by Triton or by torch, as the fallback level says. The module serves as `Operators`.
+"""The kernels in Triton or torch, selected by the fallback level. The module implements `Operators`.
 
-A Triton kernel that cannot be compiled or launched is given up for torch's operators, with a line in the log,
-and the call is served. What had been launched would have given the same.
+If a Triton kernel cannot be compiled or launched, torch's operators replace it for good, and the log says so.
+They also serve the failed call. Launches before the failure are harmless: both compute the same result.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,18 @@ from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_progr
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped, unpack
 
-MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
+MAX_PIECES_IN_GRAPH = 16  # most pieces per layer of torch's decode attention in a graph
 P = ParamSpec("P")
 
 
 def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = None) -> Callable[P, None]:
-    """Return what calls a kernel: Triton's is called like torch's, its module like the mechanism or as given.
+    """Return a function that calls a kernel in Triton or torch, depending on the mechanism's fallback level.
 
-    It raises RuntimeError if the GPU failed, or has no memory left.
+    The function raises RuntimeError if the GPU failed or ran out of memory.
+
+    Args:
+        in_torch: The torch version; the Triton version has the same name and parameters.
+        module: The Triton version's module in `in_triton`; None: named like the mechanism.
     """
 
     @wraps(in_torch)
@@ -36,16 +40,16 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
             try:
                 _in_triton(module or mechanism, in_torch.__name__)(*arguments, **named)
                 return
-            except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
+            except Exception as error:  # compilers, linkers and drivers raise many types
                 _give_up(mechanism, error)
         in_torch(*arguments, **named)
 
     return serve
 
 
-# What they do is said where torch does it. For rows of KV, caches are contiguous.
+# The torch versions document the functions. `write_rows` and `read_rows` need contiguous caches.
 paged_decode = _kernel("paged_decode", in_torch.paged_decode)
-rope = operators.rope  # there is no kernel for it: on a GPU all rows have slots
+rope = operators.rope  # no Triton kernel: on a GPU, all rows have slots and use `rope_append`
 rope_append = _kernel("rope_append", operators.rope_append)
 add_rms_norm = _kernel("norm", operators.add_rms_norm)
 silu_mul = _kernel("activation", operators.silu_mul)
@@ -59,34 +63,34 @@ unpack_quantised = _kernel("quantised", unpack.unpack_quantised, "host_tiles")
 
 
 def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return how many programs of decode attention a multiprocessor holds at once, for such arguments.
+    """Return the number of decode-attention programs that fit on a multiprocessor at once.
 
-    From what the compiler made of the kernel; where that is not known, what is usual for such a GPU. At first
-    this launches the kernel, with nothing to do. For the arguments see `paged_decode`.
+    The number follows from the compiled kernel, or else from typical values for the GPU. The first call
+    launches the kernel on empty input. Arguments as in `paged_decode`.
 
     Raises:
-        RuntimeError: the GPU failed, or has no memory left.
+        RuntimeError: The GPU failed or ran out of memory.
     """
     if q.device.type != "cuda":  # Triton's interpreter
         return PROGRAMS_ELSEWHERE
-    found: int | None = None
+    count: int | None = None
     if fallbacks.level("paged_decode") == "triton":
         try:
-            found = _in_triton("paged_decode", "programs_per_sm")(q, k_cache, v_cache)
+            count = _in_triton("paged_decode", "programs_per_sm")(q, k_cache, v_cache)
         except Exception as error:
             _give_up("paged_decode", error)
     major, minor = torch.cuda.get_device_capability(q.device)
-    return found or usual_programs(10 * major + minor)
+    return count or usual_programs(10 * major + minor)
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
-    """Return True if a layer of decode attention has few enough launches, on its present level, for a graph.
+    """Return True if decode attention at its fallback level has few enough launches per layer for a graph.
 
     Args:
-        requests: in the batch, padding included.
-        kv_heads: of the model.
-        head_dim: likewise.
-        max_tokens: that a request may attend to.
+        requests: Number of requests in the batch, padding included.
+        kv_heads: Number of the model's KV heads.
+        head_dim: Elements per head.
+        max_tokens: Most tokens that a request attends to.
     """
     if requests == 0 or fallbacks.level("paged_decode") == "triton":
         return True
@@ -94,7 +98,7 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
 
 
 def _give_up(mechanism: str, error: Exception) -> None:
-    """Let torch serve from now on, if that would help against the error; else raise it."""
+    """Switch to torch from now on if that can help against the error; otherwise raise the error."""
     if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
         raise error
     fallbacks.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
@@ -102,8 +106,8 @@ def _give_up(mechanism: str, error: Exception) -> None:
 
 @cache
 def _in_triton(module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(import_module(f"{__package__}.in_triton.{module}"), name)
-    return found
+    function: Callable[..., Any] = getattr(import_module(f"{__package__}.in_triton.{module}"), name)
+    return function
 
 
 def _first_line(error: Exception) -> str:

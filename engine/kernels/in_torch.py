@@ -1,29 +1,29 @@
-"""Decode attention over a paged KV cache by torch, piece by piece with a running softmax.
+"""Decode attention over a paged KV cache in torch, piece by piece with a running softmax.
 
-A piece is the same number of tokens of every request, copied out of the cache in fp32:
+A piece has the same number of tokens for every request, copied out of the cache in fp32:
 
     top        the largest score so far
     total      sum(exp(score - top))
-    weighted   sum(exp(score - top) * v), and at the end `weighted / total` is the answer
+    weighted   sum(exp(score - top) * v); the output is `weighted / total`
 
-How many pieces there are follows from shapes alone: a request takes the time of the longest context that its
-row of the tables has room for.
+The number of pieces follows from shapes alone: every request takes the time of the longest context that fits
+its row of the block tables.
 """
 
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 64 << 20  # of K and V in fp32: enough work for a launch, little beside a model
+PIECE_BYTES = 64 << 20  # K and V of a piece in fp32: enough work for a launch, small compared to a model
 
 
 def num_pieces(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> int:
-    """Return how many pieces contexts are cut into; each takes about 20 launches.
+    """Return the number of pieces per context; each piece takes about 20 launches.
 
     Args:
-        requests: in the batch, padding included.
-        kv_heads: of the model.
-        head_dim: likewise.
-        max_tokens: that a request may attend to: what a table has room for, or the window if that is less.
+        requests: Number of requests in the batch, padding included.
+        kv_heads: Number of the model's KV heads.
+        head_dim: Elements per head.
+        max_tokens: Most tokens that a request attends to: the room in a block table, or the window if less.
     """
     return -(-max_tokens // _piece_tokens(requests, kv_heads, head_dim))
 
@@ -42,26 +42,25 @@ def paged_decode(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Attend from one new token per request to its whole context, whose KV is in the cache already.
+    """Attend from one new token per request to its whole context. The cache already has all its KV.
 
-    Requests with a context of 0 tokens get zeros: the padding of a batch. What lies beyond a context, in
-    tables and in the cache, does not matter.
+    Requests with a context of 0 tokens, the padding of a batch, get zeros. Content beyond a context, in block
+    tables and in the cache, has no influence.
 
     Args:
         q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
-            same strides. Any will do with which the dimensions of a head are contiguous.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim] in q's dtype; `v_cache` has the same shape and
+            strides. The dimensions of a head must be contiguous; other strides are arbitrary.
         block_tables: [requests, max_blocks] int32, contiguous.
         context_lens: [requests] int32, the new token included.
-        out: as q.
-        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace of Triton's
-            kernel, with any content; for one split [0, heads, 1, head_dim] will do.
-        partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
-        scale: the factor on q·k.
-        window: how many of the last tokens are attended to; None: all.
-        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
-            no such token.
-        softcap: the score s of each other token becomes softcap * tanh(s / softcap); None: it does not.
+        out: Same shape as q.
+        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace of the Triton kernel,
+            uninitialized; for one split, [0, heads, 1, head_dim] suffices.
+        partial_lse: [requests, heads, num_splits] fp32, contiguous: workspace like `partial_out`.
+        scale: Factor on q·k.
+        window: Sliding window in tokens; None: the whole context.
+        sinks: [heads] fp32: per head, the score of one more token with a value of zero; None: no sinks.
+        softcap: The score s of every other token becomes softcap * tanh(s / softcap); None: no softcap.
     """
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -81,7 +80,7 @@ def paged_decode(
         offsets = torch.arange(start, min(start + piece, max_tokens), device=q.device)
         positions = begins + offsets
         beyond = positions >= ends
-        # Beyond a context may be anything, in tables and in the cache: block 0 is read, and does not count.
+        # Tables and cache have arbitrary content beyond a context: read block 0 instead, and mask it.
         positions = positions.masked_fill(beyond, 0)
         blocks = block_tables.gather(1, positions // block_size).long().masked_fill(beyond, 0)
         place = blocks, positions % block_size
@@ -106,5 +105,5 @@ def paged_decode(
 
 
 def _piece_tokens(requests: int, kv_heads: int, head_dim: int) -> int:
-    """Return the tokens of each request in a piece."""
+    """Return the tokens per request in a piece."""
     return max(1, PIECE_BYTES // (2 * requests * kv_heads * head_dim * torch.float32.itemsize))

@@ -1,9 +1,9 @@
-"""How many programs of a kernel a multiprocessor holds at once, from what the compiler made of it.
+"""Occupancy: the number of a compiled kernel's programs that fit on a multiprocessor at once.
 
-The arithmetic of CUDA's occupancy calculator. What each capability has per multiprocessor is from the CUDA
-programming guide (compute capabilities), how it is handed out from the tuning guides: registers to warps, in
-units, from the four equal parts of the register file; shared memory to programs, in units, and from 8.0 on
-with 1 KiB that the system keeps for itself in each.
+The arithmetic is CUDA's occupancy calculator. The limits per multiprocessor are from the CUDA programming
+guide (compute capabilities), the allocation rules from the tuning guides. Warps get registers in units, from
+four equal parts of the register file. Programs get shared memory in units; from 8.0 on, the system reserves
+1 KiB per program.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What one has."""
+    """Limits of a multiprocessor."""
 
     threads: int
     programs: int
-    shared: int  # bytes, of all programs
+    shared: int  # bytes in total
     shared_unit: int  # bytes
-    shared_reserved: int  # bytes, in each program
+    shared_reserved: int  # bytes per program
     registers: int = 65_536
 
 
@@ -43,23 +43,23 @@ MULTIPROCESSORS: Mapping[int, Multiprocessor] = MappingProxyType(
     }
 )
 
-# Of decode attention (4 query heads per KV head, head_dim 128, 16 bits), as Triton 3.7 compiles it: where
-# nothing is known of the kernel that runs.
+# Programs of decode attention (4 query heads per KV head, head_dim 128, 16 bits) as compiled by Triton 3.7.
+# These serve as defaults if the running kernel is unknown.
 USUAL_PROGRAMS: Mapping[int, int] = MappingProxyType({75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2})
 PROGRAMS_ELSEWHERE = 4
 
 
 def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int) -> int | None:
-    """Return how many programs of a kernel fit into a multiprocessor.
+    """Return the number of a kernel's programs that fit on a multiprocessor.
 
     Args:
-        capability: 86 is 8.6.
-        registers: per thread.
-        shared: bytes per program.
-        num_warps: per program.
+        capability: Compute capability; 86 is 8.6.
+        registers: Registers per thread.
+        shared: Shared memory per program in bytes.
+        num_warps: Warps per program.
 
     Returns:
-        0: not even one fits. None: it is not known what this capability has.
+        The number, which can be 0; None if the limits of this capability are unknown.
     """
     sm = MULTIPROCESSORS.get(capability)
     if sm is None:
@@ -72,7 +72,7 @@ def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int
 
 
 def usual_programs(capability: int) -> int:
-    """Return what to reckon with where nothing is known of the kernel."""
+    """Return a typical number of programs, for use if the kernel is unknown."""
     return USUAL_PROGRAMS.get(capability, PROGRAMS_ELSEWHERE)
 
 

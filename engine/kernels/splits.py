@@ -1,18 +1,18 @@
-"""Into how many parts decode attention cuts contexts. Needs neither Triton nor a GPU."""
+"""The number of splits of a context in decode attention. This module needs neither Triton nor a GPU."""
 
-MIN_SPLIT_TOKENS = 128  # below, beginning and merging a part costs more than it brings
+MIN_SPLIT_TOKENS = 128  # smaller splits cost more to start and merge than they save
 MAX_SPLITS = 128
 
 
 def num_splits(requests: int, kv_heads: int, max_tokens: int, num_programs: int) -> int:
-    """Return into how many parts contexts are cut.
+    """Return the number of splits per context.
 
     Args:
-        requests: in the batch, padding included.
-        kv_heads: of the model.
-        max_tokens: that a request may attend to: `max_blocks * block_size`, or the window if that is less.
-        num_programs: that the GPU runs at once, of this kernel. As many begin together, and so many bytes are
-            under way that the memory's latency is hidden.
+        requests: Number of requests in the batch, padding included.
+        kv_heads: Number of the model's KV heads.
+        max_tokens: Most tokens that a request attends to: `max_blocks * block_size`, or the window if less.
+        num_programs: Number of this kernel's programs that the GPU runs at once. If at least this number of
+            programs start together, enough bytes are in flight to hide the memory's latency.
     """
     wanted = num_programs // (requests * kv_heads)
     return max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))

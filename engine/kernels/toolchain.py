@@ -1,7 +1,7 @@
-"""Whether Triton's kernels can be compiled here: found before the first of them is, not by its failure.
+"""An early check that Triton can compile its kernels on this computer.
 
-Triton compiles kernels by itself. But what launches them is C, which it compiles with the computer's compiler
-against Python's headers when a process first uses a GPU.
+Triton compiles kernels by itself. But their launcher is C code, which Triton compiles with the system's
+compiler and Python's headers when a process first uses a GPU.
 """
 
 import os
@@ -24,36 +24,36 @@ KERNELS = (
     "row_copy",
     "quantised",
     "experts",
-)  # of the fallbacks
+)  # mechanisms with fallbacks
 _GAIN = "which is faster and multiplies weights of 4 bits as they are, in a third of the GPU's memory"
-TIMEOUT_S = 60.0  # for a compiler, on a computer that has other things to do
+TIMEOUT_S = 60.0  # for the compiler on a busy computer
 PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return Py_IsInitialized(); }\n"
 
 
 def limit_kernels() -> None:
-    """Let torch's operators serve for all kernels if Triton cannot; to be called before kernels are used."""
+    """Switch all kernels to torch's operators if Triton cannot compile. Call this before using kernels."""
     if any(fallbacks.level(kernel) == "triton" for kernel in KERNELS) and (obstacle := find_obstacle()):
         fallbacks.limit_all(KERNELS, "torch", obstacle)
 
 
 def find_obstacle() -> str | None:
-    """Return why Triton cannot compile kernels, and what to install; None: it should be able to."""
+    """Return the reason why Triton cannot compile kernels, and the fix; None: the check passed."""
     if find_spec("triton") is None:
         return f"Triton is not installed, {_GAIN}: 'pip install triton'"
-    if os.environ.get("TRITON_INTERPRET") == "1":  # it needs no compiler
+    if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter needs no compiler
         return None
     return _compiler_obstacle(os.environ.get("CC"), _include_folder())
 
 
 @cache
 def _compiler_obstacle(named: str | None, include: str) -> str | None:
-    """Compile as Triton does, with what it would take: CC, else gcc, else clang."""
+    """Compile a test program with Triton's choice of compiler: CC, else gcc, else clang."""
     needs = f"Triton, {_GAIN}, needs"
     compiler = named or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return f"{needs} a C compiler, and there is neither gcc nor clang: {_advice()}"
+        return f"{needs} a C compiler, and neither gcc nor clang is installed: {_advice()}"
     if not Path(include, "Python.h").is_file():
-        return f"{needs} Python's headers, and there is no {include}/Python.h: {_advice()}"
+        return f"{needs} Python's headers, and {include}/Python.h is missing: {_advice()}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "usable.c")
         source.write_text(PROGRAM)
@@ -74,7 +74,7 @@ def _compiler_obstacle(named: str | None, include: str) -> str | None:
 
 
 def _include_folder() -> str:
-    """Return where Python's headers should be; the scheme that Debian has instead of Python's lacks them."""
+    """Return the folder of Python's headers; Debian's own default scheme does not contain them."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
 

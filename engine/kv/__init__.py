@@ -1,1 +1,1 @@
-"""The KV cache: who owns which blocks, the tensors they lie in, and the ways between the two memories."""
+"""The KV cache: block ownership, tensors per tier, and copies between tiers."""

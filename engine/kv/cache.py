@@ -1,4 +1,4 @@
-"""Which blocks hold whose KV: the only owner of block counts and block tables."""
+"""The only owner of block counts and block tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ class _Table:
     """The blocks of one request, in the order of its tokens."""
 
     tier: KVTier
-    blocks: IntArray  # of int32, as the kernels read them
-    capacity_tokens: int  # that the blocks can hold
+    blocks: IntArray  # int32, the kernels' type
+    capacity_tokens: int  # tokens that fit into the blocks.
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
-    num_arriving: int = 0  # leading blocks that were findable before they were moved, and will be again
+    num_arriving: int = 0  # leading blocks to publish once the copies of a move are done
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Blocks of one tier: all, those in use, and unused ones kept for reuse by content."""
+    """Block counts of one tier: usable, in use, and unused but kept for reuse by content."""
 
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
-    num_given_back_blocks: int = 0  # whose memory the system has for now, beside all
+    num_given_back_blocks: int = 0  # blocks above the limit, with memory given back to the system
 
 
 class PoolSize(NamedTuple):
-    """Of one tier, in blocks."""
+    """Block counts of one tier."""
 
-    most: int  # that its memory was taken for
-    limit: int  # of them, those that may be used now
-    touched: int  # of those, the first ones, behind which nothing has been written
+    most: int  # blocks that its memory was taken for
+    limit: int  # blocks that may be used now
+    touched: int  # leading usable blocks; no later block has been written
 
 
 class KVCache:
@@ -46,12 +46,12 @@ class KVCache:
 
     Mappings: `request_id -> (tier, [block, ...])`, where block `i` holds tokens
     `i * block_size .. (i + 1) * block_size - 1`. A request lives in one tier at a time. Full blocks
-    whose KV is computed may be shared between requests with the same beginning; they are never written
-    again. The last, partly filled block always belongs to one request alone.
+    with computed KV may be shared between requests with the same prefix; they are never written again.
+    The last, partly filled block always belongs to one request alone.
 
     Args:
         num_blocks: `tier -> size of its pool`.
-        block_size: tokens per block.
+        block_size: Tokens per block.
     """
 
     def __init__(self, num_blocks: Mapping[KVTier, int], block_size: int) -> None:
@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
-        """Those that it knows of."""
+        """The tiers with a pool."""
         return tuple(self._pools)
 
     def last_block(self, request_id: str) -> int:
@@ -69,43 +69,43 @@ class KVCache:
         return int(np.max(self._tables[request_id].blocks.view(), initial=0))
 
     def capacity_tokens(self, tier: KVTier) -> int:
-        """Tokens that the tier can hold now when nothing else is there."""
+        """Return the number of tokens that the tier can hold now when it is empty."""
         return self._pools[tier].limit * self.block_size
 
     def size(self, tier: KVTier) -> PoolSize:
-        """Return how many blocks a tier has, and how many of them are worth giving back."""
+        """Return the block counts that decide how much memory to give back."""
         pool = self._pools[tier]
         return PoolSize(pool.num_blocks, pool.limit, min(pool.num_touched, pool.limit))
 
     def set_limit(self, tier: KVTier, num_blocks: int) -> bool:
-        """Give away only the first blocks of a tier; see `BlockPool.set_limit`."""
+        """Allocate only the first blocks of a tier from now on; see `BlockPool.set_limit`."""
         return self._pools[tier].set_limit(num_blocks)
 
     def is_drained(self, tier: KVTier) -> bool:
-        """Whether nobody has a block beyond the limit of a tier."""
+        """Return True if no request has a block at or above the limit of a tier."""
         pool = self._pools[tier]
         return not pool.is_used_from(pool.limit)
 
     def forget_touched(self, tier: KVTier) -> None:
-        """Take in that the memory beyond the limit has been given back."""
+        """Mark the blocks above the limit as unwritten: their memory has been given back."""
         pool = self._pools[tier]
         pool.num_touched = min(pool.num_touched, pool.limit)
 
     def resize(self, tier: KVTier, num_blocks: int) -> None:
-        """Make the pool of a tier anew, in which nobody lives: all that it held is forgotten."""
+        """Replace the pool of a tier without requests; all cached content is lost."""
         assert all(table.tier != tier for table in self._tables.values())
         self._pools[tier] = _pool(tier, num_blocks)
 
     def num_free_blocks(self, tier: KVTier) -> int:
-        """Blocks that could be allocated there now."""
+        """Return the number of blocks that can be allocated now."""
         return self._pools[tier].num_free_blocks
 
     def num_used_blocks(self, tier: KVTier) -> int:
-        """Blocks that requests have there."""
+        """Return the number of blocks that requests hold."""
         return self._pools[tier].num_used_blocks
 
     def usage(self) -> dict[KVTier, PoolUsage]:
-        """Return `tier -> how full it is`."""
+        """Return `tier -> usage of its pool`."""
         return {
             tier: PoolUsage(
                 pool.limit, pool.num_used_blocks, pool.num_cached_blocks, pool.num_blocks - pool.limit
@@ -117,15 +117,15 @@ class KVCache:
         return request_id in self._tables
 
     def tier_of(self, request_id: str) -> KVTier:
-        """Return where the request's KV lives."""
+        """Return the tier of the request's KV."""
         return self._tables[request_id].tier
 
     def block_table(self, request_id: str) -> IntView:
-        """Return the request's blocks; whatever happens to the request later, the array stays as it is."""
+        """Return the request's blocks; later changes to the request do not change the array."""
         return self._tables[request_id].blocks.view()
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens need."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def admit(
@@ -136,17 +136,16 @@ class KVCache:
         tier: KVTier,
         reserve_blocks: int = 0,
     ) -> int | None:
-        """Give a new request blocks for all its tokens, reusing the computed KV of an equal beginning.
+        """Allocate blocks for all tokens of a new request, and reuse the computed KV of an equal prefix.
 
-        The last token is always computed anew, since its logits are needed.
+        The last token is always recomputed, since its logits are needed.
 
         Args:
-            hashes: of its leading full blocks, as many as are known.
-            reserve_blocks: blocks that must remain free afterwards.
+            hashes: The known hashes of its leading full blocks.
+            reserve_blocks: Number of blocks that must remain free afterwards.
 
         Returns:
-            The number of leading tokens whose KV is there already, or None (and nothing changed) when the
-            tier has no room.
+            The number of leading tokens with reused KV; None, without any change, if the tier is too full.
         """
         pool = self._pools[tier]
         shared = _leading(pool, hashes[: (num_tokens - 1) // self.block_size])
@@ -163,11 +162,11 @@ class KVCache:
         return len(shared) * self.block_size
 
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
-        """Whether another request in the place is about to compute most of what a new one would have to.
+        """Return True if requests in the tier are about to compute most of a new request's missing KV.
 
         Args:
-            num_tokens: of the new request.
-            hashes: of its leading full blocks, as many as are known.
+            num_tokens: Length of the new request.
+            hashes: The known hashes of its leading full blocks.
         """
         pool = self._pools[tier]
         num_there = num_coming = 0
@@ -183,7 +182,7 @@ class KVCache:
         return 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
+        """Extend the table to `num_tokens`; return False, without any change, if the tier is too full."""
         table = self._tables[request_id]
         if num_tokens <= table.capacity_tokens:
             return True
@@ -203,26 +202,25 @@ class KVCache:
         hashes: Sequence[BlockHash] = (),
         reserve_blocks: int = 0,
     ) -> list[BlockCopy] | None:
-        """Give the request blocks for `num_tokens` in another tier, where `reserve_blocks` must stay free.
+        """Allocate blocks for `num_tokens` in another tier, where `reserve_blocks` must stay free.
 
-        Leading blocks that are computed and have their equals there, or on their way there, are not copied
-        but shared: so the n outputs of a prompt bring it there once.
+        Leading computed blocks are shared, not copied, if the target tier has or expects the same content.
+        So the n outputs of a prompt copy the prompt once.
 
         Args:
-            hashes: of the request's leading full blocks, as many as are known.
+            hashes: The known hashes of the request's leading full blocks.
 
         Returns:
-            The copies that bring its KV there, to be carried out in order before anything is computed, or
-            None (and nothing changed) when that tier has no room. The old blocks are free at once: their
-            next owner writes after the copies. `arrived` says that they have been carried out; if they fail,
-            all requests that moved must give their blocks back.
+            The copies of its KV, to be carried out in order before the next computation; None, without any
+            change, if the tier is too full. The old blocks are free at once, because their next owner writes
+            after the copies. Call `arrived` after the copies. If they fail, all moved requests must be freed.
 
         Raises:
-            ValueError: it lives there already.
+            ValueError: The request is in that tier already.
         """
         table = self._tables[request_id]
         if table.tier == tier:
-            raise ValueError(f"request {request_id!r} lives in place {tier} already")
+            raise ValueError(f"request {request_id!r} is in tier {tier} already")
         source, target = self._pools[table.tier], self._pools[tier]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         known = hashes[: max(table.num_published, table.num_arriving)]
@@ -243,10 +241,10 @@ class KVCache:
         return copies
 
     def arrived(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Publish what a request had published before it moved, whose copies have been carried out.
+        """Publish again the blocks that were published before the move; the copies have been carried out.
 
         Args:
-            hashes: of the request's leading full blocks.
+            hashes: The hashes of the request's leading full blocks.
         """
         table = self._tables[request_id]
         self.commit(request_id, hashes, table.num_arriving * self.block_size)
@@ -256,7 +254,7 @@ class KVCache:
         """Publish the full blocks among the computed tokens, so that later requests can reuse them.
 
         Args:
-            hashes: of the request's leading full blocks; those beyond `num_computed_tokens` are ignored.
+            hashes: The hashes of its leading full blocks; hashes beyond `num_computed_tokens` are ignored.
         """
         table = self._tables[request_id]
         begin, end = table.num_published, min(num_computed_tokens // self.block_size, len(hashes))
@@ -268,7 +266,7 @@ class KVCache:
         table.num_published = end
 
     def free(self, request_id: str) -> None:
-        """Give all blocks of a request back."""
+        """Release all blocks of a request."""
         table = self._tables.pop(request_id)
         _release(table.blocks, self._pools[table.tier])
 
@@ -276,7 +274,7 @@ class KVCache:
         """Check the invariants of every pool against the block tables.
 
         Raises:
-            AssertionError: a block is lost, owned twice or in two states.
+            AssertionError: A block is lost, owned twice or in two states.
         """
         for tier, pool in self._pools.items():
             num_owners = [0] * pool.num_blocks
@@ -288,24 +286,24 @@ class KVCache:
 
 
 def _leading(pool: BlockPool, hashes: Sequence[BlockHash], *, with_arriving: bool = False) -> list[int]:
-    """Return the blocks that hold the first of these contents, as far as they are all there.
+    """Return the blocks of the longest prefix that the pool holds.
 
     Args:
-        with_arriving: or will be, before the next iteration computes anything.
+        with_arriving: Include blocks that copies fill before the next iteration computes.
     """
-    found = []
+    blocks = []
     for block_hash in hashes:
         block = pool.find(block_hash)
         if block is None and with_arriving:
             block = pool.find_arriving(block_hash)
         if block is None:
             break
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def _with_shared(shared: Sequence[int], num_new: int, pool: BlockPool) -> IntArray:
-    """Return a table that begins with blocks of others."""
+    """Return a table of shared blocks followed by new ones."""
     for block in shared:
         pool.share(block)
     blocks = IntArray(shared)
@@ -314,7 +312,7 @@ def _with_shared(shared: Sequence[int], num_new: int, pool: BlockPool) -> IntArr
 
 
 def _extend(blocks: IntArray, num_new: int, pool: BlockPool) -> None:
-    """Append new blocks, each after the one before it in memory where that can be."""
+    """Append new blocks, contiguous in memory where possible."""
     last = int(blocks.view()[-1]) if blocks else None
     for _ in range(num_new):
         last = pool.allocate(after=last)
@@ -322,7 +320,7 @@ def _extend(blocks: IntArray, num_new: int, pool: BlockPool) -> None:
 
 
 def _release(blocks: IntArray, pool: BlockPool) -> None:
-    """Give blocks back, the last one first: of a prefix, the end is the part least likely to be shared."""
+    """Release blocks, the last one first, since the end of a prefix is least likely to be reused."""
     for block in reversed(blocks.view().tolist()):
         pool.release(block)
 

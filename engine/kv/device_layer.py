@@ -1,4 +1,4 @@
-"""KV in a GPU's memory: rows as models make them."""
+"""KV in GPU memory, in the model's row layout."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from neo_desktop.models.operators import Store
 class DeviceLayer(KVLayer):
     """One layer in device memory, K and V [num_blocks, block_size, kv_heads, head_dim] each.
 
-    Written, read and attended to by `kernels`. Rows are of the memory's dtype, the model's.
+    `kernels` write, read and attend. Rows have the model's dtype, which is also the memory's.
     """
 
     __slots__ = ("_k", "_num_sms", "_v")
@@ -42,7 +42,7 @@ class DeviceLayer(KVLayer):
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return K and V of all layers; compiles the kernels, so that no iteration waits for the compiler."""
+        """Allocate K and V for every layer, and compile the kernels, so that no iteration has to."""
         if not dtype.is_floating_point:
             raise ValueError(f"KV in {dtype} is for host memory only")
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -53,7 +53,7 @@ class DeviceLayer(KVLayer):
         return parts
 
     def launch_all_kernels(self, num_heads: int) -> None:
-        """Launch every variant of every kernel that will be needed, with nothing to do."""
+        """Launch every kernel variant on empty input, to compile it."""
         kv_heads, head_dim = self._k.shape[2:]
         q = self._k.new_empty(1, num_heads, head_dim)
         rows = self._k.new_empty(2, 1, kv_heads, head_dim)
@@ -67,11 +67,9 @@ class DeviceLayer(KVLayer):
             paged_decode(*tensors, 1.0, None, self.sinks, self.softcap)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put rows into slots."""
         write_rows(k, v, self._k, self._v, slots)
 
     def read(self, slots: Tensor, out: Rows) -> None:
-        """Copy the rows of slots to `out`."""
         read_rows(out[0], out[1], self._k, self._v, slots)
 
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
@@ -94,18 +92,16 @@ class DeviceLayer(KVLayer):
         window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """Store, if that is still to be done, then attend."""
         if k is not None and v is not None and slots is not None:
             self.write(k, v, slots)
-        # How long the longest context is only the device knows. Parts that a context is too short for cost
-        # next to nothing.
+        # Only the device knows the longest context. Splits beyond the end of a context cost next to nothing.
         most = min(block_tables.shape[1], self._k.shape[0]) * self.block_size
         parts = (partials or partial(self._partials, q))(min(most, window or most))
         tensors = q, self._k, self._v, block_tables, context_lens, out, *parts
         paged_decode(*tensors, scale, window, self.sinks, self.softcap)
 
     def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:
-        """Take memory: at most a few MB, which torch keeps for the next layer."""
+        """Allocate at most a few MB, which torch's allocator keeps for the next layer."""
         if splits is None:
             num_programs = self._num_sms * programs_per_sm(q, self._k, self._v)
             splits = num_splits(len(q), self._k.shape[2], max_tokens, num_programs)
@@ -115,7 +111,7 @@ class DeviceLayer(KVLayer):
 
 
 def num_sms(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; 1 for Triton's interpreter."""
+    """Return the number of multiprocessors of a GPU; 1 for Triton's interpreter."""
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""KV in host memory: in pages, laid out for the CPU's attention kernel."""
+"""KV in host memory, in pages for the CPU's attention kernel."""
 
 import math
 import mmap
@@ -14,21 +14,21 @@ from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.native.relay import RelayLayer
 
-PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
+PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this number
 
 
 class HostLayer(KVLayer):
-    """One layer in host memory; written, read and attended to by the native kernels.
+    """One layer in host memory; the native kernels write, read and attend.
 
-    A run of BLOCKS_PER_RUN blocks is a page: for each head its tokens lie in one piece. Where a request has
-    the whole run, as `BlockPool` sees to, the kernel reads it nearly at the memory's speed.
+    A run of BLOCKS_PER_RUN blocks is a page. Within a page, the tokens of a head are contiguous. If a request
+    owns the whole run, which `BlockPool` arranges, the kernel reads it nearly at memory speed.
 
-        K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions of all tokens side by
-                  side; or rows, as V, where block_size is no multiple of 16
-        V         [pages, kv_heads, page_tokens, head_dim]; the values of each head and page follow its keys
+        K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions, all tokens side by
+                  side; V's layout if block_size is no multiple of 16
+        V         [pages, kv_heads, page_tokens, head_dim]; per head and page, the values follow the keys
                   in memory, so that the kernel reads long pieces
-        K scales  [pages, kv_heads, page_tokens] fp32, of int8 only: a row is its elements times its scale
-        V scales  likewise
+        K scales  [pages, kv_heads, page_tokens] fp32, for int8 only: a row is its elements times its scale
+        V scales  same as K scales
     """
 
     __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
@@ -43,7 +43,7 @@ class HostLayer(KVLayer):
         super().__init__(parts, block_size, sinks, softcap)
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
-        self._k = k.transpose(-3, -2) if in_pairs else k  # as the kernels see it: tokens before pairs
+        self._k = k.transpose(-3, -2) if in_pairs else k  # the kernels' order: tokens before pairs
         self._k_scale: Tensor | None
         self._v_scale: Tensor | None
         self._k_scale, self._v_scale = scales if scales else (None, None)
@@ -52,7 +52,7 @@ class HostLayer(KVLayer):
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return K, V and, of int8, their scales, of all layers; the last page may be used in part only."""
+        """Allocate K, V and, for int8, the scales, for every layer; the last page may be only partly used."""
         in_pairs = block_size % PAIRED_TOKENS == 0
         if dtype is torch.int8 and not in_pairs:
             raise ValueError(
@@ -65,8 +65,8 @@ class HostLayer(KVLayer):
         if dtype is torch.int8:
             tensors += [empty_aligned((*pages, page_tokens), torch.float32) for _ in range(2)]
         for tensor in tensors:
-            # Scattered pages in 4 KiB pieces cost a TLB miss each, and threads of all NUMA nodes read all of
-            # them; before the first write both cost nothing.
+            # Each scattered 4 KiB page would cost a TLB miss, and threads on every NUMA node read all pages.
+            # Before the first write, both calls are free.
             ask_for_huge_pages(tensor)
             native.interleave_numa_nodes(tensor)
         k, v = memory.unbind(-2)
@@ -77,20 +77,19 @@ class HostLayer(KVLayer):
     def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
         k, _, *scales = parts
         _, num_pages, *_ = k.shape
-        # K and V of a head follow each other: from K's first number on it is the memory of both.
+        # K and V of a head are adjacent: a view from K's first element covers both.
         both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
-        return sum(give_back(each, num_blocks // BLOCKS_PER_RUN) for each in (both, *scales))
+        return sum(give_back(memory, num_blocks // BLOCKS_PER_RUN) for memory in (both, *scales))
 
     def for_relay(self, window: int | None) -> RelayLayer:
-        """Return the layer as `native.relay` takes it."""
+        """Return the layer in the form that `native.relay` takes."""
         return RelayLayer(self._k, self._v, self._k_scale, self._v_scale, window or 0, self.sinks)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put rows into slots."""
         native.paged_kv_write(k, v, self._k, self._v, slots, k_scale=self._k_scale, v_scale=self._v_scale)
 
     def read(self, slots: Tensor, out: Rows) -> None:
-        """Copy the rows of slots to `out`, in its dtype."""
+        """Copy the rows of slots to `out`, converted to its dtype."""
         native.paged_kv_read(self._k, self._v, slots, *out, k_scale=self._k_scale, v_scale=self._v_scale)
 
     def decode(
@@ -106,7 +105,7 @@ class HostLayer(KVLayer):
         window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """Store and attend in one call; the kernel finds the slots itself."""
+        """Store and attend in one call; the kernel computes the slots itself."""
         native.paged_attention_decode(
             q,
             self._k,
@@ -127,7 +126,7 @@ class HostLayer(KVLayer):
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make a tensor that begins at a page of the system's memory, so that KV pages lie in few of them."""
+    """Make a tensor that starts at an OS page boundary, so that KV pages span few OS pages."""
     spare = mmap.PAGESIZE // dtype.itemsize
     memory = torch.empty(math.prod(shape) + spare, dtype=dtype)
     start = -memory.data_ptr() % mmap.PAGESIZE // dtype.itemsize

@@ -1,4 +1,4 @@
-"""One layer's K and V in one tier, by rows and slots: how they lie in memory is hidden."""
+"""One layer's K and V in one tier, addressed by rows and slots; implementations hide the memory layout."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,60 +9,60 @@ from torch import Tensor
 
 from neo_desktop.models.operators import Store
 
-# K and V in one piece, [2, tokens, kv_heads, head_dim], as they travel: of each token what models make.
+# K and V in one tensor, [2, tokens, kv_heads, head_dim], in the model's layout: the form for transfers.
 Rows = Tensor
 
 
 class KVShape(Protocol):
-    """What memory for KV depends on; models' configurations have it."""
+    """The part of a model's configuration that determines the size of its KV."""
 
     @property
     def num_layers(self) -> int:
-        """Layers that attend."""
+        """Number of layers with attention."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of K and V."""
+        """Number of K and V heads."""
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries."""
+        """Number of query heads."""
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
+        """Elements per head."""
 
     @property
     def attention_sinks(self) -> bool:
-        """Whether heads attend to one more token, see `KVLayer.decode`."""
+        """True if heads attend to one more token, see `KVLayer.decode`."""
 
     @property
     def attention_softcap(self) -> float | None:
-        """Where scores level off, see `KVLayer.decode`; None: nowhere."""
+        """Softcap of attention scores, see `KVLayer.decode`; None: no softcap."""
 
 
 class Partials(NamedTuple):
-    """What decode attention works in where it cuts contexts, see `kernels.dispatch.paged_decode`."""
+    """Partial results of decode attention over split contexts, see `kernels.dispatch.paged_decode`."""
 
     out: Tensor
     lse: Tensor
 
 
 class KVLayer(ABC):
-    """K and V of all blocks of one layer, and the decode attention over them, next to them.
+    """K and V of one layer in all blocks, with the decode attention that runs next to them.
 
-    Rows lie in slots, `block * block_size + offset`. All tensors that come and go are on the layer's device.
+    A row's slot is `block * block_size + offset`. All argument tensors are on the layer's device.
 
     Args:
-        parts: the memory: one layer of what `allocate` returned.
-        block_size: tokens per block.
-        sinks: [heads] fp32, of the layer: see `decode`; None: it has none.
-        softcap: see `decode`; None: it has none.
+        parts: The layer's memory: one layer of `allocate`'s result.
+        block_size: Tokens per block.
+        sinks: [heads] fp32, see `decode`; None: the layer has no sinks.
+        softcap: See `decode`; None: the layer has no softcap.
     """
 
     __slots__ = ("block_size", "device", "sinks", "softcap")
 
-    fused_kv_append = False  # whether rows are stored where they are made, and not by `decode`
+    fused_kv_append = False  # True if the kernel that makes rows stores them, False if `decode` does
 
     def __init__(
         self,
@@ -81,39 +81,42 @@ class KVLayer(ABC):
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return memory for all layers, [num_layers, ...] each; it may hold anything.
+        """Allocate uninitialized memory for all layers; each tensor is [num_layers, ...].
 
         Raises:
-            ValueError: this kind of memory cannot hold KV of that dtype.
+            ValueError: This kind of memory cannot hold KV of that dtype.
         """
 
     @abstractmethod
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put rows into slots, [tokens] int64, all different."""
+        """Write rows to slots, [tokens] int64, all different."""
 
     @abstractmethod
     def read(self, slots: Tensor, out: Rows) -> None:
-        """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
+        """Copy the rows at slots, [tokens] int64, to `out`; slots never written have undefined content."""
 
     @classmethod
     def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
-        """Give the memory behind the first blocks back to the system, as far as this kind can.
+        """Return the memory after the first blocks to the system, if this kind of memory allows it.
 
         Args:
-            parts: what `allocate` returned.
-            num_blocks: that are kept, whole runs.
+            parts: The tensors from `allocate`.
+            num_blocks: Number of blocks to keep, whole runs.
 
         Returns:
-            The bytes that were given back. OSError: the system refuses.
+            The number of bytes that were given back.
+
+        Raises:
+            OSError: The system refuses.
         """
         return 0
 
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Put rows into the slots from `first` on, without waiting for them to come from host memory."""
+        """Write rows to the slots from `first` on, without waiting for a copy from host memory."""
         self.write(k, v, torch.arange(first, first + len(k), device=self.device))
 
     def store(self, slots: Tensor) -> Store | None:
-        """Return where rows go that are stored early, if they are; slots as of `operators.Store`."""
+        """Return the target of early row stores, with slots as in `operators.Store`; None: not supported."""
         return None
 
     @abstractmethod
@@ -132,19 +135,19 @@ class KVLayer(ABC):
     ) -> None:
         """Store one new token per request, and attend from it to the request's whole context.
 
-        A head of a layer with sinks attends to one more token, with that score and a value of zero.
-        In a layer with a softcap, the score s of each other token becomes softcap * tanh(s / softcap).
+        With sinks, each head attends to one more token, whose score is the sink and whose value is zero.
+        In a layer with a softcap, the score s of every other token becomes softcap * tanh(s / softcap).
 
         Args:
-            q: [requests, heads, head_dim]; out likewise.
-            k: [requests, kv_heads, head_dim]; v likewise. None: they are stored already.
-            slots: [requests]: where k and v go, the last slot of each context. None: host memory's kernel
-                finds it, or they are stored already.
+            q: [requests, heads, head_dim]; `out` has the same shape.
+            k: [requests, kv_heads, head_dim]; `v` has the same shape. None: already stored.
+            slots: [requests], the target of k and v: the last slot per context. None: already stored, or
+                the kernel for host memory computes it.
             block_tables: [requests, max_blocks] int32
             context_lens: [requests] int32, the new token included.
-            scale: the factor on q·k.
-            window: how many of the last tokens are attended to; None: all.
-            partials: gives memory for parts of contexts of up to so many tokens; None: it is taken anew.
+            scale: Factor on q·k.
+            window: Sliding window in tokens; None: the whole context.
+            partials: Returns memory for partial results, given the most tokens of a context; None: allocate.
         """
 
 
@@ -154,6 +157,6 @@ def slots_of(blocks: Tensor, block_size: int) -> Tensor:
 
 
 def block_bytes(config: KVShape, block_size: int, dtype: torch.dtype) -> int:
-    """Return what K and V of one block take in one layer, in any kind of memory; of int8 with the scales."""
+    """Return the bytes of K and V per block and layer, in any kind of memory; int8 includes the scales."""
     scale_bytes = torch.float32.itemsize if dtype is torch.int8 else 0
     return 2 * block_size * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)

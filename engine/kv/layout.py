@@ -1,12 +1,12 @@
-"""How the KV of a request is cut: into blocks, and runs of blocks.
+"""Division of a request's KV into blocks and runs of blocks:
 
-tokens   0 … 15 | 16 … 31 | 32 … 47 | 48 … 63 | 64 … 79 | …
-blocks      0        1         2         3         4
-runs     |                 0                  |        1
+tokens   0–15 | 16–31 | 32–47 | 48–63 | 64–79 | …
+blocks     0  |   1   |   2   |   3   |   4   | …
+runs                  0               |   1     …
 """
 
-BLOCK_SIZE = 16  # tokens of a block
+BLOCK_SIZE = 16  # tokens per block
 
-# Blocks of an aligned run, which is a page of host memory, see `HostLayer`: what lies in one piece there. It
-# is as many tokens as the CPU's attention kernel takes in one step.
+# Blocks of an aligned run, which is one contiguous page in host memory, see `HostLayer`. A run has as many
+# tokens as the CPU's attention kernel reads in one step.
 BLOCKS_PER_RUN = 4

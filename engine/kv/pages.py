@@ -1,30 +1,30 @@
-"""Memory that goes back to the system, while its addresses stay taken."""
+"""Memory pages returned to the system, while the addresses stay reserved."""
 
 import ctypes
 import mmap
 
 from torch import Tensor
 
-_DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this system has no such advice
+_DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has no MADV_DONTNEED
 
 
 def give_back(memory: Tensor, begin: int) -> int:
-    """Give the pages back that lie wholly within the last rows of each part of some memory.
+    """Return the pages wholly within the last rows of every part to the system.
 
-    What they held is lost. A write there takes new pages, a read gives zeros.
+    Their content is lost. A later write takes new pages, a later read returns zeros.
 
     Args:
         memory: [parts, rows, ...], contiguous, in host memory that is not pinned.
-        begin: the first row that is not needed.
+        begin: The first unneeded row.
 
     Returns:
-        The bytes of those pages.
+        The number of bytes given back.
 
     Raises:
-        OSError: the system refuses.
+        OSError: The system refuses.
     """
     if _DONT_NEED is None:
-        raise OSError("this system takes no memory back from a program that goes on")
+        raise OSError("this system takes no memory back from a running program (no MADV_DONTNEED)")
     num_bytes = 0
     for part in memory:
         start = part.data_ptr() + begin * part.stride(0) * part.element_size()

@@ -1,4 +1,4 @@
-"""The memory behind the KV cache: a pool of blocks per tier. Knows blocks, not whose they are."""
+"""The memory behind the KV cache: a pool of blocks per tier, without knowledge of their owners."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,35 +17,34 @@ from neo_desktop.models.config import ModelConfig
 
 
 def layer_kind(device: torch.device) -> type[KVLayer]:
-    """Return how KV lies in a device's memory."""
+    """Return the KV layout for a device's memory."""
     if device.type == "cpu":
         return HostLayer
     return DeviceLayer
 
 
 def memory_of(tier: KVTier, device: torch.device) -> torch.device:
-    """Return in whose memory a tier lies, for a model that runs on `device`."""
+    """Return the device whose memory holds a tier, for a model on `device`."""
     return torch.device("cpu") if tier.in_host_memory else device
 
 
 class KVPool:
-    """K and V of all blocks of one tier.
+    """K and V of every block of one tier.
 
     Args:
-        config: the model's.
-        num_blocks: in each layer.
-        block_size: tokens per block.
-        dtype: of K and V; int8 is for host memory only.
-        device: whose memory it is.
-        kind: how it is used; None: as fits the device.
-        sinks: those of each layer `[heads]`, of a model that has some; see `KVLayer.decode`.
-        memory_of_layers: of each layer which part of the memory it has; None: one of its own.
+        num_blocks: Number of blocks per layer.
+        block_size: Tokens per block.
+        dtype: Type of K and V; int8 is for host memory only.
+        device: Owner of the memory.
+        kind: Memory layout; None: the device's default.
+        sinks: The sinks `[heads]` per layer, if the model has sinks; see `KVLayer.decode`.
+        memory_of_layers: Index of the memory per layer, which layers may share; None: one per layer.
 
     Raises:
-        ValueError: int8 was asked for where it cannot be.
+        ValueError: The device's memory cannot hold int8.
     """
 
-    worker: str | None = None  # whose memory it is; None: this computer's
+    worker: str | None = None  # name of the attention worker; None: memory of this computer
 
     def __init__(
         self,
@@ -79,45 +78,43 @@ class KVPool:
         ]
 
     def layer(self, index: int) -> KVLayer:
-        """Return one layer."""
         return self._layers[index]
 
     @property
     def fused_kv_append(self) -> bool:
-        """Whether rows are stored with the rotation, and not by attention."""
+        """True if the rotation kernel stores rows, False if attention does."""
         return self.kind.fused_kv_append
 
     def rows_at(self, slots: Tensor) -> "PoolRows":
-        """Return the rows at some slots, [n] int64 in host memory, all different."""
+        """Return a view of the rows at slots, [n] int64 in host memory, all different."""
         return PoolRows(self, slots)
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes of host memory that can be given back; 0: none of it can."""
+        """Bytes of host memory per block that can be given back to the system."""
         if self.device.type != "cpu" or not issubclass(self.kind, HostLayer):
             return 0
         return sum(part.nbytes for part in self.parts) // max(self.num_blocks, 1)
 
     def give_back(self, num_blocks: int) -> int:
-        """Give the memory behind the first blocks, whole runs, back to the system; return how many bytes.
+        """Return the memory after the first blocks (whole runs) to the system; return the number of bytes.
 
         Raises:
-            OSError: the system refuses.
+            OSError: The system refuses.
         """
         return self.kind.give_back(self.parts, num_blocks)
 
     def with_layers(self, indices: Iterable[int]) -> "KVPool":
-        """Return a pool that has these layers in their order, in the same memory; `parts` stay all of it."""
+        """Return a pool over the same memory with these layers, in this order; `parts` stay complete."""
         pool = copy.copy(self)
         pool._layers = [self._layers[index] for index in indices]
         return pool
 
 
 class PoolRows:
-    """Rows of a pool at some slots, as the model's device reads and writes them: all of it is work for it.
+    """Rows of a pool at given slots; the model's device reads and writes them.
 
     Args:
-        pool: whose.
         slots: [n] int64 in host memory, all different.
     """
 
@@ -126,24 +123,24 @@ class PoolRows:
         self._slots = upload(slots, torch.int64, pool.device)
 
     def read(self, layer: int, out: Rows) -> None:
-        """Copy them to memory of the pool's device."""
+        """Copy the rows of a layer to memory of the pool's device."""
         self._pool.layer(layer).read(self._slots, out)
 
     def write(self, layer: int, rows: Rows) -> None:
-        """Copy rows there."""
+        """Copy rows to the slots of a layer."""
         self._pool.layer(layer).write(rows[0], rows[1], self._slots)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
-    """Copies from one tier to another that can be carried out in any order."""
+    """Copies from one tier to another, valid in any order."""
 
     source: KVPool
-    source_slots: Tensor  # [n] int64 in host memory; target_slots likewise
+    source_slots: Tensor  # [n] int64 in host memory
     target: KVPool
-    target_slots: Tensor
-    from_pages: bool  # whether the CPU has to read the source, in pages of host memory
-    to_pages: bool  # whether it has to write to the target
+    target_slots: Tensor  # [n] int64 in host memory
+    from_pages: bool  # True if the CPU has to read the source from pages in host memory.
+    to_pages: bool  # True if the CPU has to write the target to pages in host memory.
 
 
 class KVStorage:
@@ -157,7 +154,7 @@ class KVStorage:
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
-        """Those with a pool."""
+        """The tiers with a pool."""
         return tuple(self._pools)
 
     @property
@@ -170,26 +167,26 @@ class KVStorage:
         return self._pools.get(tier)
 
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
-        """Cut copies that must be carried out in their order into groups to be carried out in theirs.
+        """Divide an ordered list of copies into an ordered list of groups.
 
-        All copies of a group go the same way, and no two of them write the same block.
+        The copies of a group share source and target tier, and no two copies write the same block.
         """
         groups: list[list[BlockCopy]] = []
         written: set[int] = set()
         way: tuple[KVTier, KVTier] | None = None
-        for each in copies:
-            if way != (each.source, each.target) or each.target_block in written:
-                way = each.source, each.target
+        for copied in copies:
+            if way != (copied.source, copied.target) or copied.target_block in written:
+                way = copied.source, copied.target
                 groups.append([])
                 written.clear()
-            groups[-1].append(each)
-            written.add(each.target_block)
+            groups[-1].append(copied)
+            written.add(copied.target_block)
         return [self._group(group) for group in groups]
 
     def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
         source, target = self._pools[copies[0].source], self._pools[copies[0].target]
-        old = torch.tensor([each.source_block for each in copies])
-        new = torch.tensor([each.target_block for each in copies])
+        old = torch.tensor([copied.source_block for copied in copies])
+        new = torch.tensor([copied.target_block for copied in copies])
         return CopyGroup(
             source,
             slots_of(old, source.block_size),

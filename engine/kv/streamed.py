@@ -1,15 +1,15 @@
-"""KV that lies in host memory and comes to the device, layer by layer, to be attended to there.
+"""Streamed KV: KV in host memory that is copied to the device layer by layer for attention there (Pie).
 
-Some layers are resident: their KV stays on the device, so that there is something to compute while the first
-of the others is on its way. Those take turns in a window of a few slots, each of which holds one layer:
+Some layers are resident: their KV stays on the device, so that the device has work while the first other
+layer is on its way. The others take turns in a prefetch buffer with a few slots. A slot holds one layer:
 
     layer      0         1       2       3       4       5       ..
-    lies in    device    host    host    host    host    host
-    comes to             slot 0  slot 1  slot 0  slot 1  slot 0
+    stored in  device    host    host    host    host    host
+    slot                 0       1       0       1       0
 
-A block has the same number in every layer, in host memory and in the window: a request has one block table,
-and the attention sees a layer as always. In host memory rows follow each other by slots, not divided by heads
-or pages, so that neighbouring slots are brought and stored in one copy.
+A block has the same number in all layers and memories. So a request has one block table, and attention sees
+the usual layout. In host memory rows are ordered by slot, not divided by heads or pages, so that one copy
+moves neighbouring slots.
 """
 
 import math
@@ -32,32 +32,31 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
 
 NUM_RESIDENT = 1  # layers that stay on the device
-WINDOW = 2  # layers on the device that are not resident: one is attended to while the next one comes
+WINDOW = 2  # slots of the prefetch buffer: the device attends to one layer while the next one arrives
 
 
 class BlockRun(NamedTuple):
-    """Blocks that follow each other."""
+    """Consecutive blocks."""
 
     first: int
     num_blocks: int
 
 
 class StreamedPool(KVPool):
-    """K and V of all blocks of a tier whose KV is swapped.
+    """K and V of every block of a streamed tier.
 
     Args:
-        config: the model's.
-        num_blocks: in each layer.
-        block_size: tokens per block.
-        dtype: of K and V.
-        device: that attends to them.
-        kind: how they lie there; None: as fits the device.
-        sinks: see `KVPool`.
-        num_resident: layers that stay there, at least one.
+        num_blocks: Number of blocks per layer.
+        block_size: Tokens per block.
+        dtype: Type of K and V.
+        device: The device that attends.
+        kind: Memory layout on the device; None: the device's default.
+        sinks: See `KVPool`.
+        num_resident: Number of layers that stay on the device, at least one.
     """
 
-    # A gap between two runs that is no larger comes, too: a bus of 25 GB/s takes about 10 µs for it, which is
-    # what another copy would take to start.
+    # Copies include gaps of up to this size between two runs. A bus of 25 GB/s takes about 10 µs for the gap,
+    # as long as the start of another copy.
     bridged_bytes = 256 * 1024
 
     def __init__(
@@ -73,7 +72,7 @@ class StreamedPool(KVPool):
     ) -> None:
         num_layers = config.num_layers
         resident = min(max(num_resident, 1), num_layers)
-        # They are spread evenly, so that what has to come is, too. The first one is resident.
+        # Resident layers are spread evenly, and so are the copies. The first layer is resident.
         streamed = [layer for layer in range(num_layers) if layer * resident % num_layers >= resident]
         self._turns = {layer: turn for turn, layer in enumerate(streamed)}
         own = iter(range(resident))
@@ -82,7 +81,7 @@ class StreamedPool(KVPool):
             for layer in range(num_layers)
         ]
         super().__init__(config, num_blocks, block_size, dtype, device, kind, sinks, slots)
-        # [layers, slots, kv_heads, head_dim] each: of those that are not resident.
+        # K and V of the streamed layers, [layers, slots, kv_heads, head_dim] each.
         row = config.num_kv_heads, config.head_dim
         shape = 2, len(streamed), num_blocks * block_size, *row
         if device.type == "cuda":
@@ -94,28 +93,28 @@ class StreamedPool(KVPool):
 
     @property
     def fused_kv_append(self) -> bool:
-        """See `KVPool`; with the rotation the layer may still be on its way."""
+        """False: during the rotation, the layer may still be on its way."""
         return False
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """Those that lie in host memory, in order."""
+        """The layers in host memory, in order."""
         return tuple(self._turns)
 
     def turn(self, layer: int) -> int | None:
-        """Return which of the swapped layers a layer is; None: it is resident."""
+        """Return the index of a layer among the streamed layers; None: the layer is resident."""
         return self._turns.get(layer)
 
     def runs_of(self, blocks: NDArray[np.int32]) -> list["BlockRun"]:
-        """Return the runs that hold these blocks, any of them several times: what is brought by copies.
+        """Return the runs to copy for these blocks, which may contain duplicates.
 
-        Small gaps come, too: they take less time than another copy would.
+        The runs include small gaps, which take less time than another copy.
         """
         block_bytes = 2 * self.block_size * math.prod(self.row_shape) * self.dtype.itemsize
         return _merged(np.unique(blocks), self.bridged_bytes // block_bytes)
 
     def bring(self, layer: int, runs: Sequence["BlockRun"]) -> None:
-        """Start to bring runs of blocks of a swapped layer to its slot of the window."""
+        """Start copies of a streamed layer's runs to its slot of the prefetch buffer."""
         turn, there = self._turns[layer], self.layer(layer)
         k, v = self.homes
         for first_block, num_blocks in runs:
@@ -124,7 +123,7 @@ class StreamedPool(KVPool):
 
     @property
     def block_bytes(self) -> int:
-        """See `KVPool`; pinned memory cannot be given back."""
+        """Bytes of host memory per block that can be given back; pinned memory cannot."""
         homes = 0 if self._is_pinned else sum(home.nbytes for home in self.homes)
         return super().block_bytes + homes // max(self.num_blocks, 1)
 
@@ -136,11 +135,11 @@ class StreamedPool(KVPool):
         return StreamedRows(self, slots)
 
     def store(self, slots: Tensor, rows: Tensor) -> None:
-        """Store rows of all swapped layers in host memory, once nothing is under way.
+        """Store rows of every streamed layer in host memory. No iteration may be in flight.
 
         Args:
             slots: [tokens] int64 in host memory.
-            rows: [swapped layers, 2, tokens, kv_heads, head_dim] in host memory.
+            rows: [streamed layers, 2, tokens, kv_heads, head_dim] in host memory.
         """
         for index, home in enumerate(self.homes):
             native.store_rows(rows[:, index].flatten(-2), slots, home.flatten(-2))
@@ -154,20 +153,20 @@ def make_pool(
     device: torch.device,
     sinks: Sequence[Tensor] | None,
 ) -> KVPool:
-    """Make the pool of a tier for a model that runs on a device; arguments as of `KVPool`."""
+    """Make the pool of a tier for a model on `device`; arguments as in `KVPool`."""
     if tier.is_streamed:
         return StreamedPool(config, num_blocks, BLOCK_SIZE, dtype, device, sinks=sinks)
     return KVPool(config, num_blocks, BLOCK_SIZE, dtype, memory_of(tier, device), sinks=sinks)
 
 
 def layers_of(num_layers: int) -> tuple[int, int]:
-    """Return how many layers of a swapped block lie on the device, and how many in host memory."""
+    """Return the number of layers of a streamed block on the device and in host memory."""
     num_streamed = max(num_layers - NUM_RESIDENT, 0)
     return num_layers - num_streamed + min(WINDOW, num_streamed), num_streamed
 
 
 class StreamedRows(PoolRows):
-    """See `PoolRows`; of layers that are not resident they are copied from host memory and to it."""
+    """Rows of a streamed pool: streamed layers are read from and written to host memory."""
 
     def __init__(self, pool: StreamedPool, slots: Tensor) -> None:
         super().__init__(pool, slots)
@@ -188,13 +187,13 @@ class StreamedRows(PoolRows):
         if turn is None:
             super().write(layer, rows)
             return
-        for home, each in zip(self._streamed.homes, rows.contiguous(), strict=True):
+        for home, values in zip(self._streamed.homes, rows.contiguous(), strict=True):
             for first, slot, count in self._runs:
-                home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
+                home[turn, slot : slot + count].copy_(values[first : first + count], non_blocking=True)
 
 
 def _merged(blocks: NDArray[np.int32], most_between: int) -> list[BlockRun]:
-    """Return runs that cover blocks, which rise; between two runs are more others than `most_between`."""
+    """Return runs that cover ascending blocks; gaps of up to `most_between` blocks join two runs."""
     if not len(blocks):
         return []
     begins = np.flatnonzero(np.diff(blocks, prepend=blocks[:1] - most_between - 2) > most_between + 1)
@@ -206,7 +205,7 @@ def _merged(blocks: NDArray[np.int32], most_between: int) -> list[BlockRun]:
 
 
 def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
-    """Return `(first row, its slot, rows)` of rows whose slots follow each other."""
+    """Return `(first row, its slot, number of rows)` per run of consecutive slots."""
     numbers = slots.numpy()
     begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1).tolist()
     ends = [*begins[1:], len(numbers)]

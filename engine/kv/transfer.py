@@ -1,4 +1,4 @@
-"""Host memory that transfers go through: pinned, if it can be, and used again."""
+"""A reusable host buffer for transfers, pinned if possible."""
 
 import math
 
@@ -9,14 +9,14 @@ from neo_desktop.engine.cuda.copies import host_memory
 
 
 class HostBuffer:
-    """Host memory that transfers go through, see `cuda.copies`; grows, and is not given back."""
+    """A host buffer for transfers, see `cuda.copies`; it grows and never shrinks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the memory as a tensor. All views share it: the caller must know that no other is in use."""
+        """Return the memory as a tensor. All views share it, so only one view may be in use at a time."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
             size = max(num_bytes, 2 * len(self._bytes))

@@ -118,7 +118,7 @@ def test_a_turn_that_fails_anywhere_can_be_tried_again(model: Decoder, seed: int
     executor.execute(prompts("abcdeg"))
     for turn, (plan, contexts) in enumerate(Conveyor(NUM_LAYERS, beside=("ab", "g")).turns(10)):
         if turn and rng.random() < 0.7:
-            async_slice = [each for each in stages if "async_decodes" in each[1]]
+            async_slice = [each for each in stages if each[1].startswith("async ")]
             failing[:] = [rng.choice(rng.choice((stages, async_slice)))]
             with pytest.raises(ValueError, match=f"{failing[0][1]} is broken"):
                 executor.execute(plan)
@@ -140,8 +140,8 @@ def test_what_is_no_turn_is_refused(model: Decoder) -> None:
     for async_groups, reason in (
         (((decode,),) * NUM_LAYERS, "4 stages in 1 slots; expected 5 stages"),
         (too_many, "17 slots; expected 5 stages and at most 16 slots"),
-        (((device,),) * (NUM_LAYERS + 1), "c is staggered, but no decode that the CPU or a worker"),
-        (((chunk,),) * (NUM_LAYERS + 1), "c is staggered, but no decode that the CPU or a worker"),
+        (((device,),) * (NUM_LAYERS + 1), "c is in the async decodes, but is no decode with attention"),
+        (((chunk,),) * (NUM_LAYERS + 1), "c is in the async decodes, but is no decode with attention"),
     ):
         with pytest.raises(ValueError, match=reason):
             executor.execute(replace(plan, async_decodes=async_groups))

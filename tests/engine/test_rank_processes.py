@@ -122,7 +122,7 @@ def test_what_a_lost_rank_wrote_last_is_logged(folder: Path, caplog: pytest.LogC
         other.send_signal(signal.SIGSEGV)
         with pytest.raises(RankLostError, match="part 2 of the model, was ended by SIGSEGV"):
             divided.generate(PROMPTS[:1], PARAMS)
-    assert f"what process {other.pid} wrote last" in caplog.text
+    assert f"last output of process {other.pid}" in caplog.text
     assert "Fatal Python error: Segmentation fault" in caplog.text
     assert "follower.py" in caplog.text
 

@@ -1,1 +1,1 @@
-"""A model that is divided among processes: rank 0 plans, all execute."""
+"""Tensor parallelism among processes: rank 0 plans, all ranks execute."""

@@ -1,4 +1,4 @@
-"""Rank 0's side: starts the processes of the other ranks, and tells them what to execute."""
+"""Rank 0's side of tensor parallelism: starts the other ranks' processes and sends them plans."""
 
 import logging
 import os
@@ -40,20 +40,19 @@ from neo_desktop.models.rank import Rank
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TIMEOUT_S = 120.0  # with a sum: kernels may be compiled by one rank meanwhile
-ANSWER_S = 15.0  # with an answer, once something has gone wrong
+TIMEOUT_S = 120.0  # timeout of an all-reduce: another rank may compile kernels meanwhile
+ANSWER_S = 15.0  # timeout of an answer after an error
 POLL_S = 0.25
 
 
 class Driver:
-    """The other ranks, as rank 0 sees them; also a `Member` itself.
+    """Rank 0: a `Member`, and the owner of the other ranks' processes.
 
     Args:
-        options: of the engine.
-        device: of this rank.
+        device: Device of this rank.
 
     Raises:
-        ValueError: there are too few GPUs.
+        ValueError: The computer has too few GPUs.
     """
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
@@ -67,20 +66,20 @@ class Driver:
                 variables["CUDA_VISIBLE_DEVICES"] = name
         self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
         self._threads = torch.get_num_threads(), native.default_num_threads()
-        self.group: Group | None = None  # once it is made
+        self.group: Group | None = None  # set by `join`
         self._num_questions = 0
         self._lock = threading.Lock()
         self._lost: str | None = None
         share_cpus(count)
-        of_others = replace(options, device=device.type, trace_timeline=None)
+        rank_options = replace(options, device=device.type, trace_timeline=None)
         limits = [
             (each.mechanism.name, each.level.name, each.reason) for each in fallbacks.states() if each.reason
         ]
-        level = max(logging.getLogger().getEffectiveLevel(), logging.WARNING)  # rank 0 has told the rest
+        level = max(logging.getLogger().getEffectiveLevel(), logging.WARNING)  # rank 0 logs the rest
         self.processes = [
             RankProcess(
                 Beginning(
-                    of_others,
+                    rank_options,
                     Rank(number, count),
                     self._folder,
                     TIMEOUT_S,
@@ -94,7 +93,7 @@ class Driver:
         ]
 
     def join(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Member`; `close` leaves the group."""
+        """Form the group after all ranks have loaded their parts; `close` leaves the group."""
         for process in self.processes:
             theirs = process.answer(Loaded).dtype
             if theirs != str(dtype):
@@ -111,15 +110,15 @@ class Driver:
         return least
 
     def check_ready(self) -> None:
-        """Wait until all are ready for plans."""
+        """Wait until all ranks are ready for plans."""
         for process in self.processes:
             process.answer(Ready)
 
     def send(self, message: object) -> None:
-        """Tell all of them something.
+        """Send a message to all other ranks.
 
         Raises:
-            RankLostError: one of them is gone.
+            RankLostError: The process of a rank has ended.
         """
         if self.has_lost:
             raise self.lost()
@@ -127,11 +126,11 @@ class Driver:
 
     @property
     def has_lost(self) -> bool:
-        """Whether one of them is gone."""
+        """True if the process of a rank has ended."""
         return any(process.what_ended() is not None for process in self.processes)
 
     def have_executed(self) -> bool:
-        """Whether all have executed the plans that they were told of: then the next one can follow."""
+        """Return True if all ranks have executed the plans sent so far, so that the next one can follow."""
         self._num_questions += 1
         question = Question(self._num_questions)
         self._tell(question)
@@ -141,11 +140,11 @@ class Driver:
                 process.answer(Question, max(deadline_s - time.monotonic(), 0.0)) == question
                 for process in self.processes
             )
-        except Exception:  # what it was is found in `lost`
+        except Exception:  # `lost` reports the cause
             return False
 
     def lost(self) -> RankLostError:
-        """End all of them; return why nothing can be computed any more."""
+        """End all other ranks; return the error that ends the engine."""
         with self._lock:
             if self._lost is None:
                 self._lost = self._why()
@@ -153,7 +152,7 @@ class Driver:
         return RankLostError(self._lost)
 
     def end(self) -> None:
-        """End all of them: they have nothing that is to be kept."""
+        """Kill the other ranks' processes, which own no lasting state."""
         for process in self.processes:
             process.end()
 
@@ -167,11 +166,11 @@ class Driver:
             process.log_last_lines()
         if not ended:
             numbers = ", ".join(str(each.pid) for each in self.processes)
-            return f"the processes that have the other parts of the model ({numbers}) do not answer"
+            return f"the processes of the model's other parts ({numbers}) do not answer"
         return f"{ended[0]} {ended[0].what_ended()}"
 
     def close(self) -> None:
-        """End all of them, and leave this process as it was."""
+        """End all other ranks, and restore this process's thread settings."""
         self.end()
         if self.group is not None:
             self.group.close()
@@ -185,11 +184,11 @@ class Driver:
 
 
 class DriverExecutor(Executor):
-    """Executes plans on all ranks.
+    """The executor of plans on all ranks.
 
     Args:
-        own: of rank 0.
-        leader: the others.
+        own: The model runner of rank 0.
+        leader: The owner of the other ranks.
     """
 
     def __init__(self, own: ModelRunner, leader: Driver) -> None:
@@ -199,10 +198,10 @@ class DriverExecutor(Executor):
         self.watch(bool)
 
     def start(self, plan: IterationPlan) -> Wait:
-        """See `Executor`.
+        """Start an iteration on all ranks.
 
         Raises:
-            RankLostError: another rank is gone, or does not answer.
+            RankLostError: Another rank has ended or does not answer.
         """
         if self._is_closed:
             raise RuntimeError("the executor is closed")
@@ -213,7 +212,7 @@ class DriverExecutor(Executor):
         return self._attempt(wait)
 
     def _attempt(self, work: Callable[[], T]) -> T:
-        """Do something; if it fails, all ranks have to be where this one is."""
+        """Run `work`; after a failure, make sure that all ranks have executed the same plans."""
         try:
             return work()
         except Exception as error:
@@ -226,10 +225,8 @@ class DriverExecutor(Executor):
             raise
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """See `Executor`, likewise the others."""
-
         def ended() -> None:
-            self._own.give_up()  # a GPU would wait for a sum that does not come
+            self._own.give_up()  # a GPU would wait for an all-reduce that never completes
             alarm()
 
         for process in self._leader.processes:
@@ -248,16 +245,16 @@ class DriverExecutor(Executor):
 
 
 def check_gpus(count: int, device: torch.device) -> None:
-    """Raise ValueError unless there are so many GPUs, if the device is one."""
+    """Raise ValueError if `device` is a GPU and the computer has fewer than `count` GPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < count:
         raise ValueError(
-            f"tensor_parallel {count} needs as many GPUs, but there are {torch.cuda.device_count()}: choose "
-            "a smaller number"
+            f"tensor_parallel {count} needs as many GPUs, but this computer has {torch.cuda.device_count()}: "
+            "choose a smaller number"
         )
 
 
 def share_cpus(count: int) -> None:
-    """Take a share of the CPUs for this process's threads, which go where the system puts them."""
+    """Reduce this process's threads to its share of the CPUs, and leave their placement to the system."""
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))
     native.bind_threads(False)
     native.set_default_num_threads(max(native.default_num_threads() // count, 1))

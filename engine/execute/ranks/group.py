@@ -1,4 +1,4 @@
-"""What the ranks of a model compute together: sums, which all of them get, over this computer's own links."""
+"""All-reduces among the ranks of a model, over the links within this computer."""
 
 import os
 import socket
@@ -12,28 +12,28 @@ from neo_desktop.models.rank import Rank
 
 
 class BrokenGroupError(RuntimeError):
-    """A rank is gone, or too late: the others cannot go on, either."""
+    """A rank has ended or timed out, so the other ranks cannot continue either."""
 
 
 class Group:
-    """The ranks of a model; a process can be in one at a time.
+    """The tensor-parallel group of a model; a process can be in one group at a time.
 
-    Making it waits until all of them do so. Sums are NCCL's on GPUs and gloo's on CPUs.
+    The constructor blocks until all ranks call it. NCCL does the all-reduces on GPUs, gloo on CPUs.
 
     Args:
-        rank: which of them this process is.
-        folder: the same for all, and nobody else's.
-        device: of this rank.
-        timeout_s: with the slowest of them, for a sum.
+        rank: The rank of this process.
+        folder: A folder shared by all ranks, for no other use.
+        device: Device of this rank.
+        timeout_s: Timeout of an all-reduce.
 
     Raises:
-        RuntimeError: they do not find each other.
+        RuntimeError: The ranks do not find each other.
     """
 
     def __init__(self, rank: Rank, folder: Path, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        if loopback is not None:  # nobody else on the network is to reach them
+        if loopback is not None:  # do not listen on the network
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -42,18 +42,18 @@ class Group:
             world_size=rank.count,
             timeout=timedelta(seconds=timeout_s),
         )
-        self.sum(torch.zeros(1, device=device))  # what that needs of memory is taken now
+        self.sum(torch.zeros(1, device=device))  # allocates the memory for all-reduces now
 
     def sum(self, part: Tensor) -> None:
-        """Put the sum over all ranks into what each of them gives.
+        """All-reduce `part` in place.
 
         Raises:
-            BrokenGroupError: see there.
+            BrokenGroupError: Another rank has ended or timed out.
         """
         try:
             distributed.all_reduce(part)
         except RuntimeError as error:
-            raise BrokenGroupError(f"the parts of a sum did not come together ({error})") from error
+            raise BrokenGroupError(f"an all-reduce among the ranks failed ({error})") from error
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,4 +1,4 @@
-"""What a process has written to stderr last, for the message that tells how it ended."""
+"""The last stderr lines of a process, for the message about its end."""
 
 import contextlib
 import sys
@@ -7,16 +7,16 @@ from collections import deque
 from typing import IO
 
 MOST_LINES = 40
-MOST_CHARACTERS = 400  # of a line
-TIMEOUT_S = 2.0  # with the end of the pipe, once the process has ended
+MOST_CHARACTERS = 400  # per line
+TIMEOUT_S = 2.0  # timeout for the end of the pipe after the process has ended
 
 
 class LastLines:
-    """Passes on what a process writes, and keeps the end of it.
+    """A forwarder of a process's stderr that keeps the last lines.
 
     Args:
-        pipe: of its stderr, which is closed at its end.
-        name: of the thread that reads.
+        pipe: Pipe of the process's stderr; the reading thread closes it at its end.
+        name: Name of the reading thread.
     """
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
@@ -26,7 +26,7 @@ class LastLines:
         self._thread.start()
 
     def text(self) -> str:
-        """Return the last lines of a process that has ended; empty: it wrote nothing."""
+        """Return the last lines of an ended process; empty if it wrote nothing."""
         self._thread.join(TIMEOUT_S)
         return "\n".join(tuple(self._lines))
 
@@ -35,5 +35,5 @@ class LastLines:
             while line := self._pipe.readline(MOST_CHARACTERS):
                 text = line.decode(errors="replace")
                 self._lines.append(text.rstrip("\n"))
-                with contextlib.suppress(OSError, ValueError):  # there is no stderr
+                with contextlib.suppress(OSError, ValueError):  # this process has no stderr
                     sys.stderr.write(text)

@@ -1,4 +1,4 @@
-"""Ranks while they are set up: what they have to agree on."""
+"""The ranks during set-up, when they agree on types and block counts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
@@ -21,43 +21,42 @@ T = TypeVar("T")
 
 
 class Member(Protocol):
-    """One rank among others, as set-up sees it."""
+    """The interface of a rank for set-up."""
 
     rank: Rank
 
     def join(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Wait until all ranks have loaded their parts, and make their group.
+        """Wait until all ranks have loaded their parts, and form the group.
 
         Args:
-            dtype: of this rank's part.
-            device: of this rank.
+            dtype: Type of this rank's part.
+            device: Device of this rank.
 
         Raises:
-            RuntimeError: a rank has ended, or chose another dtype.
+            RuntimeError: A rank has ended or chose another dtype.
         """
 
     def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:
-        """Tell how many blocks find room; return how many do so on all ranks."""
+        """Return the block counts that fit on all ranks, given the counts that fit on this one."""
 
 
 class Follower:
     """A rank other than 0, in its own process.
 
     Args:
-        beginning: what it was told.
-        messages: of rank 0, to come.
-        writer: to rank 0.
+        beginning: The first message from rank 0.
+        messages: Further messages from rank 0.
+        writer: Writer of messages to rank 0.
     """
 
     def __init__(self, beginning: Beginning, messages: Iterator[Any], writer: FrameWriter) -> None:
         self.rank = beginning.rank
-        self.group: Group | None = None  # once it is made
+        self.group: Group | None = None  # set by `join`
         self.messages = messages
         self._beginning = beginning
         self._writer = writer
 
     def join(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Member`, likewise the next one."""
         self.tell(Loaded(str(dtype)))
         self._next(Join)
         self.group = Group(self.rank, self._beginning.folder, device, self._beginning.timeout_s)
@@ -67,11 +66,10 @@ class Follower:
         return dict(self._next(Agreed).blocks)
 
     def tell(self, message: object) -> None:
-        """Tell rank 0 something."""
         self._writer.put(message)
 
     def _next(self, kind: type[T]) -> T:
         message = next(self.messages)
         if not isinstance(message, kind):
-            raise TypeError(f"rank 0 said {message}, where a {kind.__name__} was expected")
+            raise TypeError(f"rank 0 sent {message} instead of {kind.__name__}")
         return message

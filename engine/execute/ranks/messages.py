@@ -1,20 +1,20 @@
-"""What rank 0 and the others tell each other, through pipes, beside what they compute together.
+"""Messages between rank 0 and the other ranks through pipes, in addition to all-reduces.
 
     rank 0                                  another rank: engine/follower.py
     ──────                                  ────────────────────────────────
-    Beginning ──────────────── stdin ─────→ loads its part
+    Beginning ──────────────── stdin ─────→ loads its part.
     (has loaded its own) ←──── stdout ───── Loaded
-    Join ─────────────────────────────────→ joins the group, as rank 0 does; looks what memory is free
+    Join ─────────────────────────────────→ joins the group, like rank 0; measures free memory.
     ←────────────────────────────────────── Fitting
-    Agreed, the least of all ─────────────→ takes memory
-    (measures speeds, alone)
+    Agreed, the minimum ──────────────────→ allocates memory.
+    (profiles, alone)
     ←────────────────────────────────────── Ready
-    ToldPlan, and so on ──────────────────→ executes them
-    Question, after an error of its own ──→ (has executed all before)
+    ToldPlan, repeatedly ─────────────────→ executes the plans.
+    Question, after its own error ────────→ (has executed all earlier plans)
     ←────────────────────────────────────── the same Question
-    the end of stdin ─────────────────────→ ends
+    end of stdin ─────────────────────────→ ends.
 
-What goes wrong there is told as Failed, and ends the process.
+A failing rank sends Failed, and its process ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,57 +28,57 @@ from neo_desktop.models.rank import Rank
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a rank is told first."""
+    """The first message to a rank."""
 
     options: EngineOptions
     rank: Rank
-    folder: Path  # where the ranks find each other
-    timeout_s: float  # with a sum
+    folder: Path  # rendezvous of the ranks
+    timeout_s: float  # timeout of an all-reduce
     sys_path: Sequence[str]
     log_level: int
-    limits: Sequence[tuple[str, str, str]]  # of the fallbacks: mechanism, level, reason
+    limits: Sequence[tuple[str, str, str]]  # limits of fallbacks: mechanism, level, reason
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """It has loaded its part."""
+    """The rank has loaded its part."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """How many blocks find room."""
+    """Block counts that fit on a rank."""
 
     blocks: Mapping[KVTier, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """How many blocks all ranks have."""
+    """Block counts that every rank uses."""
 
     blocks: Mapping[KVTier, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """All have loaded: the group is made now, and what is free then is for KV."""
+    """All ranks have loaded their parts: form the group; memory that is free afterwards is for KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It waits for plans."""
+    """The rank waits for plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Whether all plans have been executed that came before."""
+    """A question whether all earlier plans have been executed; the answer repeats the question."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It cannot go on."""
+    """The rank cannot continue."""
 
     error: Exception

@@ -1,8 +1,8 @@
-"""Plans on their way to other ranks: what they know already is not told again.
+"""Incremental encoding of plans for the other ranks.
 
-A plan has the whole block table of each sequence. The table of a request only grows while it stays where it
-is, so that what is new of it is enough. Only rank 0 chooses tokens: the others are told where, not how, so
-that all compute the same rows.
+A plan has the whole block table of every sequence. A request's table only grows while the request stays in
+its tier, so the encoding sends only the new blocks. Only rank 0 chooses tokens. The others learn which rows
+get a token, not how it is sampled, so that all ranks compute the same rows.
 """
 
 from collections import OrderedDict
@@ -25,25 +25,25 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
-MAX_TABLES = 4096  # that are remembered; of others all is told again
+MAX_TABLES = 4096  # remembered tables; other tables are sent as a whole
 _SOMEHOW = SamplingInput(SamplingParams(), 0, 0, 0, IntArray().view(), IntArray().view())
 
 
 class ToldSequence(NamedTuple):
-    """What is told of a `ScheduledSequence`."""
+    """The encoding of a `ScheduledSequence`."""
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
     tier: KVTier
-    num_known: int  # blocks of its table that were told before
-    new_blocks: bytes  # int32: those after them
+    num_known: int  # blocks of its table that were sent before
+    new_blocks: bytes  # int32: the blocks after the known ones
     num_pooled: int
-    is_sampled: bool  # whether a token is chosen
+    is_sampled: bool  # True if a token is chosen
 
 
 class ToldPlan(NamedTuple):
-    """What is told of an `IterationPlan`."""
+    """The encoding of an `IterationPlan`."""
 
     sub_batches: Sequence[Sequence[ToldSequence]]
     async_decodes: Sequence[Sequence[ToldSequence | None]]
@@ -52,13 +52,13 @@ class ToldPlan(NamedTuple):
 
 
 class PlanWriter:
-    """Rank 0's side: says what is new."""
+    """Rank 0's encoder."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[str, KVTier], IntView] = OrderedDict()  # as they were told
+        self._tables: OrderedDict[tuple[str, KVTier], IntView] = OrderedDict()  # tables as last sent
 
     def told(self, plan: IterationPlan) -> ToldPlan:
-        """Return what the other ranks have to be told of the next plan."""
+        """Encode the next plan."""
         return ToldPlan(
             [[self._sequence(each) for each in batch.sequences] for batch in plan.sub_batches],
             [[each and self._sequence(each) for each in group] for group in plan.async_decodes],
@@ -69,7 +69,7 @@ class PlanWriter:
     def _sequence(self, sequence: ScheduledSequence) -> ToldSequence:
         key, table = (sequence.request_id, sequence.tier), sequence.block_table
         known = self._tables.get(key)
-        num_known = len(known) if known is not None and _goes_on(known, table) else 0
+        num_known = len(known) if known is not None and _extends(known, table) else 0
         _keep(self._tables, key, table)
         new_blocks = table[num_known:].tobytes()
         return ToldSequence(
@@ -85,13 +85,13 @@ class PlanWriter:
 
 
 class PlanReader:
-    """The side of another rank: puts plans together again. They come in order, and all of them."""
+    """The other ranks' decoder; it must receive every plan, in order."""
 
     def __init__(self) -> None:
         self._tables: OrderedDict[tuple[str, KVTier], IntArray] = OrderedDict()
 
     def plan(self, told: ToldPlan) -> IterationPlan:
-        """Return the plan, in which nothing is said of how tokens are chosen."""
+        """Decode a plan; its sampling parameters are placeholders."""
         sub_batches = [SubBatch(tuple(self._sequences(batch))) for batch in told.sub_batches]
         return IterationPlan(
             tuple(sub_batches),
@@ -128,14 +128,14 @@ class PlanReader:
         )
 
 
-def _goes_on(known: IntView, table: IntView) -> bool:
-    """Whether a table begins as it was told: in the same memory, which only grows, it does."""
+def _extends(known: IntView, table: IntView) -> bool:
+    """Return True if `table` extends `known`; a table in the same memory does, because it only grows."""
     is_same = known.base is not None and known.base is table.base and len(table) >= len(known)
     return is_same or np.array_equal(table[: len(known)], known)
 
 
 def _keep(tables: OrderedDict[tuple[str, KVTier], T], key: tuple[str, KVTier], table: T) -> None:
-    """Remember a table as the newest; both sides forget the same ones."""
+    """Remember a table as the newest; encoder and decoder evict the same tables."""
     tables[key] = table
     tables.move_to_end(key)
     if len(tables) > MAX_TABLES:

@@ -1,4 +1,4 @@
-"""The process of another rank, as rank 0 sees it."""
+"""Rank 0's handle of another rank's process."""
 
 import contextlib
 import logging
@@ -18,26 +18,26 @@ from neo_desktop.engine.frames import FrameWriter, read_frames
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-EXIT_S = 5.0  # from an error of a rank to the end of its process
+EXIT_S = 5.0  # timeout for a process's end after an error
 _PROGRAM = "from neo_desktop.engine.follower import main; main()"
 
 
 class RankLostError(EngineLostError):
-    """A process of another rank is gone, or does not answer: the model is not whole any more."""
+    """Another rank's process has ended or does not answer, so a part of the model is missing."""
 
 
 class RankProcess:
     """The process of another rank.
 
     Args:
-        beginning: what it is told first.
-        environment: its variables.
+        beginning: The first message to the rank.
+        environment: Environment variables of the process.
     """
 
     def __init__(self, beginning: Beginning, environment: Mapping[str, str]) -> None:
         self.rank = beginning.rank
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
+            [sys.executable, "-P", "-c", _PROGRAM],  # -P: import nothing from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -49,29 +49,28 @@ class RankProcess:
         self._writer = FrameWriter(self._process.stdin)
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._failed: Exception | None = None
-        self._alarm: Callable[[], object] = bool  # nobody wants to know
+        self._alarm: Callable[[], object] = bool  # no callback yet
         threading.Thread(target=self._read, name=f"rank {self.rank.number}", daemon=True).start()
         self.send(beginning)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Tell it something; one that has ended is told nothing."""
+        """Send a message; ignore errors if the process has ended."""
         with contextlib.suppress(OSError, ValueError):
             self._writer.put(message)
 
     def answer(self, kind: type[T], timeout_s: float | None = None) -> T:
-        """Wait for what it says next.
+        """Wait for the next message.
 
         Args:
-            timeout_s: None: as long as it lives.
+            timeout_s: None: wait until the process ends.
 
         Raises:
-            RankLostError: it has ended, or is late.
-            what it has failed with, while it is set up.
+            RankLostError: The process has ended or timed out.
+            Exception: The process failed during set-up, with this error.
         """
         try:
             message = self._messages.get(timeout=timeout_s)
@@ -84,7 +83,7 @@ class RankProcess:
         return message
 
     def what_ended(self, timeout_s: float = 0.0) -> str | None:
-        """Say how it ended; None: it has not, within the timeout."""
+        """Describe the end of the process; None: it did not end within the timeout."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -98,19 +97,19 @@ class RankProcess:
 
     @property
     def is_cause(self) -> bool:
-        """Whether a signal ended it, or an error of its own: others end because of that."""
+        """True if a signal or its own error ended the process, which then made the others end."""
         return self._failed is not None or (self._process.poll() or 0) < 0
 
     def log_last_lines(self) -> None:
-        """Tell what it wrote last, after its end."""
+        """Log the ended process's last lines."""
         if text := self._said.text():
-            logger.error("what process %d wrote last:\n%s", self.pid, text)
+            logger.error("last output of process %d:\n%s", self.pid, text)
 
     def end(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):  # of what was not written
+        with contextlib.suppress(OSError):  # unwritten data is lost
             assert self._process.stdin is not None
             self._process.stdin.close()
 
@@ -122,12 +121,12 @@ class RankProcess:
                 if isinstance(message, Failed):
                     self._failed = message.error
                 self._messages.put(message)
-        self.what_ended(EXIT_S)  # its pipe ends a moment before it does
+        self.what_ended(EXIT_S)  # the pipe ends slightly before the process
         self._messages.put(None)
         self._alarm()
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """Have something called when it has ended."""
+        """Call `alarm` after the process has ended."""
         self._alarm = alarm
         if self.what_ended() is not None:
             alarm()

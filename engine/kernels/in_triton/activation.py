@@ -1,4 +1,4 @@
-"""Gated SiLU in one pass over the product that holds gates and ups."""
+"""Gated SiLU in one pass over a tensor of gates and ups."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ TILE = 1024
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """See `models.operators.silu_mul`."""
+    """Compute `models.operators.silu_mul`."""
     tokens, intermediate = out.shape
     assert gate_up.is_contiguous()
     assert out.is_contiguous()

@@ -1,9 +1,9 @@
-"""Mixtures of experts: the choice, products with the matrices of those that were chosen, and their sums.
+"""MoE layers: routing, matmuls with the chosen experts, and weighted sums of their outputs.
 
-A row and one of its experts are a pair, `row * k + slot`. Pairs of one expert are put together in blocks,
-`[blocks, COUNT]`; what is left of a block is -1, and a block that begins so has none. A program takes a block
-and some rows of its expert's matrix: it reads from memory which expert that is, so that nobody has to wait
-for what was chosen, and graphs hold it. Numbers of blocks follow from shapes alone.
+A pair is a row with one of its experts, `row * k + slot`. Pairs of the same expert are grouped in blocks,
+`[blocks, COUNT]`, padded with -1; a block that starts with -1 is empty. A program multiplies a block by some
+rows of its expert's matrix. It reads the expert's ID from device memory, so the host need not wait for the
+routing, and CUDA graphs can capture the launch. The number of blocks follows from shapes alone.
 """
 
 import torch
@@ -18,17 +18,17 @@ from neo_desktop.models.expert_operators import ExpertScratch, clamped_mul
 from neo_desktop.models.linear.grouped import MOST_ROWS
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
-FEW_PAIRS = 1024  # are put into blocks by one kernel, more by sorting
-BLOCK = 16  # pairs of a block, for products of floats
-LARGE_BLOCK = 64  # likewise, where experts have about as many
-ROWS = 32  # of a matrix of floats, for a program
-LARGE_ROWS = 64
-STEP = 64  # columns of a step
+FEW_PAIRS = 1024  # up to this number, one kernel groups pairs in blocks; more pairs are sorted.
+BLOCK = 16  # pairs per block, for float matrices.
+LARGE_BLOCK = 64  # pairs per block if experts have at least half as many pairs on average.
+ROWS = 32  # rows of a float matrix per program.
+LARGE_ROWS = 64  # rows per program for large blocks.
+STEP = 64  # columns per step.
 SUM_COLUMNS = 1024
 
 
 def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tensor) -> None:
-    """See `models.expert_operators.choose_experts`."""
+    """Compute `models.expert_operators.choose_experts`."""
     experts, k = logits.shape[1], ids.shape[1]
     assert logits.stride(1) == 1
     assert ids.is_contiguous()
@@ -56,7 +56,7 @@ def multiply_experts(
     out: Tensor,
     adds: bool = False,
 ) -> None:
-    """See `models.expert_operators.multiply_experts`."""
+    """Compute `models.expert_operators.multiply_experts`."""
     pairs, k, intermediate = ids.numel(), ids.shape[1], experts.gate.rows
     assert ids.is_contiguous()
     assert weights.is_contiguous()
@@ -85,9 +85,14 @@ def multiply_experts(
 
 
 def add_up(products: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, adds: bool) -> None:
-    """Put sums of `products` `[n * k, hidden]` times weights `[n, k]` into `out` `[n, hidden]`, or add them.
+    """Write the weighted sums over a row's experts to `out`, or add them to it.
 
-    Products of no expert, whose id `[n, k]` is -1, are nothing, whatever is there.
+    Args:
+        products: [n * k, hidden]; content of pairs without expert has no influence.
+        ids: [n, k]: the pairs' experts; -1: no expert.
+        weights: [n, k]
+        out: [n, hidden]
+        adds: True: add to `out`. False: overwrite.
     """
     rows, columns = out.shape
     _add_up[rows, triton.cdiv(columns, SUM_COLUMNS)](
@@ -105,17 +110,17 @@ def add_up(products: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, adds:
 
 
 def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stacked) -> int:
-    """Return how many pairs of an expert are multiplied at once."""
+    """Return the number of an expert's pairs per block."""
     uses_cores = x.dtype is not torch.float32 and has_tensor_cores(x.device)
     if isinstance(matrix.weight, Tensor):
         return LARGE_BLOCK if uses_cores and pairs >= LARGE_BLOCK * experts // 2 else BLOCK
-    if rows == 1:  # whose experts are all different
+    if rows == 1:  # all experts of a row are different
         return 1
     return MOST_ROWS if uses_cores and pairs > experts else PLAIN_ROWS
 
 
 def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:
-    """Return pairs of one expert each, `[blocks, count]` int32; pairs of none are left out."""
+    """Group pairs of the same expert in blocks, `[blocks, count]` int32; leave out pairs without expert."""
     pairs = ids.numel()
     if rows == 1 and count == 1:
         pair = torch.arange(pairs, dtype=torch.int32, device=ids.device)
@@ -123,14 +128,14 @@ def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:
     if pairs <= FEW_PAIRS:
         blocks = torch.empty(pairs, count, dtype=torch.int32, device=ids.device)
         size = triton.next_power_of_2(pairs)
-        of_program = max(2048 // size, 1)
-        _find_blocks[(triton.cdiv(pairs, of_program),)](
-            ids, blocks, pairs, COUNT=count, SIZE=size, OWN=of_program, num_warps=4
+        own = max(2048 // size, 1)  # pairs per program
+        _find_blocks[(triton.cdiv(pairs, own),)](
+            ids, blocks, pairs, COUNT=count, SIZE=size, OWN=own, num_warps=4
         )
         return blocks
-    of_pairs, order = ids.flatten().sort(stable=True)
+    sorted_ids, order = ids.flatten().sort(stable=True)
     edges = torch.arange(experts + 1, dtype=torch.int32, device=ids.device)
-    starts = torch.searchsorted(of_pairs, edges)
+    starts = torch.searchsorted(sorted_ids, edges)
     num_blocks = (starts.diff() + count - 1) // count
     ends = num_blocks.cumsum(0)
     block = torch.arange(min(pairs, experts) + pairs // count, device=ids.device)
@@ -144,7 +149,7 @@ def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:
 def multiply_floats(
     x: Tensor, per_row: int, matrix: Stacked, weight: Tensor, ids: Tensor, blocks: Tensor, out: Tensor
 ) -> None:
-    """Put products with experts' matrices of floats into `out`; see `quantised.multiply_pairs`."""
+    """Multiply by experts' float matrices into `out`; arguments as in `quantised.multiply_pairs`."""
     assert weight.is_contiguous()
     assert weight.shape[1] % STEP == 0
     assert x.stride(1) == out.stride(1) == 1
@@ -195,7 +200,7 @@ def _choose(
     chosen = tl.zeros([SLOTS], tl.int32)
     left = scores
     for i in tl.static_range(K):
-        at = tl.minimum(tl.argmax(left, axis=0), experts - 1)  # whatever it is where nothing is a number
+        at = tl.minimum(tl.argmax(left, axis=0), experts - 1)  # stays in range if no score is a number
         best = tl.where(slot == i, tl.sum(tl.where(expert == at, scores, 0.0), axis=0), best)
         chosen = tl.where(slot == i, at, chosen)
         left = tl.where(expert == at, -float("inf"), left)
@@ -208,7 +213,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=("pairs",))
 def _find_blocks(ids, blocks, pairs, COUNT: tl.constexpr, SIZE: tl.constexpr, OWN: tl.constexpr):
-    """Of the pairs of an expert, every COUNT-th begins a block, which is where the pair is."""
+    """Start a block at every COUNT-th pair of an expert, in that pair's row of `blocks`."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     other = tl.arange(0, SIZE)
     own_expert = tl.load(ids + own, mask=own < pairs, other=-1)

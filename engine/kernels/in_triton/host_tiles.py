@@ -1,7 +1,7 @@
-"""Quantised tiles of a CPU as rows of floats, which are then multiplied.
+"""Dequantisation of the CPU's quantised tiles to rows of floats, for matmuls on the GPU.
 
-A program makes 16 rows of some blocks: it reads words of 4 bytes of 16 neighbouring rows, and what they hold
-lies apart in the result.
+A program makes 16 rows of some blocks. It reads 4-byte words of 16 neighbouring rows; the values of a word
+end up in separate columns of the result.
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.unpack import BLOCK, LAYOUTS
 
-BLOCKS = 8  # of 32 columns, for a program
+BLOCKS = 8  # blocks of 32 columns per program
 
 
 def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
-    """See `models.linear.unpack.unpack_quantised`."""
+    """Compute `models.linear.unpack.unpack_quantised`."""
     layout = LAYOUTS[type_name]
     assert out.is_contiguous()
     assert packed.is_contiguous()
@@ -73,7 +73,7 @@ def _unpack(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    QUADS: tl.constexpr = BLOCK // 4  # of columns, in a block
+    QUADS: tl.constexpr = BLOCK // 4  # groups of 4 columns in a block
     tile_bytes = (blocks // UNIT_BLOCKS).to(tl.int64) * UNIT_BYTES
     start = tl.program_id(0) * tile_bytes
     row = tl.arange(0, ROWS)[None, :]
@@ -81,9 +81,9 @@ def _unpack(
     block = tl.program_id(1) * BLOCKS + quad // QUADS
     in_row = block < blocks
     unit = block // UNIT_BLOCKS * UNIT_BYTES
-    at = HEADER_BYTES + unit + block % UNIT_BLOCKS * BLOCK_BYTES  # in the tile
+    at = HEADER_BYTES + unit + block % UNIT_BLOCKS * BLOCK_BYTES  # offset in the tile
     group = quad % GROUPS
-    half = quad % QUADS // GROUPS  # 1: in the high halves of bytes
+    half = quad % QUADS // GROUPS  # 1: the high halves of bytes
     numbers_at = at + SCALE_BYTES + group * (ROWS * 4)
     word = tl.load(words + start // 4 + numbers_at // 4 + row, mask=in_row, other=0)[:, :, None]
     byte = 8 * tl.arange(0, 4)[None, None, :]
@@ -97,7 +97,7 @@ def _unpack(
         high = tl.load(words + start // 4 + high_at // 4 + row, mask=in_row, other=0)[:, :, None]
         from_bit = 4 * half + group if HIGH == 1 else 2 * half + 4 * (group % 2)
         code |= ((high >> (byte + from_bit[:, :, None])) & (2**HIGH - 1)) << 4
-    if IS_FP4:  # 0, 1, 2, 3, 4, 6, 8, 12, and the same below zero
+    if IS_FP4:  # 0, 1, 2, 3, 4, 6, 8, 12, and their negatives
         exponent = (code >> 1) & 3
         size = tl.where(exponent > 0, (2 + (code & 1)) << tl.maximum(exponent - 1, 0), code & 1)
         code = tl.where(code > 7, -size, size)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `models.operators.add_rms_norm`."""
+    """Compute `models.operators.add_rms_norm`."""
     tokens, hidden = x.shape
     assert x.is_contiguous()
     assert residual.is_contiguous()
@@ -20,7 +20,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
         out,
         HIDDEN=hidden,
         PAD=pad,
-        num_warps=min(max(pad // 512, 1), 16),  # 16 elements per thread, until threads run out
+        num_warps=min(max(pad // 512, 1), 16),  # 16 elements per thread, up to 512 threads
         enable_fp_fusion=True,
     )
 

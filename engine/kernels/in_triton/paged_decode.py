@@ -1,20 +1,20 @@
 """Decode attention over a paged KV cache, split over the context (flash decoding).
 
-A program attends from the query heads of one KV head, at most 16 (8 in fp32), to one part of one request's
-context: K and V are read once, or by neighbours at the same time. A second kernel merges the
-parts in fp32, unless there is only one; nothing is lost by cutting:
+A program attends from the query heads of one KV head, at most 16 (8 in fp32), to one part of a request's
+context. K and V are read once, or by neighbouring programs at the same time. A second kernel merges the parts
+in fp32, unless a context has only one part. The split loses no precision:
 
-    part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
-    request   out   = sum(w_p * out_p) / sum(w_p)            w_p   = 2 ** (lse_p - max(lse))
+    part      out_p = softmax(scores_p) @ V_p          lse_p = log2(sum(exp(scores_p)))
+    request   out = sum(w_p*out_p) / sum(w_p)          w_p = 2**(lse_p - max(lse))
 
-A head's sink, where there is one, joins the last sum of weights. Where a model caps scores, a score s becomes
-softcap * tanh(s / softcap); that is another variant of the kernel.
+A head's sink joins the last sum of weights. With a softcap, a score s becomes softcap * tanh(s / softcap) in
+a separate variant of the kernel.
 
-How many parts there may be, and with it the grid, follows from shapes alone (`num_splits`), so that one CUDA
-graph serves all batches of these shapes. Where the parts begin is decided on the device, from each request's
-length; programs for which nothing is left end at once, and what they would have written is never read.
+The number of parts, and with it the grid, follows from shapes alone (`num_splits`), so that one CUDA graph
+serves all batches of these shapes. The device computes the bounds of the parts from each request's length.
+Programs without tokens end at once, and their part of the workspace is never read.
 
-`tl.dot` becomes tensor-core instructions from compute capability 8.0 on. For 7.5 there is `plain_decode`.
+`tl.dot` becomes tensor-core instructions from compute capability 8.0 on. `plain_decode` serves 7.5.
 """
 
 from collections.abc import Hashable
@@ -39,10 +39,10 @@ from neo_desktop.engine.kernels.in_triton.plain_decode import (
 )
 
 LOG2_E = 1.4426950408889634
-EVERYTHING = 2**31 - 1  # a window that no context fills
+EVERYTHING = 2**31 - 1  # a window larger than any context
 
-MOST_HEAD_BYTES = 32  # of a program's query heads, in a dimension; more take too many registers
-PARTS_AT_ONCE = 16  # that the second kernel takes in a step
+MOST_HEAD_BYTES = 32  # query heads per program times bytes per element; more need too many registers
+PARTS_AT_ONCE = 16  # parts per step of the merge kernel
 
 
 def paged_decode(
@@ -59,7 +59,7 @@ def paged_decode(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> None:
-    """See `in_torch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
+    """Compute `in_torch.paged_decode`, without reads beyond a context."""
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tensors = q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse
@@ -87,9 +87,9 @@ def paged_decode(
 
 
 def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
-    """Return how many programs fit into a multiprocessor at once; see `dispatch.programs_per_sm`.
+    """Return the number of programs that fit on a multiprocessor at once; see `dispatch.programs_per_sm`.
 
-    None: the compiled kernel does not tell, or it is not known what this GPU has.
+    None: the compiled kernel does not report its needs, or the GPU's limits are unknown.
     """
     heads, head_dim = q.shape[1:]
     key = (q.device, q.dtype, heads, head_dim, k_cache.shape[1:], k_cache.stride())
@@ -120,10 +120,10 @@ _programs_per_sm: dict[Hashable, int | None] = {}
 
 
 def programs_of(compiled: Any, capability: int) -> int | None:
-    """Return how many programs of a kernel that was launched fit into a multiprocessor; None: unknown."""
+    """Return the number of a launched kernel's programs that fit on a multiprocessor; None: unknown."""
     registers, metadata = getattr(compiled, "n_regs", None), getattr(compiled, "metadata", None)
     shared, num_warps = getattr(metadata, "shared", None), getattr(metadata, "num_warps", None)
-    if registers is None or shared is None or num_warps is None:  # the interpreter's, or another Triton's
+    if registers is None or shared is None or num_warps is None:  # the interpreter, or another Triton
         return None
     return occupancy.programs_per_sm(capability, registers, shared, num_warps)
 
@@ -142,7 +142,7 @@ def _launch(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> tuple[int, Any]:
-    """Attend to each part; return its tile, in tokens, and the compiled kernel."""
+    """Attend to every part; return the kernel's tile in tokens, and the compiled kernel."""
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
@@ -203,16 +203,16 @@ def _launch(
         BLOCK_SIZE=block_size,
         TILE=tile,
         num_warps=4,
-        num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
+        num_stages=5,  # from 8.0 on: two tiles of K and V are in flight, and the tables of two more
         enable_fp_fusion=True,
     )
 
 
 def has_tensor_cores(device: torch.device) -> bool:
-    """Whether `tl.dot` is more than plain FMAs, and loads can run in the background."""
+    """Return True if `tl.dot` uses tensor cores and loads can run in the background."""
     if device.type == "cuda":
         return _capability(device) >= (8, 0)
-    # Triton's interpreter; or nothing is launched, and the target says what is compiled for.
+    # Triton's interpreter, or compilation without a launch for the current target.
     return bool(triton.knobs.runtime.interpret) or int(driver.active.get_current_target().arch) >= 80
 
 
@@ -221,7 +221,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# What differs from batch to batch or from layer to layer, alignment included, must not make another variant.
+# Do not compile variants for arguments that differ between batches or layers, their alignment included.
 @triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits", "sinks"))
 def _attend(
     q,
@@ -243,16 +243,16 @@ def _attend(
     head_stride,
     max_blocks,
     HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # of scores in units of log2; 0: none
+    SOFTCAP: tl.constexpr,  # softcap of scores in units of log2; 0: none
     GROUP: tl.constexpr,
     TURNS: tl.constexpr,  # programs that share the query heads of a KV head
-    HEADS: tl.constexpr,  # of a program
+    HEADS: tl.constexpr,  # query heads per program
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    kv_head = tl.program_id(0) // TURNS  # neighbours in the grid read the same, or neighbours in memory
+    kv_head = tl.program_id(0) // TURNS  # neighbours in the grid read the same or adjacent memory
     split = tl.program_id(1)
     request = tl.program_id(2)
     context_len = tl.load(context_lens + request)
@@ -265,7 +265,7 @@ def _attend(
     in_heads = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     out_rows = out + request * out_stride + (heads * HEAD_DIM)[:, None] + dims[None, :]
     if begin >= end:
-        if num_splits == 1:  # padding, and nobody else writes its zeros
+        if num_splits == 1:  # padding: this program has to write the zeros
             tl.store(out_rows, tl.zeros([HEADS, HEAD_PAD], out.dtype.element_ty), mask=in_heads)
         return
 
@@ -273,7 +273,7 @@ def _attend(
     queries = tl.load(q_rows[:, None] + dims[None, :], mask=in_heads, other=0.0)
     table = block_tables + request * max_blocks
 
-    # The running softmax of each query head: the largest score, the sum of weights, the weighted sum of V.
+    # Running softmax per query head: the largest score, the sum of weights, the weighted sum of V.
     top = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     summed = tl.zeros([HEADS, HEAD_PAD], tl.float32)
@@ -283,7 +283,7 @@ def _attend(
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
         rows = blocks * block_stride + positions % BLOCK_SIZE * token_stride + kv_head * head_stride
         elements = rows[:, None] + dims[None, :]
-        # Beyond the context may be anything, and 0 * nan is nan.
+        # The cache has arbitrary content beyond the context, and 0 * nan is nan.
         in_tile = in_context[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + elements, mask=in_tile, other=0.0)
         values = tl.load(v_cache + elements, mask=in_tile, other=0.0)
@@ -339,7 +339,7 @@ def _merge(
 
     num_written = tl.cdiv(context_len - first, split_tokens)
     first_part = (request * tl.num_programs(0) + head) * num_splits
-    # As in attention: the largest lse so far, the sum of weights, the weighted sum of outputs.
+    # Running softmax: the largest lse so far, the sum of weights, the weighted sum of outputs.
     top = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     merged = tl.zeros([HEAD_PAD], tl.float32)

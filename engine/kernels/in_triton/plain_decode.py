@@ -1,37 +1,40 @@
-"""Decode attention without tensor cores: for compute capability 7.5, where Triton has none to offer.
+"""Decode attention without tensor cores, for compute capability 7.5: Triton does not use those of Turing.
 
-`paged_decode._attend` works there, too, but its products go through shared memory with barriers around them,
-and Turing cannot copy to shared memory in the background: nothing is under way while a tile is computed. Here
-all of a tile stays in registers:
+`paged_decode._attend` also works on 7.5. But its matmuls go through shared memory with barriers. And Turing
+cannot copy to shared memory in the background, so no loads are in flight while a tile is computed. In this
+kernel a whole tile stays in registers:
 
-    a row of K or V   lies in as many threads as hold 16 bytes each; a score is summed by shuffles among them
-    a lane            is such a row of threads. It has a running softmax of its own over every LANES-th token,
-                      so that lanes meet once, at the end
-    a share           is what some of the query heads are given to, so that queries and sums fit into the
-                      registers; shares read the same K and V, from the first-level cache
+    row of K or V   spread over threads, 16 bytes each, which sum a score by shuffles.
+    lane            the threads of one row. It keeps a running softmax over every LANES-th token. Lanes are
+                    merged once, at the end.
+    share           the threads for some of the query heads, so that queries and sums fit into registers. All
+                    shares read the same K and V, from the L1 cache.
 
-Loads run ahead: keys of the next tile are asked for when those of this one were multiplied, values likewise,
-and the table's entries for the tile after it.
+Loads run ahead: after the multiplication with a tile's keys, the kernel loads the next tile's keys. It does
+the same with values, and with the block-table entries for the tile after that.
 """
 
 import triton
 import triton.language as tl
 
-MAX_GROUP = 8  # more query heads have more arithmetic than plain FMAs should do
+MAX_GROUP = 8  # with more query heads, plain FMAs would be the bottleneck
 NUM_WARPS = 4
 HEADS_PER_SHARE = 4
-IS_OLD = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)  # it spills more steps
+IS_OLD = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (
+    3,
+    7,
+)  # spills with more steps
 LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(1.4426950408889634)
-NO_SCORE: tl.constexpr = tl.constexpr(-3e38)  # below every score, but finite: a lane may have no token
+NO_SCORE: tl.constexpr = tl.constexpr(-3e38)  # below every score, but finite, for lanes without tokens
 
 
 def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]:
-    """Return the constants of `attend_plain` that follow from a model's shape, and `maxnreg`.
+    """Return the constants of `attend_plain` for a model's shape, and `maxnreg`.
 
     Args:
-        group: query heads per KV head.
+        group: Query heads per KV head.
         head_pad: head_dim, rounded up to a power of two.
-        element_bytes: of K and V.
+        element_bytes: Bytes per element of K and V.
     """
     group_pad = triton.next_power_of_2(group)
     heads = min(group_pad, HEADS_PER_SHARE)
@@ -42,7 +45,7 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
         "HEADS": heads,
         "LANES": max(1, NUM_WARPS * 32 // threads_per_row // shares),
         "STEPS": 1 if IS_OLD else 4 if group_pad == 1 else 2,
-        # So that 6 or 4 programs fit into a multiprocessor; the compiler takes more if it may.
+        # Lets 6 or 4 programs fit on a multiprocessor; without it the compiler uses more registers.
         "maxnreg": 80 if group_pad <= 2 else 128,
     }
 
@@ -56,7 +59,7 @@ def capped(scores, CAP: tl.constexpr):
 
 @triton.jit
 def cut(context_len, window, num_splits, TILE: tl.constexpr):
-    """Return the first token that is attended to, and the tokens of a part: whole tiles, but the last."""
+    """Return the first token of the window, and the tokens per part, a multiple of TILE."""
     first = tl.maximum(context_len - window, 0)
     return first, tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
 
@@ -82,7 +85,7 @@ def attend_plain(  # noqa: PLR0915
     head_stride,
     max_blocks,
     HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # of scores in units of log2; 0: none
+    SOFTCAP: tl.constexpr,  # softcap of scores in units of log2; 0: none
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -93,7 +96,7 @@ def attend_plain(  # noqa: PLR0915
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Attend as `paged_decode._attend` does, with the same results to within rounding."""
+    """Compute `paged_decode._attend`, with the same results up to rounding."""
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2)
@@ -102,8 +105,8 @@ def attend_plain(  # noqa: PLR0915
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, context_len)
 
-    # Everything is [STEPS, SHARES, HEADS, LANES, HEAD_PAD], with 1 for what it does not vary with: of one
-    # number of dimensions, all of it has the layout of K and V as they are loaded, and nothing is rearranged.
+    # All tensors are [STEPS, SHARES, HEADS, LANES, HEAD_PAD], with 1 for dimensions along which they are
+    # constant. With equal ranks they share the layout of loaded K and V, and Triton converts no layouts.
     dims = tl.arange(0, HEAD_PAD)[None, None, None, None, :]
     in_head = dims < HEAD_DIM
     shares = tl.arange(0, SHARES)[None, :, None, None, None]
@@ -112,7 +115,7 @@ def attend_plain(  # noqa: PLR0915
     in_heads = (group < GROUP) & in_head
     out_rows = out + request * out_stride + heads * HEAD_DIM + dims
     if begin >= end:
-        if num_splits == 1:  # padding, and nobody else writes its zeros
+        if num_splits == 1:  # padding: this program has to write the zeros
             zeros = tl.zeros([1, SHARES, HEADS, 1, HEAD_PAD], out.dtype.element_ty)
             tl.store(out_rows, zeros, mask=in_heads)
         return

@@ -1,6 +1,6 @@
-"""Products of few rows with a matrix of 4 or 8 bits, and rows of such a matrix as floats.
+"""Matmuls of few rows with a matrix of 4 or 8 bits, and dequantisation of its rows.
 
-With few rows a product should take as long as reading the matrix. Neither weights nor inputs are rounded.
+With few rows, a matmul should take as long as reading the matrix. Neither weights nor inputs are rounded.
 """
 
 import torch
@@ -16,17 +16,17 @@ from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, TILE_ROWS, Grouped
 
-PLAIN_ROWS = 4  # more are left to tensor cores, where there are some
-ROWS = 16  # of the matrix, for a program
-TILES_ROWS = 32  # likewise, on tensor cores
-STEP_WORDS = 64  # of a row, for a step of a program
-STEP_COLUMNS_TILES = 256  # likewise, on tensor cores
-STEP_COLUMNS = 256  # dequantised by a program
+PLAIN_ROWS = 4  # most input rows without tensor cores, if the GPU has them.
+ROWS = 16  # matrix rows per program.
+TILES_ROWS = 32  # matrix rows per program on tensor cores.
+STEP_WORDS = 64  # words of a row per step.
+STEP_COLUMNS_TILES = 256  # columns per step on tensor cores.
+STEP_COLUMNS = 256  # columns per program of the dequantisation.
 NUM_WARPS = 8
 
 
 def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
-    """See `models.linear.grouped.multiply_few`."""
+    """Compute `models.linear.grouped.multiply_few`."""
     count, coding = len(x), weight.coding
     assert 0 < count <= MOST_ROWS
     assert x.shape[1] == weight.columns
@@ -44,7 +44,7 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
     stored = (
         *_pointers(weight),
         out if bias is None else bias,
-        *(out, out, 1),  # of experts
+        *(out, out, 1),  # unused: ids, blocks and per_row of experts
         out,
         count,
         weight.rows,
@@ -87,17 +87,17 @@ def multiply_pairs(
     blocks: Tensor,
     out: Tensor,
 ) -> None:
-    """Put products of rows with the matrices of their experts into `out`; see `experts`.
+    """Multiply rows by the matrices of their experts into `out`; see `experts`.
 
     Args:
         x: [n, columns]; a row is contiguous.
-        per_row: pairs of each row of x.
+        per_row: Pairs per row of x.
         weight: [experts * rows, columns]
         bias: [experts * rows]
-        rows: of each expert, a multiple of 64.
-        ids: [pairs] int32: the expert of each.
-        blocks: [blocks, count] int32, of which count is 1, 4 or 16: pairs.
-        out: [pairs, rows], of the dtype of x; a row is contiguous.
+        rows: Matrix rows per expert, a multiple of 64.
+        ids: [pairs] int32: the pairs' experts.
+        blocks: [blocks, count] int32: pairs; count is 1, 4 or 16.
+        out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
     count, coding = blocks.shape[1], weight.coding
     assert x.stride(1) == out.stride(1) == 1
@@ -146,7 +146,7 @@ def multiply_pairs(
 
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
-    """See `models.linear.grouped.dequantise`."""
+    """Compute `models.linear.grouped.dequantise`."""
     assert out.is_contiguous()
     assert out.shape[1] == weight.columns
     if not len(out):
@@ -169,7 +169,7 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
 
 
 def _pointers(weight: Grouped) -> tuple[Tensor, ...]:
-    """What it consists of; what there is none of is not read."""
+    """Return the tensors of a weight; kernels do not read the stand-ins for missing tensors."""
     every = (weight.minima, weight.scale_units, weight.minimum_units)
     return weight.words, weight.scales, *(weight.scales if each is None else each for each in every)
 

@@ -1,16 +1,16 @@
 """The kernels of `quantised`.
 
-`_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the inputs that they meet,
-and keeps a sum for each row and input; threads meet once, at the end. A code becomes a float p + code by
-being put into the mantissa of the power of two p = 2 ** bits, and then a weight by one instruction:
+`_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the matching inputs, and
+keeps a sum per row and input; one reduction at the end combines the threads. Written into the mantissa of the
+power of two p = 2 ** bits, a code becomes the float p + code. One instruction then makes it a weight:
 
     fma(p + code, scale, -(p + centre) * scale) = (code - centre) * scale
 
-There nothing is rounded: a scale has 18 bits at most, and what it meets 6, or a scale 11 and a code 8. Minima
-meet the sum of a word's inputs.
+This rounds nothing: a scale has at most 18 bits and its factor 6, or a scale has 11 and a code 8. Minima are
+multiplied by the sum of a word's inputs.
 
-`_multiply_tiles`: for more than four rows the arithmetic would take longer than the memory. Where the GPU has
-tensor cores, they multiply inputs and codes, exact in 16 bits, and scales meet the sums of their groups.
+`_multiply_tiles`: for more than four rows, arithmetic would take longer than memory. If the GPU has tensor
+cores, they multiply inputs by codes, exact in 16 bits, and scales are multiplied by the sums of their groups.
 """
 
 import triton
@@ -32,14 +32,14 @@ _VARYING = (
 
 @triton.jit(do_not_specialize=_VARYING)
 def _multiply_plain(  # noqa: PLR0912, PLR0915
-    x,  # int64: the numbers that 8 bytes hold
+    x,  # int64: 8 bytes of input elements
     words,
     scales,
     minima,
     scale_units,
     minimum_units,
     bias,
-    ids,  # of pairs, see `multiply_pairs`, likewise the next two
+    ids,  # ids, blocks, per_row: see `multiply_pairs`
     blocks,
     per_row,
     out,
@@ -78,7 +78,7 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     x_rows = ()
     out_rows = ()
     if IS_EXPERT:
-        for m in tl.static_range(COUNT):  # the first one again, where there are no more
+        for m in tl.static_range(COUNT):  # repeat the first pair if the block has fewer
             pair = tl.load(own + m)
             pair = tl.where(pair < 0, leader, pair).to(tl.int64)
             x_rows = x_rows + (x + pair // per_row * x_stride,)
@@ -91,12 +91,12 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
     minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
 
-    # The bits of 2.0 ** BITS, plus 0: what is no constant lies in a register, which saves an instruction.
+    # The bits of 2.0 ** BITS, plus 0, which keeps the value in a register and saves an instruction.
     power = ((127 + BITS) << 23) + tl.program_id(2)
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
-    column = tl.arange(0, STEP)[:, None]  # of words
+    column = tl.arange(0, STEP)[:, None]  # column of words
     in_row = column < words_per_row
     group = column // (GROUP // PER_WORD) * TILE_ROWS + places
     packed = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
@@ -116,7 +116,7 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
             by *= scale_unit.to(tl.float32)
             offset *= minimum_unit.to(tl.float32)
         in_row = column < words_per_row
-        after = column + STEP  # is loaded while this is computed
+        after = column + STEP  # loaded during the computation of this step
         in_after = after < words_per_row
         group = after // (GROUP // PER_WORD) * TILE_ROWS + places
         packed = tl.load(words + after * TILE_ROWS + places, mask=in_after, other=0)
@@ -165,14 +165,14 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
         total = tl.sum(sums[m], axis=0) + added_bias
         if IS_EXPERT:  # noqa: SIM108 - the branch that is not taken must not be compiled
             into = out_rows[m] + row
-        else:  # the last one again, where there are no more
+        else:  # repeat the last row if the batch has fewer
             into = out + tl.minimum(m, count - 1) * out_stride + row
         tl.store(into, total.to(dtype), mask=in_rows)
 
 
 @triton.jit
 def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
-    """Return 2 ** BITS + the code at a place of a word, as a float."""
+    """Return 2 ** BITS plus the code at a position in a word, as a float."""
     UP: tl.constexpr = 23 - BITS - BITS * place
     if UP >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
         moved = packed << UP
@@ -183,7 +183,7 @@ def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
 
 @triton.jit
 def _input(loaded, place: tl.constexpr, dtype: tl.constexpr):
-    """Return one of the numbers that 8 bytes hold."""
+    """Return an element of 8 bytes as a float."""
     SIZE: tl.constexpr = dtype.primitive_bitwidth
     bits = (loaded >> (SIZE * place)).to(tl.int32)
     if dtype == tl.float16:
@@ -193,11 +193,11 @@ def _input(loaded, place: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _scale(scales, units, mask, HAS_UNITS: tl.constexpr):
-    """Return scales, or minima, as they are meant."""
-    found = tl.load(scales, mask=mask, other=0).to(tl.float32)
+    """Return scales or minima, multiplied by their units."""
+    values = tl.load(scales, mask=mask, other=0).to(tl.float32)
     if HAS_UNITS:
-        found *= tl.load(units, mask=mask, other=0.0).to(tl.float32)
-    return found
+        values *= tl.load(units, mask=mask, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -209,7 +209,7 @@ def _multiply_tiles(  # noqa: PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # of pairs, see `multiply_pairs`, likewise the next two
+    ids,  # ids, blocks, per_row: see `multiply_pairs`
     blocks,
     per_row,
     out,
@@ -260,7 +260,7 @@ def _multiply_tiles(  # noqa: PLR0915
     minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
     x_rows = x + x_row[None, :, None] * x_stride + tl.arange(0, GROUP)[None, None, :]
 
-    sums = tl.zeros([STEP, COUNT, ROWS], tl.float32)  # a group is a warp's
+    sums = tl.zeros([STEP, COUNT, ROWS], tl.float32)  # a warp computes a group
     for start in range(0, groups_per_row, STEP):
         group = start + tl.arange(0, STEP)
         in_row = group < groups_per_row
@@ -326,8 +326,8 @@ def _dequantise(
         row = tl.load(rows + index, mask=index < count, other=0)[None, None, :]
         tile = (row // TILE_ROWS).to(tl.int64)
         place = row % TILE_ROWS
-    column = tl.program_id(1) * STEP + tl.arange(0, STEP)[:, None, None]  # of words
-    in_row = column < words_per_row  # rows that are not wanted are in memory, too: tiles are whole
+    column = tl.program_id(1) * STEP + tl.arange(0, STEP)[:, None, None]  # column of words
+    in_row = column < words_per_row  # unneeded rows need no mask, since tiles are complete
     group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
     packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
     codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, :, None]) & (2**BITS - 1)

@@ -1,10 +1,10 @@
-"""Rotation of queries and keys, and KV into the paged cache, in one pass over a layer's qkv product."""
+"""Rotation of queries and keys, and KV stores to the paged cache, in one pass over a layer's qkv."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 8  # of one token, per program
+HEADS = 8  # heads of a token per program
 
 
 def rope_append(
@@ -17,7 +17,7 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """See `models.operators.rope_append`."""
+    """Compute `models.operators.rope_append`."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride(3) == qkv.stride(1) == 1
@@ -46,7 +46,7 @@ def rope_append(
     )
 
 
-# The slots of a batch begin at any address: alignment must not make another variant.
+# A batch's slots start at any address; do not compile a variant per alignment.
 @triton.jit(do_not_specialize=("slots",))
 def _rope_append(
     qkv,
@@ -79,8 +79,8 @@ def _rope_append(
 
     row = qkv + token * qkv_stride
     dtype = qkv.dtype.element_ty
-    low = heads[:, None] * HEAD_DIM + dims[None, :]  # the channels of the first half; each is paired with
-    high = low + HALF  # the one as far into the second
+    low = heads[:, None] * HEAD_DIM + dims[None, :]  # channels of the first half, rotated with
+    high = low + HALF  # the same channels of the second half
     x_low = tl.load(row + low, mask=in_row, other=0.0)
     x_high = tl.load(row + high, mask=in_row, other=0.0)
 

@@ -1,4 +1,4 @@
-"""Rows of a layer's KV into the cache and out of it, by slot, K and V in one launch."""
+"""Copies of a layer's KV rows to and from the cache by slot, K and V in one launch."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ TILE = 1024
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `models.operators.write_rows`."""
+    """Compute `models.operators.write_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=True)
 
 
 def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `models.operators.read_rows`."""
+    """Compute `models.operators.read_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=False)
 
 
@@ -41,7 +41,7 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tenso
     )
 
 
-@triton.jit(do_not_specialize=("slots",))  # part of a batch's slots, aligned or not: one variant for both
+@triton.jit(do_not_specialize=("slots",))  # one variant for aligned and unaligned slots
 def _copy_rows(
     k,
     v,
@@ -55,7 +55,7 @@ def _copy_rows(
     WRITE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)  # graphs have int32
+    slot = tl.load(slots + token).to(tl.int64)  # graphs use int32
     if slot < 0:
         return
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
