@@ -1,4 +1,4 @@
-"""References within a schema, and what several schemas for one place have in common."""
+"""References within a schema, and common properties of several schemas for one value."""
 
 from collections.abc import Iterator
 from urllib.parse import unquote
@@ -14,7 +14,7 @@ class Document:
         self._anchors = dict(_anchors(root))
 
     def find(self, reference: str) -> tuple[object] | None:
-        """Return what a reference names; None: nothing within the schema."""
+        """Return the target of a reference; None: it is not in the schema."""
         base, _, fragment = reference.partition("#")
         found: object = self._anchors.get(base, self._root) if base else self._root
         if base and base not in self._anchors:
@@ -33,10 +33,10 @@ class Document:
         return (found,)
 
     def names(self, schema: Json) -> tuple[list[str], bool, bool]:
-        """Return the names of the properties that a schema, or one that it applies, knows.
+        """Return the property names of a schema and of the schemas that it applies.
 
         Returns:
-            The names; True if one of the schemas says which others there are; True if each schema holds.
+            The names; True if one of the schemas restricts other names; True if every schema must hold.
         """
         names: dict[str, None] = {}
         is_plain, is_certain = True, True
@@ -101,7 +101,7 @@ class Document:
 
 
 def _anchors(root: object) -> Iterator[tuple[str, object]]:
-    """Yield `#anchor` and `$id` of each schema, the outermost last."""
+    """Yield the schemas' `#anchor` and `$id`, the outermost last."""
     waiting, found = [root], list[tuple[str, object]]()
     while waiting:
         one = waiting.pop()
