@@ -253,7 +253,7 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
     refused = sum(size > 20 for size in sizes)
     assert 2 <= refused < 0.1 * len(sizes)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the device is short of memory: going on with smaller iterations (another program took it)"
+        "the device is short of memory: continuing with smaller iterations (another program took it)"
     ]
 
 

@@ -83,7 +83,7 @@ def test_what_is_not_enforced_is_named_with_its_path() -> None:
         "$.properties.some: 'contains' is not enforced",
         "$: 'dependentRequired' is not enforced",
     }
-    with pytest.raises(SchemaError, match=r"\$\.properties\.paths: 'uniqueItems' cannot be enforced: leave"):
+    with pytest.raises(SchemaError, match=r"\$\.properties\.paths: 'uniqueItems' cannot be enforced: remove"):
         parsed_schema(MCP, is_strict=True)
 
 

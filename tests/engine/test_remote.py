@@ -124,7 +124,7 @@ def test_another_version_and_another_service_are_refused_in_words() -> None:
         against(newer)
     with pytest.raises(RefusedError, match="uses another protocol: is this the right port"):
         against(web_server)
-    with pytest.raises(RefusedError, match="has closed the connection"):
+    with pytest.raises(RefusedError, match="closed the connection"):
         against(lambda connection: connection.shutdown(socket.SHUT_WR))
 
 
