@@ -101,9 +101,9 @@ class IncrementalText:
 
     def _search(self, text: str) -> bool:
         self._held += text
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, self.stopped_by = min(found, key=lambda each: each[0])
+        matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, self.stopped_by = min(matches, key=lambda each: each[0])
             self._release(at)
             self._held = ""
             return True

@@ -320,7 +320,7 @@ class Engine:
         return generate(self, prompts, params)
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
-        """Return one embedding per prompt: hidden states after the final norm, normalized to length 1.
+        """Return one embedding per prompt: hidden states after the final norm, normalised to length 1.
 
         Args:
             prompts: texts or token ids.

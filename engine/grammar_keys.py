@@ -26,8 +26,8 @@ class TokenIndex:
         """Return the allowed tokens, one bit each, that contain at least two quotes."""
         bits = np.frombuffer(allowed, np.uint8)
         ids = self._with_keys[self._with_keys < 8 * len(bits)]
-        found: list[int] = ids[bits[ids >> 3] >> (ids & 7) & 1 == 1].tolist()
-        return found
+        tokens: list[int] = ids[bits[ids >> 3] >> (ids & 7) & 1 == 1].tolist()
+        return tokens
 
 
 class OpenKeys:

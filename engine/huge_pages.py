@@ -48,16 +48,16 @@ def check_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 def huge_page_bytes(ranges: Iterable[tuple[int, int]]) -> int | None:
     """Return the bytes in huge pages of mappings that overlap the address ranges; None: unknown."""
-    wanted, found, is_wanted = list(ranges), 0, False
+    wanted, num_bytes, is_wanted = list(ranges), 0, False
     text = _read(SMAPS)
     for line in text.splitlines():
         name, _, rest = line.partition(" ")
         if name == "AnonHugePages:" and is_wanted:
-            found += int(rest.split()[0]) * 1024
+            num_bytes += int(rest.split()[0]) * 1024
         elif not name.endswith(":"):  # the start of a mapping: "7f00-7f01 rw-p .."
             begin, end = (int(address, 16) for address in name.split("-"))
             is_wanted = any(first < end and begin < last for first, last in wanted)
-    return found if text else None
+    return num_bytes if text else None
 
 
 def _read(path: Path) -> str:

@@ -71,7 +71,7 @@ class LiveIteration:
 
     @classmethod
     def of(cls, plan: IterationPlan, timing: IterationTiming) -> "LiveIteration":
-        """Summarize an iteration."""
+        """Summarise an iteration."""
         decoded: list[str] = []
         num_gpu = num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
         prompt_context, longest_prompt = 0.0, 1

@@ -172,10 +172,10 @@ def placed_form(
         placed.gpu_bytes / 1e9,
         placed.host_bytes / 1e9,
     )
-    of_host = host_form(form)
+    offloaded_form = host_form(form)
     if device.type == "cuda":
-        of_host = replace(of_host, room=weight_bytes)
-    return OffloadedFormat(form, of_host, placed.resident_rows, dispatch)
+        offloaded_form = replace(offloaded_form, room=weight_bytes)
+    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch)
 
 
 def model_path(model: str | Path) -> Path:

@@ -229,6 +229,6 @@ class Request(RequestState):
     def _embedding(self) -> FloatArray | None:
         if self._pooled is None:
             return None
-        # Normalization makes mean and sum equal.
+        # Normalisation makes mean and sum equal.
         length = np.linalg.norm(self._pooled.astype(np.float64))
         return (self._pooled / max(length, np.finfo(np.float32).tiny)).astype(np.float32)

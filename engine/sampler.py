@@ -227,9 +227,9 @@ def _draw_leading(scaled: Tensor, count: int, limits: Sequence[Tensor]) -> tuple
     weights = values.exp()  # relative to the most probable token
     weights = weights.masked_fill(torch.arange(count, device=scaled.device) >= top_k, 0.0)
     reached = weights.cumsum(dim=-1)
-    of_all = scaled.softmax(dim=-1).amax(dim=-1, keepdim=True).reciprocal()
+    total_weight = scaled.softmax(dim=-1).amax(dim=-1, keepdim=True).reciprocal()
     is_counted = top_k < vocab_size
-    wanted = top_p * torch.where(is_counted, reached[:, -1:], of_all)
+    wanted = top_p * torch.where(is_counted, reached[:, -1:], total_weight)
     # A token stays while the earlier ones have not reached top_p; the first one always stays.
     dropped = (reached - weights >= wanted) | (weights < min_p)
     dropped[:, 0] = False

@@ -33,12 +33,12 @@ class Endings:
     def without_endless(self, schema: Schema) -> Schema:
         """Return the schema with False in place of references to definitions without a finite value."""
         finite = set[str]()
-        while found := {
+        while newly_finite := {
             name
             for name, one in self.definitions.items()
             if name not in finite and self._prune(one, finite) is not False
         }:
-            finite |= found
+            finite |= newly_finite
         self.definitions = {
             name: self._prune(one, finite) for name, one in self.definitions.items() if name in finite
         }
@@ -48,11 +48,11 @@ class Endings:
         first = reference.rpartition("/")[2]
         seen, waiting = set[str](), [first]
         while waiting:
-            found = set(_REFERENCE.findall(json.dumps(self.definitions[waiting.pop()])))
-            if first in found:
+            references = set(_REFERENCE.findall(json.dumps(self.definitions[waiting.pop()])))
+            if first in references:
                 return True
-            waiting += found - seen
-            seen |= found
+            waiting += references - seen
+            seen |= references
         return False
 
     def _prune(self, schema: Schema, finite: set[str]) -> Schema:

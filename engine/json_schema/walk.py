@@ -75,9 +75,9 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
     if is_strict and walk.unenforced:
         path, keyword = walk.unenforced[0]
         raise SchemaError(path, f"{keyword!r} cannot be enforced: remove it, or turn strict off")
-    found: Json = {} if result is True else result
+    enforced: Json = {} if result is True else result
     return Enforceable(
-        found | ({"$defs": endings.definitions} if endings.definitions else {}), walk.unenforced
+        enforced | ({"$defs": endings.definitions} if endings.definitions else {}), walk.unenforced
     )
 
 
@@ -149,8 +149,8 @@ class Walk:
         types = given.get("type")
         if types is None:
             is_alone = place.infers and not given.keys() & {"enum", "const", *IN_PLACE}
-            found = [name for name, keys in OF_TYPE.items() if given.keys() & set(keys)]
-            return found if is_alone and found else None
+            implied = [name for name, keys in OF_TYPE.items() if given.keys() & set(keys)]
+            return implied if is_alone and implied else None
         names = types if isinstance(types, list) else [types]
         if not names or not all(name in TYPES for name in names):
             raise SchemaError(

@@ -35,7 +35,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
-# Of a GPU: CUDA context, kernels, libraries, a piece of dequantized weights, and the margin.
+# Of a GPU: CUDA context, kernels, libraries, a piece of dequantised weights, and the margin.
 DEVICE_RESERVE_BYTES = 512 * 1024**2
 MANY_PROGRAMS = 1024  # thread blocks of decode attention that a large GPU runs at once;
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # for up to 128 graphs of 1 MiB, and fragmentation;
@@ -165,8 +165,8 @@ def _take_streamed(
     the GPU's memory. Requested sizes of other tiers remain. Without a GPU, all KV is already where it is
     needed.
     """
-    of_layer = block_bytes(config, BLOCK_SIZE, dtype)
-    on_device, on_host = (layers * of_layer for layers in layers_of(config.num_layers))
+    layer_bytes = block_bytes(config, BLOCK_SIZE, dtype)
+    on_device, on_host = (layers * layer_bytes for layers in layers_of(config.num_layers))
     if free.gpu_bytes is None:  # both kinds of KV are in host memory
         on_device, on_host = 0, on_device + on_host
     # The device keeps the new KV of decodes until it has been copied to host memory.
@@ -184,7 +184,7 @@ def _take_streamed(
     fitting = far // on_host if on_host else most
     if on_device:
         runs = -(-(cache_tokens[device] or 0) // (BLOCKS_PER_RUN * BLOCK_SIZE))
-        others = runs * BLOCKS_PER_RUN * config.num_layers * of_layer
+        others = runs * BLOCKS_PER_RUN * config.num_layers * layer_bytes
         near = rest if asked is not None else min(int(rest * STREAMED_SHARE), rest - others)
         fitting = min(fitting, near // on_device)
         if bus_share is not None and on_host:
@@ -268,11 +268,11 @@ def check_weights_fit(
 def smaller_form(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, free: int, needed: int
 ) -> str:
-    """Suggest a quantization that leaves room for chats, as the start of a sentence; "": none does.
+    """Suggest a quantisation that leaves room for chats, as the start of a sentence; "": none does.
 
     Args:
         free: bytes for weights and KV.
-        needed: bytes of the model without further quantization.
+        needed: bytes of the model without further quantisation.
     """
     if device.type == "cuda" and fallbacks.level("quantised") != "triton":
         return ""

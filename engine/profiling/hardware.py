@@ -335,12 +335,12 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
         OSError: the system cannot be queried, and no earlier result exists.
     """
     try:
-        found = _last_memory[root] = _look_at_memory(root)
+        memory = _last_memory[root] = _look_at_memory(root)
     except OSError:
         if root not in _last_memory:
             raise
         return _last_memory[root]
-    return found
+    return memory
 
 
 def _look_at_memory(root: Path) -> HostMemory:
@@ -366,7 +366,7 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
     In a container the kernel may report the host's path, which is not visible there. The mounted root is then
     the container's own group.
     """
-    found = []
+    folders = []
     for line in _read(root / "proc/self/cgroup", surely=True).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -376,8 +376,8 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
         else:
             continue
         parts = Path(path.lstrip("/")).parts
-        found += [(top.joinpath(*parts[:depth]), *files) for depth in range(len(parts) + 1)]
-    return found
+        folders += [(top.joinpath(*parts[:depth]), *files) for depth in range(len(parts) + 1)]
+    return folders
 
 
 def _process_name(pid: int) -> str:

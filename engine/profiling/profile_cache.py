@@ -156,7 +156,7 @@ def find_tables(
     """Return the newest tables of this model on this computer, for any cache sizes.
 
     Args:
-        linear: formats of the quantized matrices; other formats do not matter.
+        linear: formats of the quantised matrices; other formats do not matter.
         in_host_memory: share of a GPU model's weights in host memory.
     """
     wanted = {

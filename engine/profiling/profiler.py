@@ -138,14 +138,14 @@ def _tables(
     logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
 
     def curve(stage: Stage) -> Curve:
-        found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
-        return Curve([x for x, _ in found], rising([ms for _, ms in found]))
+        measured = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
+        return Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
 
     host_linear = NOTHING
     if timer.is_cuda and timer.host_linear_ms:
         host_ms = {point: typical_ms(values) for point, values in timer.host_linear_ms.items()}
-        found = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
-        host_linear = Curve([x for x, _ in found], rising([ms for _, ms in found]))
+        measured = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
+        host_linear = Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
     attention = dict.fromkeys(MEASURED_TIERS, _surface(Stage.CPU_ATTENTION, times))
     attention |= {stage.tier: _surface(stage, times) for stage in grids if stage.tier is not None}
     return TableCostModel(

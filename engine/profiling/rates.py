@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 @cache
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure matmuls of this dtype on the CPU and a device; quantized matmuls read about as many bytes.
+    """Measure matmuls of this dtype on the CPU and a device; quantised matmuls read about as many bytes.
 
     Cached per process.
     """

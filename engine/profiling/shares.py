@@ -18,7 +18,7 @@ def measured_shares(measure: Measure, max_rows: int, seconds: float) -> Streamed
     """Return the best shares for 1, 4, 16 .. rows.
 
     The CPU alone and the bus alone are measured first. Their times give the share at which both take equal
-    time; that share and its neighbors are measured next. The share only grows with the rows, because the
+    time; that share and its neighbours are measured next. The share only grows with the rows, because the
     CPU's matmuls become compute-bound.
 
     Args:

@@ -202,11 +202,11 @@ class StageTimer:
         """Measure the slowdown of streamed KV copies in both directions at once: 1 to 2."""
 
         def least_s(*lanes: Lane) -> float:
-            found = []
+            times_s = []
             for _ in range(REPEATS):
                 with self._run(self._copies.ways(lanes)) as seconds:
-                    found.append(seconds)
-            return min(found)
+                    times_s.append(seconds)
+            return min(times_s)
 
         one_way_s = max(least_s(Lane.SWAP_IN), least_s(Lane.SWAP_OUT))
         return min(max(least_s(Lane.SWAP_IN, Lane.SWAP_OUT) / one_way_s, 1.0), 2.0)

@@ -1,6 +1,6 @@
 """Measures the GPU memory of iterations beside weights and KV: it runs the largest ones.
 
-The first iterations also allocate lasting memory: kernels are compiled and loaded, and libraries initialize.
+The first iterations also allocate lasting memory: kernels are compiled and loaded, and libraries initialise.
 So they run after the weights are loaded, with a KV cache of a few blocks. The memory that is free afterwards
 is truly free.
 

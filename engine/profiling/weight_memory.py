@@ -161,7 +161,7 @@ class _Memory:
             )
 
     def _smaller(self, room: int) -> str:
-        """Suggest a quantization that GPU and host memory hold together, as the start of a sentence."""
+        """Suggest a quantisation that GPU and host memory hold together, as the start of a sentence."""
         for name, type_name in QUANTISATIONS.items():
             weights = self._config.weight_bytes(self._dtype, uniform_form(self._config, type_name))
             if weights < min(room, self._weights):

@@ -48,9 +48,9 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
     started_s = time.perf_counter()
-    found: list[list[float]] = []
+    rows_ms: list[list[float]] = []
     for requests in REQUESTS:
-        if len(found) >= 2 and time.perf_counter() - started_s > MAX_SECONDS:
+        if len(rows_ms) >= 2 and time.perf_counter() - started_s > MAX_SECONDS:
             break
         if requests > num_tokens // pool.block_size:
             break
@@ -71,9 +71,9 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
                 layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
-        found.append(row)
-    logger.debug("%s: %s ms for %s requests of %s tokens", pool.worker, found, REQUESTS, CONTEXTS)
-    return Surface(REQUESTS[: len(found)], CONTEXTS, found)
+        rows_ms.append(row)
+    logger.debug("%s: %s ms for %s requests of %s tokens", pool.worker, rows_ms, REQUESTS, CONTEXTS)
+    return Surface(REQUESTS[: len(rows_ms)], CONTEXTS, rows_ms)
 
 
 def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
@@ -100,20 +100,20 @@ def measured_workers(
     config = decoder.config
     sent = config.num_heads + 2 * config.num_kv_heads  # heads per row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
-    found: dict[KVTier, Surface] = {}
+    surfaces: dict[KVTier, Surface] = {}
     absent = []
     for tier in storage.tiers:
         pool = storage[tier]
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[tier] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
+            surfaces[tier] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
         else:
             absent.append(tier)
-    typical = next(iter(found.values()), UNKNOWN)
+    typical = next(iter(surfaces.values()), UNKNOWN)
     parts = {
         tier: divided(surface, sent_share)
-        for tier, surface in (found | dict.fromkeys(absent, typical)).items()
+        for tier, surface in (surfaces | dict.fromkeys(absent, typical)).items()
     }
     return (
         {tier: attention for tier, (attention, _) in parts.items()},

@@ -50,10 +50,10 @@ class GpuLayer(DeviceLayer):
         slots = torch.where(last < 0, -1, blocks * self.block_size + last % self.block_size)
         with _current(self.device):
             self.write(k, v, slots)
-            of_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
-            found = torch.empty_like(of_q, memory_format=torch.contiguous_format)
-            super().decode(of_q, None, None, None, tables, lens, found, scale, window, partials)
-            out.copy_(found)
+            device_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
+            device_out = torch.empty_like(device_q, memory_format=torch.contiguous_format)
+            super().decode(device_q, None, None, None, tables, lens, device_out, scale, window, partials)
+            out.copy_(device_out)
 
 
 def _current(device: torch.device) -> torch.cuda.device:

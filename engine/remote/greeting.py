@@ -85,8 +85,8 @@ def _checked(hello: bytes, who: str) -> bytes:
     return bytes(nonce)
 
 
-def _proof(secret: bytes, side: bytes, of_engine: bytes, of_worker: bytes) -> bytes:
-    return hmac.digest(secret, side + of_engine + of_worker, "sha256")
+def _proof(secret: bytes, side: bytes, engine_nonce: bytes, worker_nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + engine_nonce + worker_nonce, "sha256")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -73,27 +73,27 @@ class HeadGroup:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
     ) -> None:
         """Send each worker the rows of its heads."""
-        for link, (of_q, of_k, of_v) in self._parts(q, k, v):
-            link.ask(layer, of_q, of_k, of_v, block_tables, context_lens)
+        for link, (part_q, part_k, part_v) in self._parts(q, k, v):
+            link.ask(layer, part_q, part_k, part_v, block_tables, context_lens)
 
     def answer(self, out: Tensor) -> None:
         """Wait for the output of every head."""
         for link, (target,) in self._parts(out):
-            of_link = self._out.view(tuple(target.shape), target.dtype)
-            link.answer(of_link)
-            target.copy_(of_link)
+            part_out = self._out.view(tuple(target.shape), target.dtype)
+            link.answer(part_out)
+            target.copy_(part_out)
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store each worker's heads of the rows."""
-        for link, (of_k, of_v) in self._parts(k, v):
-            link.store(layer, slots, of_k, of_v)
+        for link, (part_k, part_v) in self._parts(k, v):
+            link.store(layer, slots, part_k, part_v)
 
     def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
         """Read the rows of every head."""
         for link, (target,) in self._parts(out):
-            of_link = self._rows.view(tuple(target.shape), target.dtype)
-            link.read(layer, slots, of_link)
-            target.copy_(of_link)
+            rows = self._rows.view(tuple(target.shape), target.dtype)
+            link.read(layer, slots, rows)
+            target.copy_(rows)
 
     def close(self) -> None:
         """Close all connections; thread-safe, may be called again."""

@@ -212,5 +212,5 @@ class _Job(NamedTuple):
 
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:
     """Return the number of blocks that fit into `memory_bytes`, in whole runs."""
-    of_block = shape.num_layers * block_bytes(shape, shape.block_size, shape.kv_dtype)
-    return memory_bytes // (of_block * BLOCKS_PER_RUN) * BLOCKS_PER_RUN
+    bytes_per_block = shape.num_layers * block_bytes(shape, shape.block_size, shape.kv_dtype)
+    return memory_bytes // (bytes_per_block * BLOCKS_PER_RUN) * BLOCKS_PER_RUN

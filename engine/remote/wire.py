@@ -110,19 +110,19 @@ class Channel:
             ProtocolError: it exceeds the size limit, or reports a failure.
             ConnectionError: the peer has closed the connection.
         """
-        found = Header(*_HEADER.unpack(self._exactly(_HEADER.size)))
-        if found.kind == Kind.FAILED:
-            raise ProtocolError(self._exactly(min(found.num_bytes, MAX_TEXT_BYTES)).decode(errors="replace"))
-        if found.num_bytes > MAX_BYTES:
-            raise ProtocolError(f"a message of {found.num_bytes} bytes is too long")
-        return found
+        header = Header(*_HEADER.unpack(self._exactly(_HEADER.size)))
+        if header.kind == Kind.FAILED:
+            raise ProtocolError(self._exactly(min(header.num_bytes, MAX_TEXT_BYTES)).decode(errors="replace"))
+        if header.num_bytes > MAX_BYTES:
+            raise ProtocolError(f"a message of {header.num_bytes} bytes is too long")
+        return header
 
     def answer(self, kind: Kind) -> Header:
         """Wait for an answer of this kind."""
-        found = self.header()
-        if found.kind != kind:
-            raise ProtocolError(f"received message {found.kind}, expected {kind.name}")
-        return found
+        header = self.header()
+        if header.kind != kind:
+            raise ProtocolError(f"received message {header.kind}, expected {kind.name}")
+        return header
 
     def json(self, header: Header) -> Any:
         """Return the JSON data of a message."""

@@ -59,18 +59,18 @@ class HostQueue:
 
     def decodes(self, positions: Sequence[int]) -> dict[KVTier, Decodes]:
         """Return `tier -> decodes` for the given positions of the queue."""
-        found: dict[KVTier, Decodes] = {}
+        decodes: dict[KVTier, Decodes] = {}
         if isinstance(positions, range):
             for tier, counts, tokens in self._sums:
                 requests = counts[positions.stop] - counts[positions.start]
                 if requests:
-                    found[tier] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
-            return found
+                    decodes[tier] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
+            return decodes
         for position in positions:
             tier, context_tokens = self.contexts[position]
-            requests, before = found.get(tier, (0, 0))
-            found[tier] = Decodes(requests + 1, before + context_tokens)
-        return found
+            requests, before = decodes.get(tier, (0, 0))
+            decodes[tier] = Decodes(requests + 1, before + context_tokens)
+        return decodes
 
     def host_ms(self, cost: CostModel, begin: int, end: int) -> float:
         """Return the host time of the decodes `begin .. end - 1`; `estimate.host_ms` defines it.

@@ -210,8 +210,8 @@ class CandidateGenerator:
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             in_second, in_first = range(num_second), range(num_second, num_taken)
             times = times_of(cost, shape.tokens + len(in_first), attention_ms, self._on_host(in_first))
-            of_second = second.tokens + num_second
-            others = times_of(cost, of_second, second.prefill_ms, self._on_host(in_second))
+            second_tokens = second.tokens + num_second
+            others = times_of(cost, second_tokens, second.prefill_ms, self._on_host(in_second))
             rows = self.shape.rows + num_taken
             predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
             yield Partition(in_second, in_first, self.queue, shape, predicted_ms, num_chunks, second)

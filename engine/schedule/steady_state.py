@@ -70,11 +70,11 @@ class Workload:
     def beside_device(self, count: int) -> Mapping[KVTier, Decodes]:
         """Return `count` decodes divided among host and workers in proportion to their memory."""
         tiers = [*self.workers, *([] if self.host is None else [(self.host, self.most_on_host)])]
-        found = {}
+        decodes = {}
         for tier, most in tiers:
             if share := -(-count * most // self.most_beside_device) if count else 0:
-                found[tier] = Decodes(share, share * int(self.context_tokens))
-        return found
+                decodes[tier] = Decodes(share, share * int(self.context_tokens))
+        return decodes
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -237,8 +237,8 @@ class SteadyStateFinder:
             first = times_of(cost, tokens, attention_ms + prefill_ms)
             second = times_of(cost, num_host, 0.0, beside(num_host))
         else:
-            half, of_host = (tokens + num_host) // 2, num_host - num_host // 2
-            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(of_host))
+            half, num_first = (tokens + num_host) // 2, num_host - num_host // 2
+            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(num_first))
             second = times_of(cost, half, prefill_ms / 2, beside(num_host // 2))
         sampled = num_device + num_host + rows
         # The KV of prompts that will decode on the host crosses the bus.

@@ -143,9 +143,9 @@ class AnswerChecks:
     def _compare(self, levels: Mapping[str, str] | None = None) -> Figures:
         reference = self.reference
         with on_levels(levels or {}):
-            found = [answer for policy in POLICIES for answer in self.answer(policy)]
+            answers = [answer for policy in POLICIES for answer in self.answer(policy)]
         figures: dict[str, Figure] = {"same_tokens": 0, "ties": 0}
-        for index, (answer, expected) in enumerate(zip(found, reference * len(POLICIES), strict=True)):
+        for index, (answer, expected) in enumerate(zip(answers, reference * len(POLICIES), strict=True)):
             same = _same(answer.token_ids, expected.token_ids)
             figures["same_tokens"] = int(figures["same_tokens"]) + same
             if same == len(expected.token_ids):

@@ -69,10 +69,10 @@ def _chosen(rig: Rig, logits: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.full((len(logits), PER_TOKEN), -1, dtype=torch.int32, device=rig.device)
     weights = torch.empty(len(logits), PER_TOKEN, device=rig.device)
     choose_experts(logits.to(rig.device), True, ids, weights)
-    found, best = ids.cpu().long(), logits.double().topk(PER_TOKEN)
-    if found.min() < 0 or found.max() >= EXPERTS:
+    chosen, best = ids.cpu().long(), logits.double().topk(PER_TOKEN)
+    if chosen.min() < 0 or chosen.max() >= EXPERTS:
         raise CheckError("experts were chosen that do not exist")
-    scores = logits.double().gather(1, found)
+    scores = logits.double().gather(1, chosen)
     if not torch.equal(scores, best.values):
         raise CheckError("other experts than the best were chosen")
     require(error_of(weights.cpu(), scores.softmax(-1)), BOUNDS[torch.float32], {})

@@ -40,7 +40,7 @@ from neo_desktop.models.linear.quantised import packed_bytes
 
 DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
-KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantized weights: one per coding scheme
+KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantised weights: one per coding scheme
 QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
 
@@ -167,10 +167,12 @@ def check_rope(rig: Rig) -> Figures:
             config.rms_norm_eps,
         )
         work()
-        found = rows_there.cpu().view(qkv.shape)
-        errors.append(error_of(found, exact))
+        actual = rows_there.cpu().view(qkv.shape)
+        errors.append(error_of(actual, exact))
         _check_stored(
-            slots[1:], [cache.cpu() for cache in caches], (found[:, heads:-kv_heads], found[:, -kv_heads:])
+            slots[1:],
+            [cache.cpu() for cache in caches],
+            (actual[:, heads:-kv_heads], actual[:, -kv_heads:]),
         )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * qkv.nbytes}
@@ -193,13 +195,13 @@ def check_quantised(rig: Rig) -> Figures:
             work = partial(multiply_few, x, weight, offset, out)
             work()
             errors.append(error_of(out.cpu(), given.double() @ exact.double().T + bias.double()))
-        found = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
-        dequantise(weight, 0, found)
-        errors.append(error_of(found.cpu(), exact.double()))
+        unpacked = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
+        dequantise(weight, 0, unpacked)
+        errors.append(error_of(unpacked.cpu(), exact.double()))
         packed = _host_tiles(name, rows, hidden)
         unpack.unpack_quantised(name, packed, exact)
-        unpack_quantised(name, packed.to(rig.device), found)
-        errors.append(error_of(found.cpu(), exact.double()))
+        unpack_quantised(name, packed.to(rig.device), unpacked)
+        errors.append(error_of(unpacked.cpu(), exact.double()))
     assert work is not None
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": weight.nbytes + x.nbytes + out.nbytes}
@@ -244,11 +246,11 @@ def check_prompts(rig: Rig) -> Figures:
     for window in rig.windows:
         out.fill_(torch.nan)
         group.attend(q, contexts, out, scale, window, sinks, config.attention_softcap)
-        found = out.cpu()
+        actual = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
             expected = _dense(rig, given_q[chunk.rows], k, v, window)
-            errors.append(error_of(found[chunk.rows], expected))
+            errors.append(error_of(actual[chunk.rows], expected))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     work = partial(group.attend, q, contexts, out, scale, None, sinks, config.attention_softcap)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}

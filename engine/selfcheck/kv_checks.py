@@ -110,9 +110,9 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
+def error_of(actual: Tensor, expected: Tensor) -> float:
     """Return the largest relative error of a vector along the last dimension."""
-    wrong = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    wrong = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     return float(wrong.max())
 
 
@@ -140,9 +140,9 @@ def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
         case = LayerCase(rig, dtype, lengths, kind)
         case.write()
         for window in rig.windows:
-            found = case.attend(window)
+            actual = case.attend(window)
             stored = case.stored(torch.float32 if dtype is torch.int8 else rig.dtype)
-            error = error_of(found, case.expected(stored, window))
+            error = error_of(actual, case.expected(stored, window))
             worst = error if math.isnan(error) else max(worst, error)
             figures["cases"] = int(figures["cases"]) + 1
             if not worst <= BOUNDS[dtype]:

@@ -277,9 +277,9 @@ def check_swap(rig: Rig) -> Figures:
 
     _carry_out(backend, SmallProgram("swap", record), in_graphs=False)
     backend.close()
-    found = torch.empty_like(given)
-    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), found)
-    if not torch.equal(found, given):
+    returned = torch.empty_like(given)
+    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), returned)
+    if not torch.equal(returned, given):
         raise CheckError("KV came back from host memory with other values")
     return {"bytes": given.nbytes}
 

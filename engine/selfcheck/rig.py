@@ -50,8 +50,8 @@ class Rig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding windows of the model's layers, and one that certainly masks something."""
-        of_model = {window for window in self.config.layer_windows if window is not None}
-        return (None, *sorted(of_model)[:1]) if of_model else (None, 100)
+        windows = {window for window in self.config.layer_windows if window is not None}
+        return (None, *sorted(windows)[:1]) if windows else (None, 100)
 
     @property
     def sinks(self) -> Tensor | None:

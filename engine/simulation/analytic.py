@@ -63,10 +63,10 @@ class KVBudget:
                 return self.streamed_tokens
             return self.cpu_tokens if tier.in_host_memory else self.gpu_tokens
 
-        found = {tier: tokens(tier) // BLOCK_SIZE for tier in ALL_TIERS}
+        blocks = {tier: tokens(tier) // BLOCK_SIZE for tier in ALL_TIERS}
         if workers is None:
-            return found
-        return {workers if tier.cpu_attends else tier: count for tier, count in found.items()}
+            return blocks
+        return {workers if tier.cpu_attends else tier: count for tier, count in blocks.items()}
 
     def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
         """Return a budget with streamed KV in host memory, as much as an iteration hides at most.

@@ -44,7 +44,7 @@ _DDR4, _DDR5 = "ddr4-desktop", "ddr5-desktop"
 
 # name, memory in GiB, GB/s, TFLOP/s, multiprocessors, (PCIe generation, lanes) or GB/s one way, host
 _ALL = (
-    # Data centers. T4 (2019): a power limit of 70 W throttles matmuls early, and Jia et al., arXiv
+    # Data centres. T4 (2019): a power limit of 70 W throttles matmuls early, and Jia et al., arXiv
     # 1903.07486, measured 220 of 320 GB/s. A10G: 70 TFLOP/s dense, where the A10 has 125. L4 and A2 have
     # limits of 72 and 60 W. H100: power and the tail of a matmul keep matmuls near 0.65.
     _gpu(
