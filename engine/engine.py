@@ -261,7 +261,7 @@ class Engine:
         return self._scheduler.abort(request_id)
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """Register a callback, called by any thread if `check` would raise while the engine is idle."""
+        """Register a callback, which any thread calls as soon as `check` would raise."""
         self._iterations.executor.watch(alarm)
 
     def check(self) -> None:

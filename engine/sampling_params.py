@@ -30,9 +30,9 @@ class SamplingParams:
     max_tokens: int | None = None  # limit on output tokens; None: until the context is full
     temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy, always the most probable token
     top_k: int = 0  # keep only the k most probable tokens; 0: keep all
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability;
     min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
-    repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL)
+    repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL);
     presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
     seed: int | None = None  # same seed, same tokens, in any batch; -1: none
@@ -40,7 +40,7 @@ class SamplingParams:
     # position of thoughts, in which stop strings do not count; None: raw text
     thoughts: Thoughts | None = None
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, in addition to the model's own
-    logprobs: int | None = None  # return log-probabilities of the chosen token and this many top ones
+    logprobs: int | None = None  # return log-probabilities of the chosen token and this many top ones;
     n: int = 1  # independent outputs per prompt
     # continue after the model's end-of-sequence token; a grammar still ends the output
     ignore_eos: bool = False

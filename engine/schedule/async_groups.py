@@ -13,8 +13,8 @@ class AsyncGroups(Generic[R]):
 
     An async step is an iteration that advances them. Decodes at layer l join the linear stages between
     layers l and l + 1; the host then has until the next async step to attend for layer l + 1. A decode
-    produces its token `num_layers` async steps after it started. It keeps its slot, the position within its
-    group, on the way.
+    produces its token `num_layers` async steps after its start. Until then it keeps its slot, the position in
+    its group.
     """
 
     def __init__(self, num_layers: int) -> None:

@@ -18,7 +18,7 @@ class SchedulerLimits:
 
     max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
     max_batch_requests: int  # requests that run at the same time
-    max_token_ms: float = MAX_TOKEN_MS  # predicted time per token of an async decode
+    max_token_ms: float = MAX_TOKEN_MS  # limit on the predicted time per token of async decodes
 
     def __post_init__(self) -> None:
         if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
@@ -39,9 +39,8 @@ class HostQueue:
 
     def __init__(self, contexts: Sequence[tuple[KVTier, int]]) -> None:
         self.contexts = contexts
-        self._sums: list[
-            tuple[KVTier, Sequence[int], Sequence[int]]
-        ] = []  # (tier, number of decodes before i, tokens before i)
+        # (tier, number of decodes before i, tokens before i)
+        self._sums: list[tuple[KVTier, Sequence[int], Sequence[int]]] = []
         if not contexts:
             return
         tiers, tokens = zip(*contexts, strict=True)
@@ -115,7 +114,7 @@ class BatchBuilder:
     moved_tokens: int = 0  # tokens whose KV crosses the bus during the iteration; see `iteration_ms`
     num_waiting: int = 0  # prompts without KV
     mean_prompt_tokens: float = 0.0
-    num_running: int = 0  # requests of average length that fit in the preferred tier
+    num_running: int = 0  # requests with KV in some tier
     num_on_host: int = 0  # requests whose decode attention runs on the host;
     most_on_device: int = 0  # requests of average length that fit in the preferred tier
     num_streamed: int = 0  # requests whose KV is streamed to the device

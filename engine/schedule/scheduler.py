@@ -28,7 +28,7 @@ MOST_SHRINKS = 32  # many more than halvings down to a single token need
 
 
 class _Scheduled(NamedTuple):
-    """A request's share of an iteration under way."""
+    """A request's share of a running iteration."""
 
     request: Request
     sequence: ScheduledSequence

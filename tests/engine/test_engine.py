@@ -389,7 +389,7 @@ def test_a_context_longer_than_the_caches_is_refused_not_waited_for(checkpoints:
         ({"dtype": "int3"}, "dtype 'int3'"),
         ({"policy": "magic"}, "policy 'magic'"),
         ({"cpu_cache_dtype": "int4"}, "cpu_cache_dtype 'int4'"),
-        ({"cpu_cache_dtype": "int8", "policy": "gpu-only"}, "with this policy there is none"),
+        ({"cpu_cache_dtype": "int8", "policy": "gpu-only"}, "but this policy has no CPU-cache"),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens"),
         ({"max_batch_requests": 0}, "max_batch_requests"),
         ({"shape": "llama-9"}, "llama-9"),
