@@ -70,24 +70,24 @@ MECHANISMS: Mapping[str, Mechanism] = {
             "Iterations of decodes",
             (
                 Level("host-flags", "CUDA graphs with round trips to the CPU"),
-                Level("device-only", "CUDA graphs where only the GPU works; else launched piece by piece"),
+                Level("device-only", "CUDA graphs for GPU-only work; other work launched piece by piece"),
                 Level("eager", "launched piece by piece"),
             ),
         ),
         _kernel("paged_decode", "Decode attention"),
-        _kernel("rope_append", "Rotation, and KV into the cache"),
+        _kernel("rope_append", "Rotary embedding and KV cache append"),
         _kernel("norm", "Residual and normalisation"),
         _kernel("activation", "Gated activation"),
-        _kernel("row_copy", "Rows of KV into the cache and out of it"),
-        _kernel("quantised", "Products with quantised weights"),
-        _kernel("experts", "Mixtures of experts"),
+        _kernel("row_copy", "KV cache reads and writes"),
+        _kernel("quantised", "Matmuls with quantised weights"),
+        _kernel("experts", "MoE layers"),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",
             (
                 Level("flash", "FlashAttention"),
                 Level("memory-efficient", "memory-efficient attention"),
-                Level("math", "plain products, piece by piece, which are slow"),
+                Level("math", "plain matmuls in pieces, which are slow"),
             ),
         ),
         Mechanism(
@@ -115,8 +115,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
         ),
         Mechanism(
             "nvml",
-            "What the driver tells of the GPU",
-            (Level("nvml", "all of it"), Level("without", "what torch knows")),
+            "GPU information from the driver",
+            (Level("nvml", "complete"), Level("without", "from torch only")),
         ),
     )
 }

@@ -75,7 +75,7 @@ def _one_per_prompt(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if len(params) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts but {len(params)} sampling params")
+        raise ValueError(f"got {num_prompts} prompts but {len(params)} sampling params")
     return params
 
 

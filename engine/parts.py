@@ -206,7 +206,7 @@ def take_memory(
         num_blocks = member.agreed(num_blocks)
     if not any(num_blocks.values()) and options.workers is None:
         raise MemoryError(
-            f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "
+            f"no room for KV: it needs at least {BLOCK_SIZE} tokens of "
             f"{' or '.join(tier.title for tier in tiers)}"
         )
     with loaded.streams.on_device():  # memory belongs to the stream on which it was allocated

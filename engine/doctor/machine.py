@@ -8,7 +8,6 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.profiling import hardware
 
-# a file cannot be written
 CANNOT_KEEP = "the results of checks on this computer cannot be saved"
 
 

@@ -141,8 +141,8 @@ def plan_weights(
         has_experts = config.experts is None and any(m.experts for _, m in config.each_matrix())
         what = "embeddings, head, norms and experts" if has_experts else "embeddings, head and norms"
         raise MemoryError(
-            f"{what} of this model take {always / 1e9:.2f} GB and have to be in GPU "
-            f"memory, but there are {max(gpu_bytes, 0) / 1e9:.2f} GB for weights: allow more GPU memory, "
+            f"{what} of this model take {always / 1e9:.2f} GB and must be in GPU memory, "
+            f"but only {max(gpu_bytes, 0) / 1e9:.2f} GB are free for weights: allow more GPU memory, "
             "close other programs, or choose a smaller or a quantised model"
         )
     alike: dict[Sizes, list[str]] = defaultdict(list)
