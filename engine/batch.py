@@ -1,7 +1,7 @@
 """The contracts between scheduler and executor: a plan goes in, a result comes out, both frozen.
 
-What is made anew for every request in every iteration is a named tuple: no less frozen than a dataclass, and
-made in less than half of the time.
+Types made for every request in every iteration are named tuples: immutable like frozen dataclasses, but
+twice as fast to make.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,34 +19,34 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 FloatArray = NDArray[np.float32]
 
-UNKNOWN_TOKEN = -1  # in a plan: the token that the iteration before chooses, which has not ended
+UNKNOWN_TOKEN = -1  # placeholder in a plan for a token that the previous, unfinished iteration will choose
 
 
 class SamplingInput(NamedTuple):
-    """All that the sampler needs to choose one token."""
+    """Input of the sampler for one token."""
 
     params: SamplingParams
-    seed: int  # with `choice` and `position`, fixes the random number
-    choice: int  # which of the n outputs of the prompt
+    seed: int  # with `choice` and `position`, determines the random number
+    choice: int  # index among the n outputs of the prompt
     position: int  # index of the chosen token in prompt + output
-    prompt_token_ids: IntView  # each of them once; empty unless a penalty needs them
+    prompt_token_ids: IntView  # without duplicates; empty unless a penalty needs them
     output_token_ids: IntView  # in order; empty unless a penalty needs them
-    grammar: GrammarState | None = None  # says which tokens may come; None: all
+    grammar: GrammarState | None = None  # allowed tokens; None: all
 
 
 class ScheduledSequence(NamedTuple):
     """One request's share of an iteration."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # the tokens whose KV this iteration computes
-    start: int  # position of the first of them = tokens already in the KV cache
-    tier: KVTier  # where the KV lives
-    block_table: IntView  # blocks of that tier, covering all `context_len` tokens; fixed, as all of a plan
-    sampling: SamplingInput | None  # None: no token is to be chosen after the last one of `token_ids`
-    num_pooled: int = 0  # how many of the last ones' hidden states are asked for, as their sum
+    token_ids: tuple[int, ...]  # tokens whose KV this iteration computes
+    start: int  # position of the first token = number of tokens in the KV cache;
+    tier: KVTier  # location of the KV
+    block_table: IntView  # blocks in that tier, for all `context_len` tokens; immutable
+    sampling: SamplingInput | None  # None: choose no token after the last of `token_ids`
+    num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
 
     def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
-        """Return it with this last token in place of one that was unknown; None: it has failed meanwhile."""
+        """Return the sequence with its last token, if that was unknown; None: the request failed."""
         if self.token_ids[-1] != UNKNOWN_TOKEN:
             return self
         return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
@@ -58,7 +58,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the decode kernel computes its attention: one new token."""
+        """True if the decode kernel computes its attention: one new token."""
         return len(self.token_ids) == 1
 
 
@@ -76,7 +76,7 @@ class SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One KV block, all layers, to be copied from one tier to another."""
+    """A copy of one KV block, all layers, from one tier to another."""
 
     source: KVTier
     source_block: int
@@ -86,60 +86,60 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class IterationTiming:
-    """How long an iteration took, or is predicted to take."""
+    """Measured or predicted duration of an iteration."""
 
     total_ms: float
-    host_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
-    is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
-    copies_ms: float = 0.0  # while swapped KV came to the device, all layers; 0 where there was none
-    copy_wait_ms: float = 0.0  # of it, while the device had nothing else to do
-    copied_tokens: int = 0  # whose KV came, in each layer
+    host_attention_ms: float  # time in which the CPU computed decode attention, all layers
+    is_first: bool = False  # first of its sizes: slower, because it compiled kernels or captured graphs;
+    copies_ms: float = 0.0  # time in which streamed KV was copied to the device, all layers
+    copy_wait_ms: float = 0.0  # part of `copies_ms` in which the device was idle
+    copied_tokens: int = 0  # tokens whose KV was copied, per layer
 
 
-UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything
+UNKNOWN = IterationTiming(0.0, 0.0)  # no prediction
 
-# Decodes that stand at one stage of an iteration, by slot; None: an empty one.
+# Async decodes at one linear stage of an iteration, by slot; None: an empty slot.
 AsyncGroup = tuple[ScheduledSequence | None, ...]
 MAX_ASYNC_DECODES = 16  # slots of a group
 
 
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
-    """What one iteration does: the copies, in order, then the sub-batches.
+    """The work of one iteration: block copies in order, then the sub-batches.
 
-    A layer of the copies is done before anything of that layer is computed or stored; later layers may still
-    be on their way. Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while
-    the CPU computes the attention of the other). With one, its own attention overlaps at most.
+    The copies of a layer finish before that layer is computed or stored; those of later layers may still
+    run. Two sub-batches overlap (NEO, section 3.1): the GPU computes linear stages of one while the CPU
+    computes the attention of the other. A single sub-batch overlaps only with its own attention.
 
-    async decodes, whose KV the CPU or workers attend to, take one layer in each iteration that has any, a
-    turn: their attention of a layer may take until the next turn. Each stands at a linear stage of sub-batch
-    0, whose rows it joins:
+    Async decodes have KV that the CPU or workers attend to. They advance by one layer in each async step, an
+    iteration with `async_decodes`: their attention of a layer may take until the next async step. Each joins
+    the rows of sub-batch 0 at one linear stage:
 
-        stage 0        begins: the embedding, then what precedes the attention of layer 0
-        stage l        what lies between the attention of layer l - 1 and that of layer l
-        stage L        ends: what follows the attention of the last of L layers, and its token
+        stage 0        start: the embedding, then the part of layer 0 before its attention.
+        stage l        from the attention of layer l - 1 to that of layer l.
+        stage L        end: from the attention of the last of L layers to the sampled token.
 
-    In each turn a decode is given with the same token, in the slot that it began with, one stage further than
-    in the turn before. Iterations that are no turns may lie between.
+    Each async step contains a decode in the same slot with the same token, one stage further than in the
+    async step before. Ordinary iterations may run in between.
     """
 
     sub_batches: tuple[SubBatch, ...]  # one or two; with `async_decodes` the first may be empty
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
-    is_ahead: bool = False  # whether it starts before the iteration before has ended
+    is_ahead: bool = False  # it starts before the previous iteration ends
     # By stage; all groups have the same number of slots, at most MAX_ASYNC_DECODES. Only decodes of the last
     # stage may have `sampling`. Empty: this iteration advances no async decode.
     async_decodes: tuple[AsyncGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
-            raise ValueError(f"a plan has one or two sub-batches, got {len(self.sub_batches)}")
+            raise ValueError(f"a plan must have one or two sub-batches, got {len(self.sub_batches)}")
         if len(set(map(len, self.async_decodes))) > 1:
-            raise ValueError("the async_groups of a plan have the same number of slots")
+            raise ValueError("all groups of `async_decodes` must have the same number of slots")
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether the host neither attends nor brings KV anywhere in it."""
+        """True if the iteration has no host attention and no KV copies."""
         return not self.copies and all(sequence.tier.stays_on_device for sequence in self.all_sequences)
 
     @property
@@ -170,12 +170,12 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: TokenLogprob | None = None  # None unless the request asked for log-probabilities
-    top_logprobs: tuple[TokenLogprob, ...] = ()  # the most probable tokens, in falling order
+    top_logprobs: tuple[TokenLogprob, ...] = ()  # the most probable tokens, in descending order
 
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """What an iteration brought: `request_id -> its token`, and `request_id -> why it has none`."""
+    """Result of an iteration: `request_id -> token`, and `request_id -> error`."""
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, str]
@@ -184,4 +184,4 @@ class IterationResult:
 
 
 class DeviceMemoryError(MemoryError):
-    """The device had no memory left in the middle of an iteration; it can be tried again, smaller."""
+    """The device ran out of memory during an iteration; a smaller one may succeed."""

@@ -1,4 +1,4 @@
-"""JSON files about this computer, in the user's cache folder: each is written as a whole or not at all."""
+"""JSON files about this computer in the user's cache folder, written atomically."""
 
 import hashlib
 import json
@@ -12,25 +12,25 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
+CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable for another folder
 
-Key = Mapping[str, Any]  # plain JSON values: what a file's content depends on
+Key = Mapping[str, Any]  # plain JSON values on which a file's content depends
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder for files of one kind, in the user's cache or in what NEO_DESKTOP_CACHE names."""
+    """Return a folder for one kind of files, in the user's cache or under NEO_DESKTOP_CACHE."""
     named = os.environ.get(CACHE_VARIABLE)
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(named) if named else Path(users, "neo-desktop")).expanduser() / name
 
 
 def digest(key: Key) -> str:
-    """Return a short name for a key."""
+    """Return a short hash of a key."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds; None where there is none, or where it is damaged."""
+    """Return the content of a file; None if it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -39,17 +39,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, data: Mapping[str, Any], trouble: str) -> bool:
-    """Write a file, all or nothing, and return whether that was possible.
+    """Write a file atomically; return False, with a warning, if that fails.
 
     Args:
-        path: its folder is made.
+        path: its folder is created.
         data: plain JSON values.
-        trouble: what it means that the file cannot be written. That is only worth a warning.
+        trouble: consequence of a failure, for the warning.
     """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same file: each writes its own, and the last one to rename wins.
+        # Each process writes its own temporary file; the last rename wins.
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
         ) as file:
@@ -57,7 +57,7 @@ def write_json(path: Path, data: Mapping[str, Any], trouble: str) -> bool:
             file.write(json.dumps(data, indent=1) + "\n")
         temporary.replace(path)
     except OSError as error:
-        logger.warning("%s: %s; set %s to a folder that can be written to", trouble, error, CACHE_VARIABLE)
+        logger.warning("%s: %s; set %s to a writable folder", trouble, error, CACHE_VARIABLE)
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink()

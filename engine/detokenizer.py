@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time, with stop strings."""
+"""Incremental conversion of tokens to text, with stop strings."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -15,42 +15,41 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return what an unfinished character left behind."""
+        """Return the text of an unfinished character."""
         ...
 
 
 class IncrementalText:
-    """The output text of one request: grows with every token, ends before a stop string.
+    """The output text of one request: it grows with every token, and ends before a stop string.
 
-    Text that may turn out to be the beginning of a stop string is held back until that is decided, so
-    that a streaming client never sees a part of it. Stop strings count in the answer: not within thoughts,
-    nor in the marks around them.
+    Text that may be the start of a stop string is held back until that is decided, so that a streaming client
+    never sees a part of one. Stop strings count only in the answer, not in thoughts and their delimiters.
 
     Args:
-        stream: of all tokens of the output.
-        stop: strings that end it.
-        thoughts: that may be in it; None: it is all answer.
+        stream: decodes the output's tokens.
+        stop: strings that end the output.
+        thoughts: position of thoughts in the output; None: the output is all answer.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str], thoughts: Thoughts | None = None) -> None:
-        self.stopped_by: str | None = None  # the stop string that was found
+        self.stopped_by: str | None = None  # the stop string found
         self._stream = stream
         self._channels = stream if thoughts and isinstance(stream, HarmonyStream) else None
         self._thoughts = ThoughtSplitter(thoughts == "open") if thoughts and not self._channels else None
         self._stop = tuple(stop)
-        self._ready = ""  # to be handed out by take()
-        self._held = ""  # behind it: what a stop string may still claim
-        self._undecoded: list[int] = []  # tokens whose text nobody needed yet
+        self._ready = ""  # certain text for take()
+        self._held = ""  # the text after it, which may belong to a stop string
+        self._undecoded: list[int] = []  # tokens to decode on demand
 
     def push(self, token_id: int) -> bool:
-        """Add one token; return True when a stop string is complete, which cuts the text before it."""
+        """Add one token; return True if it completes a stop string, which cuts off the text."""
         if not self._stop:
             self._undecoded.append(token_id)
             return False
         return self._step(token_id)
 
     def finish(self) -> bool:
-        """Release everything held back; return True when the last characters completed a stop string."""
+        """Release held text; return True if the last characters completed a stop string."""
         if self.stopped_by is not None:
             return False
         self._decode()
@@ -78,7 +77,7 @@ class IncrementalText:
         self._undecoded.clear()
 
     def _step(self, token_id: int) -> bool:
-        is_answer = self._is_answer  # a token that ends a message belongs to it
+        is_answer = self._is_answer  # a token that ends a message belongs to that message
         return self._append(self._stream.step(token_id), is_answer)
 
     def _append(self, piece: str, is_answer: bool) -> bool:
@@ -102,9 +101,9 @@ class IncrementalText:
 
     def _search(self, text: str) -> bool:
         self._held += text
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, self.stopped_by = min(found, key=lambda each: each[0])
+        matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, self.stopped_by = min(matches, key=lambda each: each[0])
             self._release(at)
             self._held = ""
             return True
@@ -116,7 +115,7 @@ class IncrementalText:
         self._held = self._held[count:]
 
     def _longest_open_stop(self) -> int:
-        """Length of the longest suffix of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that starts a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):

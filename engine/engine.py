@@ -1,4 +1,4 @@
-"""The engine: requests go in at any time, every step brings some tokens out."""
+"""The engine: it accepts requests at any time, and every step returns new tokens."""
 
 import itertools
 import logging
@@ -46,15 +46,15 @@ from neo_desktop.models.config import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
+WEIGHTS_SHARE = 0.5  # share of the loading progress; the rest is profiling, which only the first start needs
 
 
 class Engine:
     """Continuous batching over one model.
 
-    Not thread-safe: one thread makes the engine's calls (`app.service` owns such a thread).
+    Not thread-safe: one thread makes the engine's calls (`app.service` owns a suitable thread).
 
-    Use `from_pretrained` to make one; the constructor takes parts, so that tests can put in fake ones.
+    Use `from_pretrained` to make an engine; the constructor takes parts, so that tests can use fakes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine:
             model.tokenizer, model.config.vocab_size, self.max_context_tokens, kv_cache.block_size
         )
         self.eos_token_ids = model.config.eos_token_ids or model.tokenizer.eos_token_ids
-        # Any thread may use it: before a request is added, so that compiling holds nobody up.
+        # Thread-safe. Callers compile before they add a request, so that compilation delays no iteration.
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
         self._decoder = model.decoder
@@ -89,7 +89,7 @@ class Engine:
         self._workers = workers
         self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers, reserve)
         self._arrivals = itertools.count(1)
-        self._first_asked_s: float | None = None  # when the first request came
+        self._first_asked_s: float | None = None  # arrival of the first request
         self._has_answered = False
 
     @classmethod
@@ -101,18 +101,18 @@ class Engine:
         progress: Progress | None = None,
         **options: Unpack[EngineKeywords],
     ) -> Self:
-        """Load a model and get the memory for its KV cache.
+        """Load a model and allocate its KV cache.
 
         Args:
             model: a folder with a Hugging Face checkpoint, or "builtin".
-            options: the fields of `EngineOptions`, which say what they mean and have the defaults.
+            options: the fields of `EngineOptions`, which documents them and has the defaults.
             cost_model: see `from_options`.
-            progress: likewise.
+            progress: see `from_options`.
 
         Raises:
             ModelError: the checkpoint cannot be used.
             ValueError: an option is out of range or names something unknown.
-            RuntimeError: the GPU cannot be cut into slices.
+            RuntimeError: the GPU cannot be partitioned.
             MemoryError: weights or caches do not fit.
         """
         return cls.from_options(EngineOptions(model=model, **cast("Any", options)), cost_model, progress)
@@ -124,15 +124,15 @@ class Engine:
         cost_model: CostModel | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Do as `from_pretrained` does, which says what is raised.
+        """Make an engine from options; `from_pretrained` lists the errors raised.
 
         Args:
-            options: what the engine is made from.
-            cost_model: what the scheduler predicts with; None: measured on this computer at the first start
-                with this model, and kept on disk.
-            progress: told how far the loading is, and the measuring.
+            options: all options of the engine.
+            cost_model: the scheduler's cost model; None: measured on this computer at the first start with
+                this model, and cached on disk.
+            progress: reports the progress of loading and profiling.
         """
-        # Known before anything is loaded: what works here, and that a start ended the process before.
+        # Before loading, find out what works here, and whether an earlier start crashed the process.
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
@@ -166,27 +166,30 @@ class Engine:
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
     ) -> Self:
-        """Make an engine of a loaded model and the memory of all tiers that the policy uses.
+        """Make an engine from a loaded model and the memory for the policy's tiers.
 
-        `close` drops them from the engine; the memory is free when nobody else refers to the parts.
-        See `from_options` for the arguments; ValueError: the policy is unknown.
+        `close` releases the engine's references; the memory is free once no other references to the parts
+        exist. `from_options` describes the other arguments.
 
         Args:
-            host_reserve_bytes: what caches leave to other programs, see `HostReserve`; None: nothing is
-                given back.
+            host_reserve_bytes: host memory left to other programs, see `HostReserve`; None: the caches keep
+                all.
+
+        Raises:
+            ValueError: the policy is unknown.
         """
         chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
         streams = parts.model.streams
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
-        # With a single tier to live nothing has to be predicted; but weights in host memory are divided.
+        # A single tier needs no predictions, but offloaded weights are divided by the cost model.
         predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
         predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
         if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         if parts.workers is not None and isinstance(cost_model, TableCostModel):
             cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
-        # Without a trace, single iterations are recorded for those who look.
+        # Without a trace file, the timeline records single iterations for live views.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader
         group = None if leader is None else leader.group
@@ -207,36 +210,37 @@ class Engine:
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
-        """What the model's makers recommend."""
+        """Sampling parameters that the model's authors recommend."""
         return self.config.generation
 
     @property
     def note(self) -> str | None:
-        """What the owner of the computer should know."""
+        """A note for the user about the GPU partition, or None."""
         return self.streams.note
 
     @property
     def gpu_bytes(self) -> int:
-        """What it took of the GPU's memory."""
+        """GPU memory reserved by the process, in bytes."""
         return torch.cuda.memory_reserved() if self.streams.device.type == "cuda" else 0
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """True if a request has not finished."""
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, an iteration has not, or outputs have not been taken."""
+        """True if a request or an iteration has not finished, or outputs have not been taken."""
         return self.has_requests or self._iterations.has_more
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
     ) -> PreparedRequest:
-        """Check a prompt and make everything ready that `add` needs; any thread may.
+        """Check a prompt and prepare it for `add`; thread-safe.
 
         Raises:
-            see `InputProcessor.prepare`; SettingError: the grammar cannot be used.
+            SettingError: the grammar cannot be used.
+            ValueError: see `InputProcessor.prepare`.
         """
         prepared = self.input_processor.prepare(prompt, params, add_special_tokens=add_special_tokens)
         if params.grammar is not None:
@@ -244,7 +248,7 @@ class Engine:
         return prepared
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Queue a request; its n outputs are told apart by their `choice`."""
+        """Queue a request; `choice` distinguishes its n outputs."""
         if self._first_asked_s is None:
             self._first_asked_s = time.perf_counter()
         for request in new_requests(
@@ -253,43 +257,43 @@ class Engine:
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request now and free its memory; return the last of its outputs, if it was still there."""
+        """End a request now and free its memory; return its last outputs, if it was still running."""
         return self._scheduler.abort(request_id)
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """Have something called, by any thread, when `check` would raise though nobody asks anything."""
+        """Register a callback, which any thread calls as soon as `check` would raise."""
         self._iterations.executor.watch(alarm)
 
     def check(self) -> None:
-        """Raise RuntimeError if it is known that nothing can be computed in this process any more."""
+        """Raise RuntimeError if this process cannot compute any more."""
         if (loss := self._iterations.executor.loss) is not None:
             raise loss
 
     def rest(self) -> bool:
-        """Do what is to be done now and then while there is no work; return whether figures have changed."""
+        """Do the periodic work of an idle engine; return True if statistics have changed."""
         return self._iterations.rest()
 
     def step(self) -> list[RequestOutput]:
-        """Wait for an iteration and start the next one; return what each request gained by the first.
+        """Wait for an iteration and start the next one; return the requests' new outputs.
 
         Raises:
-            RuntimeError: the GPU or a thread is lost to this process, so that the engine cannot be used any
-                more (see `is_lost`). Other failures end the requests concerned.
+            RuntimeError: the GPU or a thread is lost, and the engine is unusable (see `is_lost`). Other
+                failures end only the affected requests.
         """
         self.collect()
         self.launch()
         return self.take_outputs()
 
     def collect(self) -> None:
-        """Wait for the iteration under way, or else for one that starts now, and take its tokens in."""
+        """Wait for the current iteration, or start one and wait, and apply its tokens."""
         self._iterations.collect()
 
     def launch(self) -> None:
-        """Plan the next iteration, of all requests that are there now, and start it, if there is work."""
+        """Plan the next iteration with all requests present, and start it."""
         self._iterations.launch()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return what requests gained since the last call; best while an iteration is under way."""
+        """Return new outputs since the last call; call it while an iteration runs."""
         outputs = self._iterations.take_outputs()
         if not self._has_answered and self._first_asked_s is not None and any(o.tokens for o in outputs):
             self._has_answered = True
@@ -304,35 +308,35 @@ class Engine:
 
         Args:
             prompts: texts or token ids.
-            params: one for all prompts or one for each.
+            params: one for all prompts or one per prompt.
 
         Returns:
             The outputs in the order of the prompts; with `n` above 1, the n outputs of a prompt in a row.
 
         Raises:
-            ValueError: a prompt or a setting cannot be used; nothing is run then.
-            EngineError: the engine had to give a request up.
+            ValueError: a prompt or a setting cannot be used; nothing runs then.
+            EngineError: the engine had to give up a request.
         """
         return generate(self, prompts, params)
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
-        """Return what the model makes of each prompt: hidden states after the final norm, of length 1.
+        """Return one embedding per prompt: hidden states after the final norm, normalised to length 1.
 
         Args:
             prompts: texts or token ids.
-            pooling: the mean of all tokens, or the last one.
+            pooling: the mean over the tokens, or the last token.
 
         Returns:
             One array [hidden] per prompt.
 
         Raises:
-            ValueError: a prompt cannot be used; nothing is run then.
-            EngineError: the engine had to give a request up.
+            ValueError: a prompt cannot be used; nothing runs then.
+            EngineError: the engine had to give up a request.
         """
         return embed(self, prompts, pooling)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of what the engine holds and has done."""
+        """Return a snapshot of the engine's statistics."""
         counters = self._scheduler.counters
         return EngineStats(
             model=self.model_name,
@@ -359,9 +363,9 @@ class Engine:
         )
 
     def live_view(self) -> LiveView:
-        """Return what the engine does right now, for people; once a second is often enough.
+        """Return the engine's current activity for display; poll about once per second.
 
-        For some seconds from then on notes about iterations are taken, which the next view tells of.
+        The call enables notes about iterations for some seconds; the next view contains them.
         """
         self._notes.ask()
         weights_bytes = self._decoder.nbytes
@@ -374,7 +378,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End all threads, drop weights and caches; nothing can be generated afterwards."""
+        """Stop all threads and drop weights and caches; the engine is unusable afterwards."""
         if "_decoder" in vars(self):
             del self._decoder
             self._iterations.close()
@@ -399,7 +403,7 @@ def new_requests(
     grammars: GrammarCompiler,
     arrivals: Iterator[int],
 ) -> Iterator[Request]:
-    """Yield the n requests of a prompt, told apart by their `choice`."""
+    """Yield the n requests of a prompt, distinguished by `choice`."""
     params = prepared.params
     seed = secrets.randbits(63) if params.seed is None else params.seed
     for choice in range(params.n):

@@ -1,4 +1,4 @@
-"""What can be wrong with a request."""
+"""Errors of requests."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ class SettingError(ValueError):
     """A setting that cannot be used.
 
     Args:
-        field: its name, with which the message begins.
+        field: its name, which starts the message.
         reason: the rest of the sentence.
     """
 
@@ -20,19 +20,19 @@ class SettingError(ValueError):
         return f"{self.field} {self.reason}"
 
     def named(self, names: Mapping[str, str]) -> "SettingError":
-        """Return it with the name that the field has elsewhere: `engine's name -> name there`."""
+        """Return the error with the field's name in another interface: `engine's name -> name there`."""
         return SettingError(names.get(self.field, self.field), self.reason)
 
 
 class ContextLengthError(ValueError):
-    """A prompt, or prompt and max_tokens together, that no context can hold.
+    """A prompt, or prompt and max_tokens together, that exceeds the context.
 
-    The beginning of the message is OpenAI's: agents look for it.
+    The message starts like OpenAI's, because agents search for that text.
 
     Args:
-        limit: tokens that the context holds.
-        num_tokens: of the prompt; or of its beginning, if that is too long already.
-        max_tokens: that were asked for; None: the prompt alone is too long.
+        limit: tokens in the context.
+        num_tokens: prompt tokens, or tokens of its start if that is too long already.
+        max_tokens: requested output tokens; None: the prompt alone is too long.
         is_whole: `num_tokens` counts the whole prompt.
     """
 
@@ -49,7 +49,7 @@ class ContextLengthError(ValueError):
         beginning = f"This model's maximum context length is {self.limit} tokens"
         if self.max_tokens is None:
             has = f"the prompt has {self.num_tokens} tokens{'' if self.is_whole else ' and more'}"
-            return f"{beginning}, however {has}: shorten the prompt, so that an answer fits, too"
+            return f"{beginning}, however {has}: shorten the prompt to leave room for an answer"
         total = self.num_tokens + self.max_tokens
         return (
             f"{beginning}, however you requested {total} tokens ({self.num_tokens} in the prompt, "
@@ -59,7 +59,7 @@ class ContextLengthError(ValueError):
 
 
 class NoEmbeddingsError(ValueError):
-    """An engine that gives answers, and no embeddings."""
+    """The engine produces answers, not embeddings."""
 
 
 class EngineError(RuntimeError):

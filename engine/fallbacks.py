@@ -1,13 +1,13 @@
-"""The fallbacks: every mechanism that may fail on somebody's computer, and what serves in its place.
+"""Fallbacks: mechanisms that may fail on some computers, and their replacements.
 
-Each level gives the same tokens; a lower one is slower, or takes more memory. Where a mechanism stands is a
-matter of the whole process, since the GPU and its driver are:
+All levels produce the same tokens; lower ones are slower, or take more memory. The level of a mechanism
+applies to the whole process, like the GPU and its driver:
 
     forced        NEO_DESKTOP_LEVEL_<MECHANISM>=<level> in the environment
-    limited       `limit`: by a check at the start, by `doctor`, by a failure in the middle of the work
+    limited       `limit`: by a check at the start, by `doctor`, or by a failure at run time
     otherwise     its highest level
 
-Mechanisms ask `level` each time they have the choice, so that a limit holds from the next iteration on.
+Mechanisms query `level` at each use, so a limit applies from the next iteration on.
 """
 
 import logging
@@ -28,15 +28,15 @@ _WSL_HINT = "; this is WSL2, see docs/wsl2.md"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One way of doing something."""
+    """One implementation of a mechanism."""
 
     name: str
-    what: str  # in words, for tables
+    what: str  # description for tables
 
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """Something that can be done in several ways, the best one first."""
+    """A mechanism with several implementations, the best first."""
 
     name: str
     title: str
@@ -44,10 +44,10 @@ class Mechanism:
     is_for_gpu: bool = True
 
     def position(self, level: str) -> int:
-        """Return how far down a level is; 0 is the highest.
+        """Return the position of a level; 0 is the highest.
 
         Raises:
-            ValueError: there is no such level.
+            ValueError: unknown level.
         """
         for index, each in enumerate(self.levels):
             if each.name == level:
@@ -69,25 +69,25 @@ MECHANISMS: Mapping[str, Mechanism] = {
             "graphs",
             "Iterations of decodes",
             (
-                Level("host-flags", "CUDA graphs that hand over to the CPU and back"),
-                Level("device-only", "CUDA graphs where only the GPU works; else launched piece by piece"),
+                Level("host-flags", "CUDA graphs with round trips to the CPU"),
+                Level("device-only", "CUDA graphs for GPU-only work; other work launched piece by piece"),
                 Level("eager", "launched piece by piece"),
             ),
         ),
         _kernel("paged_decode", "Decode attention"),
-        _kernel("rope_append", "Rotation, and KV into the cache"),
+        _kernel("rope_append", "Rotary embedding and KV cache append"),
         _kernel("norm", "Residual and normalisation"),
         _kernel("activation", "Gated activation"),
-        _kernel("row_copy", "Rows of KV into the cache and out of it"),
-        _kernel("quantised", "Products with quantised weights"),
-        _kernel("experts", "Mixtures of experts"),
+        _kernel("row_copy", "KV cache reads and writes"),
+        _kernel("quantised", "Matmuls with quantised weights"),
+        _kernel("experts", "MoE layers"),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",
             (
                 Level("flash", "FlashAttention"),
                 Level("memory-efficient", "memory-efficient attention"),
-                Level("math", "plain products, piece by piece, which are slow"),
+                Level("math", "plain matmuls in pieces, which are slow"),
             ),
         ),
         Mechanism(
@@ -110,38 +110,38 @@ MECHANISMS: Mapping[str, Mechanism] = {
         Mechanism(
             "affinity",
             "Threads of CPU attention",
-            (Level("bound", "each bound to a core"), Level("free", "wherever the system puts them")),
+            (Level("bound", "each bound to a core"), Level("free", "placed by the system")),
             is_for_gpu=False,
         ),
         Mechanism(
             "nvml",
-            "What the driver tells of the GPU",
-            (Level("nvml", "all of it"), Level("without", "what torch knows")),
+            "GPU information from the driver",
+            (Level("nvml", "complete"), Level("without", "from torch only")),
         ),
     )
 }
 
-# Where these others stand lower, the mechanism stands on its lowest level, whatever its own limit is.
+# mechanism -> required levels of others; if one is lower, the mechanism uses its lowest level.
 NEEDS: Mapping[str, Mapping[str, str]] = {"graphs": {"host_memory": "pinned"}}
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackState:
-    """Where a mechanism stands."""
+    """Current level of a mechanism."""
 
     mechanism: Mechanism
     level: Level
-    reason: str | None  # why it is not the highest; None: it is
+    reason: str | None  # cause of a lower level; None: it is the highest
 
 
 class Fallbacks:
-    """Where each mechanism stands; any thread may ask and limit.
+    """Levels of the mechanisms; thread-safe.
 
     Args:
         forced: `mechanism -> level`.
 
     Raises:
-        ValueError: there is no such mechanism or level.
+        ValueError: unknown mechanism or level.
     """
 
     def __init__(self, forced: Mapping[str, str] | None = None) -> None:
@@ -151,13 +151,13 @@ class Fallbacks:
         self._changes = 0
         for name, level in (forced or {}).items():
             if name not in MECHANISMS:
-                raise ValueError(f"there is no mechanism {name!r}; those there are: {', '.join(MECHANISMS)}")
+                raise ValueError(f"unknown mechanism {name!r}; choose one of: {', '.join(MECHANISMS)}")
             self._positions[name] = MECHANISMS[name].position(level)
             self._reasons[name] = f"{variable(name)} asks for it"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Fallbacks":
-        """Make fallbacks from NEO_DESKTOP_LEVEL_… variables; raises what the constructor raises."""
+        """Make fallbacks from NEO_DESKTOP_LEVEL_… variables; raises the constructor's errors."""
         return cls(
             {
                 name.removeprefix(VARIABLE_PREFIX).lower(): level
@@ -176,7 +176,7 @@ class Fallbacks:
         return self._positions.get(mechanism, 0)
 
     def _unmet_need(self, mechanism: str) -> str | None:
-        """Return what a mechanism lacks, in words; None: nothing."""
+        """Return the unmet requirement of a mechanism, in words; None: all are met."""
         for name, level in NEEDS.get(mechanism, {}).items():
             other = MECHANISMS[name]
             position = other.position(level)
@@ -185,14 +185,14 @@ class Fallbacks:
         return None
 
     def limit(self, mechanism: str, level: str, reason: str, *, is_told: bool = False) -> bool:
-        """Use no higher level than this one from now on.
+        """Limit a mechanism to this level or lower ones.
 
         Args:
-            reason: a clause for people, such as "the driver refused ...".
-            is_told: people know already, and the log is spared.
+            reason: a clause for users, like "the driver refused ...".
+            is_told: users know already; do not log.
 
         Returns:
-            Whether that changed anything; it was logged then.
+            True if the level changed.
         """
         chosen = MECHANISMS[mechanism]
         if not self._lower(mechanism, level, reason):
@@ -213,7 +213,7 @@ class Fallbacks:
         return True
 
     def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
-        """Use no higher level of several mechanisms; one line of the log tells of those that this changes.
+        """Limit several mechanisms; log one line about the changed ones.
 
         Args:
             reason: see `limit`.
@@ -225,19 +225,19 @@ class Fallbacks:
             logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
 
     def descend(self, mechanism: str, reason: str) -> bool:
-        """Use the level below the present one from now on; return whether there is one."""
+        """Fall back by one level; return False if no lower level exists."""
         position = self._position(mechanism) + 1
         levels = MECHANISMS[mechanism].levels
         return position < len(levels) and self.limit(mechanism, levels[position].name, reason)
 
     @contextmanager
     def at_levels(self, levels: Mapping[str, str]) -> Iterator[None]:
-        """Stand on these levels within the block, higher or lower ones than before; then as before.
+        """Use these levels within the block, higher or lower than before; restore them afterwards.
 
-        It is of the whole process: no other work may be under way.
+        Levels apply to the whole process, so no other work may be running.
 
         Raises:
-            ValueError: there is no such level.
+            ValueError: unknown level.
         """
         with self._lock:
             before = dict(self._positions), dict(self._reasons)
@@ -250,24 +250,24 @@ class Fallbacks:
                 self._changes += 1
 
     def put(self, levels: Mapping[str, str]) -> None:
-        """Stand on these levels from now on, higher or lower ones than before.
+        """Use these levels from now on, higher or lower than before.
 
         Raises:
-            ValueError: there is no such level.
+            ValueError: unknown level.
         """
         positions = {name: MECHANISMS[name].position(level) for name, level in levels.items()}
         with self._lock:
             self._positions |= positions
             self._changes += 1
-            self._reasons |= dict.fromkeys(positions, "it was asked for")
+            self._reasons |= dict.fromkeys(positions, "set explicitly")
 
     @property
     def changes(self) -> int:
-        """How often anything was changed; what depends on levels is made anew when it has grown."""
+        """Number of changes so far; rebuild objects that depend on levels when it has grown."""
         return self._changes
 
     def states(self) -> Sequence[FallbackState]:
-        """Return where all mechanisms stand."""
+        """Return the state of every mechanism."""
         return [
             FallbackState(
                 mechanism,
@@ -278,7 +278,7 @@ class Fallbacks:
         ]
 
     def limits(self) -> Mapping[str, str]:
-        """Return `mechanism -> level` of all that are not at their highest."""
+        """Return `mechanism -> level` for mechanisms below their highest level."""
         return {name: self.level(name) for name, position in self._positions.items() if position}
 
 

@@ -1,6 +1,6 @@
-"""The process of a rank other than 0: loads its part of a model, then executes what rank 0 plans.
+"""The process of a rank other than 0: it loads its part of a model and executes the plans of rank 0.
 
-See `execute.ranks.messages` for what is said.
+`execute.ranks.messages` defines the messages.
 """
 
 import faulthandler
@@ -30,8 +30,8 @@ FAILED_STATUS = 1
 
 def main() -> None:
     """Run until rank 0 is gone."""
-    faulthandler.enable()  # of a crash, at least the lines of Python are seen
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which closes the pipe
+    faulthandler.enable()  # on a crash, print at least the Python stack
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and closes the pipe
     commands, events = take_pipes()
     frames, writer = read_frames(commands), FrameWriter(events)
     beginning: Beginning = next(frames)
@@ -43,17 +43,17 @@ def main() -> None:
     threading.Thread(target=_listen, args=(frames, messages), name="messages", daemon=True).start()
     try:
         _follow(beginning, Follower(beginning, iter(messages.get, None), writer))
-    except BrokenGroupError:  # another one is the cause
+    except BrokenGroupError:  # another rank is the cause
         os._exit(FAILED_STATUS)
     except Exception as error:
-        if not isinstance(error, (MemoryError, ValueError)):  # which say all themselves
-            traceback.print_exc()  # rank 0 shows it beside what it tells
+        if not isinstance(error, (MemoryError, ValueError)):  # their messages are complete
+            traceback.print_exc()  # rank 0 shows the output with its own error
         writer.put(Failed(_portable(error)))
         os._exit(FAILED_STATUS)
 
 
 def _listen(frames: Iterator[Any], messages: "queue.SimpleQueue[Any]") -> None:
-    """The thread that listens; when rank 0 is gone, nothing that is under way here can come to an end."""
+    """Forward messages; exit when rank 0 is gone, because running work can never finish then."""
     try:
         for message in frames:
             messages.put(message)
@@ -86,7 +86,7 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error of the kinds that loading raises, which rank 0 can raise as its own."""
+    """Return the error as a type that loading raises, so that rank 0 can raise it."""
     for kind in (MemoryError, ValueError):
         if isinstance(error, kind):
             return kind(str(error))

@@ -1,7 +1,7 @@
-"""Values on a pipe between this program and a child of its own: the length of each, then itself, pickled.
+"""Values on a pipe to a child process: length, then the pickled value.
 
-Nobody else can reach such a pipe, so that what comes out of it may be unpickled: it has no name and no port,
-and no other process inherits it.
+Unpickling is safe because no other process can reach the pipe: it has no name and no port, and no other
+process inherits it.
 """
 
 import os
@@ -15,7 +15,7 @@ _HEAD = struct.Struct("<Q")
 
 
 class FrameWriter:
-    """Writes values; any thread may."""
+    """Writes values; thread-safe."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -25,7 +25,7 @@ class FrameWriter:
         """Write one value.
 
         Raises:
-            OSError: nobody reads any more.
+            OSError: the reader is gone.
         """
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         with self._lock:
@@ -34,7 +34,7 @@ class FrameWriter:
 
 
 def read_frames(stream: IO[bytes]) -> Iterator[Any]:
-    """Yield values until the other side is gone; one that it had begun to write is left out."""
+    """Yield values until the writer is gone; an incomplete value is dropped."""
     while len(head := stream.read(_HEAD.size)) == _HEAD.size:
         (size,) = _HEAD.unpack(head)
         data = stream.read(size)
@@ -44,12 +44,12 @@ def read_frames(stream: IO[bytes]) -> Iterator[Any]:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for such values alone; children and what prints get something else."""
+    """Reserve stdin and stdout for values; child processes and prints get replacements."""
     values_in, values_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     try:
         os.dup2(2, 1)
-    except OSError:  # there is no stderr
+    except OSError:  # no stderr
         os.dup2(nothing, 1)
     return values_in, values_out

@@ -1,4 +1,4 @@
-"""All prompts at once, and all answers in the end: for programs that need no stream."""
+"""Batch generation: all prompts at once, and all outputs at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    tokens: tuple[SampledToken, ...]  # the same tokens, with log-probabilities if they were asked for
+    tokens: tuple[SampledToken, ...]  # the same tokens, with the requested log-probabilities
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was reused
 
 
 class _Engine(Protocol):
-    """What is needed of one."""
+    """The required part of `Engine`."""
 
     @property
     def has_requests(self) -> bool: ...
@@ -37,13 +37,13 @@ class _Engine(Protocol):
 def generate(
     engine: _Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Completion]:
-    """See `Engine.generate`."""
+    """Implement `Engine.generate`."""
     each = _one_per_prompt(params or SamplingParams(), len(prompts))
     return [_completion(outputs) for outputs in run(engine, prompts, each)]
 
 
 def embed(engine: _Engine, prompts: Sequence[Prompt], pooling: Pooling) -> list[FloatArray]:
-    """See `Engine.embed`."""
+    """Implement `Engine.embed`."""
     each = [SamplingParams(pooling=pooling)] * len(prompts)
     return [_embedding(outputs) for outputs in run(engine, prompts, each)]
 
@@ -51,9 +51,9 @@ def embed(engine: _Engine, prompts: Sequence[Prompt], pooling: Pooling) -> list[
 def run(
     engine: _Engine, prompts: Sequence[Prompt], each: Sequence[SamplingParams]
 ) -> list[list[RequestOutput]]:
-    """Carry requests out; return what came of each of their outputs."""
+    """Run requests to their end; return their outputs, by prompt and choice."""
     if engine.has_requests:
-        raise RuntimeError("the engine is needed for these prompts alone, but requests are running")
+        raise RuntimeError("the engine must be idle, but requests are running")
     prepared = [engine.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
     collected: dict[tuple[str, int], list[RequestOutput]] = {}
     try:
@@ -64,7 +64,7 @@ def run(
             for output in engine.step():
                 collected[output.request_id, output.choice].append(output)
     finally:
-        for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise nothing is left
+        for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise none is left
             engine.abort(str(index))
     return list(collected.values())
 
@@ -75,7 +75,7 @@ def _one_per_prompt(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if len(params) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts but {len(params)} sampling params")
+        raise ValueError(f"got {num_prompts} prompts but {len(params)} sampling params")
     return params
 
 

@@ -1,4 +1,4 @@
-"""Grammars that an output must follow: llguidance finds which tokens may come next."""
+"""Grammars that constrain an output: llguidance computes the allowed next tokens."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from neo_desktop.engine.grammar_trial import GrammarTrial, limits
 from neo_desktop.engine.json_schema.walk import Enforceable, enforceable
 from neo_desktop.models.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # an engine without grammars needs no llguidance
+if TYPE_CHECKING:  # engines without grammars do not need llguidance
     from llguidance import LLMatcher
 
 MAX_GRAMMAR_CHARS = 2**17
-MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes first
+MAX_COMPILED = 16  # cached grammars; the least recently used is dropped first
 
 _JSON = re.compile(r'"json_schema"|%json')  # in a grammar
 
-# Between the parts of JSON: bounded, since small models like to go on with it for ever.
+# Between the parts of JSON; bounded, because small models tend to repeat it endlessly.
 WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 
 
@@ -37,27 +37,27 @@ def _matchers() -> "type[LLMatcher]":
 
 
 def any_json() -> str:
-    """Return the grammar of JSON objects."""
+    """Return the grammar of any JSON object."""
     return from_json_schema({"type": "object"})
 
 
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
-    """Return the grammar of JSON that a schema allows, in one line or indented.
+    """Return the grammar of JSON that satisfies a schema, in one line or indented.
 
-    Constraints that cannot be enforced are left out: `grammar_schema.enforceable` lists them.
+    Constraints that cannot be enforced are left out: `json_schema.walk.enforceable` lists them.
 
     Args:
-        schema: or its JSON text.
-        is_strict: refuse a schema that has one.
+        schema: parsed or as JSON text.
+        is_strict: reject a schema with unenforceable constraints.
 
     Raises:
-        SettingError: it is no JSON schema, too long, or cannot be followed.
+        SettingError: it is no JSON schema, is too long, or is unsupported.
     """
     return from_enforceable(parsed_schema(schema, is_strict=is_strict).schema)
 
 
 def from_enforceable(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of a schema that `parsed_schema` has returned.
+    """Return the grammar of a schema returned by `parsed_schema`.
 
     Raises:
         SettingError: it is too long.
@@ -66,7 +66,7 @@ def from_enforceable(schema: Mapping[str, Any]) -> str:
 
 
 def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:
-    """Return a schema as it can be enforced.
+    """Return the enforceable form of a schema.
 
     Raises:
         SettingError: see `from_json_schema`.
@@ -82,17 +82,17 @@ def json_rule(schema: Mapping[str, Any], **spacing: Any) -> str:
     """Return the JSON text of an enforceable schema, for `%json` in Lark.
 
     Args:
-        spacing: of llguidance's options; by default JSON is written as Python writes it, in one line.
+        spacing: llguidance options; the default is Python's JSON format in one line.
     """
     spacing = spacing or {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     text = json.dumps(schema)
-    # Each character has one way to be written then, unless a control character must be possible.
+    # Each character then has one spelling, unless a control character must be possible.
     escapes = {} if "\\u00" in text else {"json_allowed_escapes": 'nrbtf\\"'}
     return json.dumps({**schema, "x-guidance": spacing | escapes})
 
 
 def from_regex(pattern: str) -> str:
-    """Return the grammar of texts that a regular expression matches as a whole.
+    """Return the grammar of texts that fully match a regular expression.
 
     Raises:
         SettingError: it is too long.
@@ -101,7 +101,7 @@ def from_regex(pattern: str) -> str:
 
 
 def from_lark(text: str) -> str:
-    """Return a grammar that is written in llguidance's form of Lark.
+    """Return a grammar written in llguidance's variant of Lark.
 
     Raises:
         SettingError: it is too long.
@@ -113,21 +113,20 @@ def _checked(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise SettingError(
             "grammar",
-            f"has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that it may have: make it "
-            "smaller",
+            f"has {len(grammar)} characters, more than the limit of {MAX_GRAMMAR_CHARS}: make it smaller",
         )
     return grammar
 
 
 class GrammarState:
-    """Where one output stands in its grammar.
+    """Position of one output in its grammar.
 
     Args:
-        matcher: at the grammar's beginning; nobody else may advance it.
-        awaited: bytes that the output must hold first; what comes after them follows the grammar.
+        matcher: at the start of the grammar; owned by this object.
+        awaited: bytes that the output must contain first; the text after them follows the grammar.
         vocabulary: of the tokens.
-        keys: of the JSON that the grammar is about; None: it is about other text.
-        on_error: called when the output cannot go on.
+        keys: of the JSON that the grammar describes; None: other text.
+        on_error: called if the output cannot continue.
     """
 
     def __init__(
@@ -143,23 +142,23 @@ class GrammarState:
         self._awaited = awaited
         self._vocabulary = vocabulary
         self._on_error = on_error
-        self._end = b""  # of the output, as long as something is awaited
+        self._end = b""  # end of the output, until `awaited` appears
         self._error: str | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow."""
+        """True if no token may follow."""
         return not self._awaited and self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot go on; None if it can."""
+        """The reason why the output cannot continue; None if it can."""
         return self._error
 
     def allowed_tokens(self) -> bytes:
-        """Return one bit per token, set where it may come next: token i is bit i % 8 of byte i // 8.
+        """Return one bit per token, set if it may come next: token i is bit i % 8 of byte i // 8.
 
-        They are as many as the model's vocabulary has tokens, rounded up to whole bytes.
+        The bits cover the model's vocabulary, rounded up to whole bytes.
         """
         if self._awaited:
             return self._vocabulary.all_but_eos
@@ -167,12 +166,12 @@ class GrammarState:
         if not self._matcher.is_error():
             keys = self._keys
             return allowed if keys is None else keys.without_repeated(allowed, self._vocabulary.index)
-        # Anything may be drawn then: `accept` will refuse it.
+        # The sampler may draw any token then: `accept` will refuse it.
         self._fail()
         return b"\xff" * len(allowed)
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; False where that is impossible, and `error` says why."""
+        """Advance by a token; return False if that is impossible, with the reason in `error`."""
         if self._awaited:
             text = self._end + self._vocabulary.tokens[token_id]
             self._end = text[-len(self._awaited) :]
@@ -191,10 +190,10 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes grammars ready for the tokens of one model.
+    """Compiles grammars for the tokens of one model; thread-safe.
 
-    May be called by any thread. Compiling takes milliseconds, so it is done in another thread, before a
-    request is added; the engine then finds the grammar ready.
+    Compilation takes milliseconds. It runs in another thread before the request is added, so that the engine
+    finds the grammar compiled.
 
     Args:
         vocab_size: of the model's logits.
@@ -205,18 +204,18 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self._vocabulary: _Vocabulary | None = None  # made when first needed, which takes a while
+        self._vocabulary: _Vocabulary | None = None  # built on first use, which takes a while
         self._vocabulary_lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._compiled_lock = threading.Lock()
         self._trial = GrammarTrial()
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop background work."""
         self._trial.close()
 
     def compile(self, grammar: str) -> None:
-        """Make a grammar ready, unless it is.
+        """Compile a grammar, unless it is cached.
 
         Raises:
             SettingError: it cannot be used.
@@ -224,10 +223,11 @@ class GrammarCompiler:
         self._matcher(grammar)
 
     def start(self, grammar: str, after: str | None = None) -> GrammarState:
-        """Return the state of an output that has no token yet.
+        """Return the state of an empty output.
 
         Args:
-            after: text that the output must hold before it follows the grammar; None: from the beginning on.
+            after: text that the output must contain before it follows the grammar; None: it follows from the
+                start.
 
         Raises:
             SettingError: the grammar cannot be used.
@@ -238,7 +238,7 @@ class GrammarCompiler:
         return GrammarState(matcher, (after or "").encode(), self._ready_vocabulary(), keys, forget)
 
     def _forget(self, grammar: str) -> None:
-        """Compile it anew the next time: its outputs share what was found out, and its limits."""
+        """Drop a cached grammar: its outputs share its computed states and its limits."""
         with self._compiled_lock:
             self._compiled.pop(grammar, None)
 
@@ -260,7 +260,7 @@ class GrammarCompiler:
         if not self._trial.is_harmless(grammar):
             raise SettingError("grammar", "cannot be used: it is too complex, make it smaller")
         matcher = matchers(self._ready_vocabulary().tokenizer, grammar, log_level=0, limits=limits())
-        # The first tokens may take long to find; what is learnt by it remains for all outputs.
+        # The first token masks may be slow; all outputs share what this computes.
         beginning = matcher.deep_copy()
         beginning.compute_bitmask()
         for tried in (matcher, beginning):
@@ -276,19 +276,19 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A model's tokens as llguidance wants them.
+    """A model's tokens in the form that llguidance expects.
 
-    Tokens that are no text are its special ones: they appear where a grammar names them, never as the
-    characters that they are written with. Ids without a token are never allowed.
+    Tokens without text are special tokens: they appear where a grammar names them, never as their characters.
+    Ids without a token are never allowed.
     """
 
-    is_tokenizer_wrapper = True  # what llguidance asks of a tokenizer, with the next four and __call__
+    is_tokenizer_wrapper = True  # llguidance expects it of a tokenizer, with the next four and __call__
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._encode = tokenizer.encode
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        if not eos_token_ids:  # one that no logit stands for, so that a grammar can end all the same
+        if not eos_token_ids:  # an id without a logit, so that a grammar can end
             eos_token_ids = [vocab_size]
             self.tokens.append(b"")
         self.eos_token_id = eos_token_ids[0]
@@ -304,18 +304,18 @@ class _Vocabulary:
         self.all_but_eos = np.packbits(is_allowed, bitorder="little").tobytes()
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens that the model would expect for a text that must come next."""
+        """Return the tokens that the model expects for a text that must come next."""
         token_ids = self._encode(text, add_special_tokens=False)
         is_same = self._special.isdisjoint(token_ids) and (
             b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens))
             == text.encode()
         )
-        # Many tokenizers put a space before every text, and what looks like a special token becomes one.
+        # Many tokenizers prepend a space to every text, and text that looks like a special token becomes one.
         return token_ids if is_same else self.tokenizer.greedy_tokenize(text)
 
 
 def _reason(error: str) -> str:
-    """Return the library's message in one line, without its state."""
+    """Return llguidance's message in one line, without its state."""
     lines = [line.strip() for line in error.partition("<")[0].splitlines()]
     reason = " ".join(line for line in lines if line)[:300]
     return "no text follows it" if reason == "NoExtensionBias" else reason

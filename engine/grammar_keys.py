@@ -1,4 +1,4 @@
-"""Keys of JSON objects come once: a grammar alone cannot see to that."""
+"""Uniqueness of keys in JSON objects, which a grammar alone cannot enforce."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class TokenIndex:
-    """Tokens by the bytes that they begin with, and those that hold a whole key."""
+    """Tokens by their first bytes, and tokens that contain a whole key."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
@@ -17,38 +17,38 @@ class TokenIndex:
         self._with_keys = np.array([i for i, token in enumerate(tokens) if token.count(b'"') > 1], np.int64)
 
     def beginning_with(self, start: bytes) -> Sequence[int]:
-        """Return the tokens whose bytes begin so."""
+        """Return the tokens whose bytes start like this."""
         first = bisect_left(self._bytes, start)
         last = bisect_left(self._bytes, start + b"\xff" * 4, first)
         return self._ids[first:last]
 
     def with_keys(self, allowed: bytes) -> list[int]:
-        """Return the allowed tokens, one bit each, that hold two quotes or more."""
+        """Return the allowed tokens, one bit each, that contain at least two quotes."""
         bits = np.frombuffer(allowed, np.uint8)
         ids = self._with_keys[self._with_keys < 8 * len(bits)]
-        found: list[int] = ids[bits[ids >> 3] >> (ids & 7) & 1 == 1].tolist()
-        return found
+        tokens: list[int] = ids[bits[ids >> 3] >> (ids & 7) & 1 == 1].tolist()
+        return tokens
 
 
 class OpenKeys:
-    """Objects that are open in the JSON written so far, with their keys; text around it is skipped."""
+    """Open objects in the JSON written so far, with their keys; surrounding text is skipped."""
 
     def __init__(self) -> None:
         self._open: list[set[bytes] | None] = []  # None: an array
-        self._key: bytes | None = None  # so far
+        self._key: bytes | None = None  # the part read so far
         self._expects_key = False
         self._in_string = False
         self._is_escaped = False
 
     def copy(self) -> "OpenKeys":
-        """Return one that can be fed by itself."""
+        """Return an independent copy."""
         other = OpenKeys()
         other.__dict__ |= self.__dict__
         other._open = [None if keys is None else set(keys) for keys in self._open]
         return other
 
     def feed(self, text: bytes) -> bool:
-        """Read on; return False if a key came twice."""
+        """Read text; return False if a key is repeated."""
         is_unique = True
         for byte in text:
             if self._in_string:
@@ -69,7 +69,7 @@ class OpenKeys:
         return is_unique
 
     def _read(self, byte: int) -> bool:
-        """Read more of a string; return False if it is a key that came before."""
+        """Read a byte of a string; return False if it completes a repeated key."""
         if byte == ord('"') and not self._is_escaped:
             self._in_string = False
             keys = self._open[-1]
@@ -85,9 +85,9 @@ class OpenKeys:
         return True
 
     def without_repeated(self, allowed: bytes, index: TokenIndex) -> bytes:
-        """Return the allowed tokens, one bit each, without those that end a key for the second time.
+        """Return the allowed tokens, one bit each, without those that complete a repeated key.
 
-        Where no other is left, they stay: a pattern may allow a few keys alone.
+        If none is left, return them all: a pattern may allow only a few keys.
         """
         if not self._open:
             return allowed

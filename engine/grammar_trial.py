@@ -1,9 +1,9 @@
-"""Grammars are tried in a process of their own before they are used.
+"""Trial compilation of grammars in a separate process.
 
-llguidance bounds what a grammar may cost, but not everywhere: a chain of some thousand definitions overflows
-the stack, which would end the server, and some expressions take minutes and gigabytes to compile.
+llguidance limits the cost of a grammar, but not everywhere. A chain of some thousand definitions overflows
+the stack, which would crash the server, and some expressions take minutes and gigabytes to compile.
 
-This file also is the program of that process: it imports nothing of ours, so that it starts in an instant.
+This file is also the program of that process: it imports none of our modules, so it starts quickly.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ if TYPE_CHECKING:  # as in grammar.py
     from llguidance import LLParserLimits, LLTokenizer
 
 MAX_S = 3.0
-MAX_MEMORY_BYTES = 2 << 30  # address space, and so everything
-STACK_BYTES = 1 << 20  # threads have more: what comes through here is no danger to them
+MAX_MEMORY_BYTES = 2 << 30  # of address space, which bounds all memory
+STACK_BYTES = 1 << 20  # server threads have more, so a grammar that passes is safe for them
 
-# What a grammar may cost per token: milliseconds, and some 80 MB in all. The library's own limits are about
-# twice as high, and a text made to reach them would hold everybody up. Each character of a string of bounded
-# length takes some ten states, those of others take none.
+# Limits per token: milliseconds, and some 80 MB in all. The library's own limits are about twice as high; a
+# text made to reach them would delay every request. A character of a string with bounded length takes some
+# ten states; other strings take none.
 
 
 def limits() -> "LLParserLimits":
-    """What a grammar may cost."""
+    """Return the limits on a grammar's cost."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -42,14 +42,14 @@ def limits() -> "LLParserLimits":
 
 
 class GrammarTrial:
-    """Tries grammars, one at a time; may be called by any thread."""
+    """Tries grammars, one at a time; thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
     def is_harmless(self, grammar: str) -> bool:
-        """Whether a grammar can be compiled within bounds; errors of its own are no harm."""
+        """Return True if a grammar compiles within the limits; errors in the grammar are harmless."""
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
@@ -70,7 +70,7 @@ class GrammarTrial:
             return False
 
     def close(self) -> None:
-        """End the process; the next trial starts another one."""
+        """Stop the process; the next trial starts a new one."""
         with self._lock:
             self._end()
 
@@ -90,19 +90,19 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     return process.stdin, process.stdout
 
 
-# From here on: the process.
+# The rest runs in the process.
 
 
 def main() -> None:
-    """Answer every line, a grammar in JSON, with one of its own, as long as nothing goes wrong."""
-    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+    """Answer each line, a grammar in JSON, with one line, until a trial fails."""
+    with contextlib.suppress(ValueError, OSError):  # a lower limit already applies
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from llguidance import LLTokenizer
 
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
-        # The library lets other threads run while it works.
+        # llguidance releases the GIL while it works.
         alarm = threading.Timer(MAX_S, os._exit, (1,))
         alarm.start()
         threading.stack_size(STACK_BYTES)

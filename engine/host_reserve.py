@@ -1,4 +1,4 @@
-"""Host memory that other programs need: caches give it back, and take it again when there is plenty."""
+"""Host memory reserve: caches return memory to other programs, and grow again when there is plenty."""
 
 import logging
 import time
@@ -15,44 +15,44 @@ from neo_desktop.engine.schedule.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-RESERVE_SHARE = 0.1  # of the computer's memory, or of the container's
-MOST_RESERVE_BYTES = 2 * GIB  # unless more is asked for
-LOOK_S = 1.0  # between two looks at what is available
-PLENTY = 2  # times the reserve
-PLENTY_S = 10.0  # for so long there must be plenty before a cache grows
-LEAST_SHARE = 1 / 16  # of its blocks that a cache always keeps
+RESERVE_SHARE = 0.1  # of the computer's or the container's memory
+MOST_RESERVE_BYTES = 2 * GIB  # for the default reserve
+LOOK_S = 1.0  # between checks of the available memory;
+PLENTY = 2  # multiple of the reserve
+PLENTY_S = 10.0  # a cache grows after this much time of plenty
+LEAST_SHARE = 1 / 16  # of its blocks, the minimum size of a cache
 
 
 def reserve_bytes(options: EngineOptions) -> int | None:
-    """Return how much host memory is left to other programs; None: the caches keep what they have."""
+    """Return the host memory to leave to other programs; None: the caches never shrink."""
     if options.tensor_parallel > 1:
-        return None  # each rank has caches of its own
+        return None  # each rank has its own caches
     if options.host_reserve_gib is None:
         return min(int(host_memory().total_bytes * RESERVE_SHARE), MOST_RESERVE_BYTES)
     return int(options.host_reserve_gib * GIB) or None
 
 
 class HostReserve:
-    """Makes the caches in host memory smaller when too little is left to others, and larger again.
+    """Shrinks host-memory caches when available memory falls below the reserve, and grows them again.
 
         available   |<- reserve ->|<- reserve ->|
                      too little    enough        plenty, for some seconds: a cache grows
-                     a cache gives back what is missing
+                     a cache returns the missing part
 
-    A smaller cache uses its first blocks only. Requests with others move in the next iteration, or are
-    computed again. Once no request has a block behind them, those pages go back to the system; the
-    addresses stay, so that nothing that refers to them has to be made anew. The oldest request keeps its
-    blocks. Pinned memory, as the swap-cache of a GPU, stays.
+    A smaller cache uses only its first blocks. Requests with other blocks move in the next iteration, or are
+    recomputed. Once those blocks are unused, their pages return to the system; the addresses stay valid, so
+    that nothing must be rebuilt. The oldest request keeps its blocks. Pinned memory, for example the
+    swap-cache of a GPU, never shrinks.
 
-    All calls come from the engine's thread, while no iteration is under way.
+    All calls come from the engine's thread, while no iteration runs.
 
     Args:
-        scheduler: told how many blocks it may use.
+        scheduler: its block limits are adjusted.
         kv_cache: the scheduler's.
-        storage: the memory; pools that cannot give anything back stay as they are.
+        storage: the memory; pools that cannot return memory keep theirs.
         num_bytes: the reserve.
         clock: in seconds.
-        available: bytes of host memory that programs can still have; None: what the system says.
+        available: returns the available bytes of host memory; None: query the system.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class HostReserve:
         self._num_bytes = num_bytes
         self._clock = clock
         self._available = available or _available_bytes
-        self._draining: set[KVTier] = set()  # smaller already, but their pages are not given back yet
+        self._draining: set[KVTier] = set()  # caches that shrank but have not returned their pages yet
         self._next_look_s = clock()
         self._plenty_since_s: float | None = None
 
     @property
     def is_due(self) -> bool:
-        """Whether `look` has something to do."""
+        """True if `look` has work to do."""
         return bool(self._pools) and (bool(self._draining) or self._clock() >= self._next_look_s)
 
     @property
     def is_short(self) -> bool:
-        """Whether a cache is smaller than it could be."""
+        """True if a cache is below its full size."""
         return any(size.limit < size.most for size in self._sizes().values())
 
     def look(self) -> bool:
-        """Give memory back or take it again, if it is time to; return whether a cache has another size."""
+        """Shrink or grow caches if a check is due; return True if a size changed."""
         if not self.is_due:
             return False
         self._give_back()
@@ -97,8 +97,8 @@ class HostReserve:
         self._next_look_s = self._clock() + LOOK_S
         try:
             available = self._available()
-        except OSError as error:  # no file is left to look with, say: the caches keep what they have
-            logger.debug("available memory is not known: %s", error)
+        except OSError as error:  # no file handle left, for example: the caches keep their sizes
+            logger.debug("the available memory is unknown: %s", error)
             return False
         if available < PLENTY * self._num_bytes:
             self._plenty_since_s = None
@@ -111,7 +111,7 @@ class HostReserve:
         return self._grow(available - PLENTY * self._num_bytes)
 
     def make_room(self) -> bool:
-        """Make the caches larger for the oldest request, which fits nowhere; False if they cannot be."""
+        """Grow the caches for the oldest request, which fits in no tier; return False if none can grow."""
         sizes = self._sizes()
         needed = {tier: self._least_blocks(tier, size) for tier, size in sizes.items()}
         if all(needed[tier] <= size.limit for tier, size in sizes.items()):
@@ -126,14 +126,14 @@ class HostReserve:
         return min(-(-least // BLOCKS_PER_RUN) * BLOCKS_PER_RUN, size.most)
 
     def _set_limits(self, limits: Mapping[KVTier, int]) -> bool:
-        """Set those that change; return whether any did."""
+        """Apply the limits that differ; return True if any did."""
         changed = {tier: limit for tier, limit in limits.items() if limit != self._kv.size(tier).limit}
         for tier, limit in changed.items():
             self._scheduler.set_limit(tier, limit)
         return bool(changed)
 
     def _shrink(self, missing: int) -> bool:
-        """Begin to give back: of the memory that each cache takes, the same share."""
+        """Shrink every cache by the same share of the memory that it occupies."""
         sizes = self._sizes()
         held_bytes = sum(size.touched * self._pools[tier].block_bytes for tier, size in sizes.items())
         kept_share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
@@ -149,7 +149,7 @@ class HostReserve:
         return has_changed
 
     def _give_back(self) -> None:
-        """Give the pages back that nobody needs any more."""
+        """Return pages that are no longer used to the system."""
         for tier in tuple(self._draining):
             if not self._scheduler.is_drained(tier):
                 continue
@@ -162,7 +162,7 @@ class HostReserve:
                 return
             self._kv.forget_touched(tier)
             logger.info(
-                "other programs need memory: the %s gave back up to %.2f GB and has %d of %d tokens now",
+                "other programs need memory: the %s gave back up to %.2f GB and now has %d of %d tokens",
                 tier.title,
                 num_bytes / 1e9,
                 size.limit * self._kv.block_size,
@@ -170,7 +170,7 @@ class HostReserve:
             )
 
     def _grow(self, spare: int) -> bool:
-        """Use more blocks again, of each cache the same share of what is missing."""
+        """Grow every cache by the same share of its missing blocks."""
         sizes = self._sizes()
         missing = sum(
             (size.most - size.limit) * self._pools[tier].block_bytes for tier, size in sizes.items()
@@ -192,7 +192,7 @@ class HostReserve:
         return has_changed
 
     def _stop(self, error: OSError) -> None:
-        """Keep all memory from now on, since the system does not take it."""
+        """Restore full sizes for good, because the system does not take memory back."""
         logger.warning("memory cannot be given back to other programs, so the caches keep it: %s", error)
         self._set_limits({tier: size.most for tier, size in self._sizes().items()})
         self._pools = {}

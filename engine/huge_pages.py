@@ -1,4 +1,4 @@
-"""Huge pages of host memory: asked for, and checked once the memory was written."""
+"""Huge pages of host memory: requested, and verified after the memory was written."""
 
 import mmap
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from neo_desktop.engine.fallbacks import fallbacks
 HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SMAPS = Path("/proc/self/smaps")
 HUGE_BYTES = 2 << 20
-ENOUGH = 0.5  # of memory in huge pages; less is worth a word
+ENOUGH = 0.5  # share of memory in huge pages; below it, a warning is due
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Ask for them behind memory that was not written to yet, as far as the fallback level allows it.
+    """Request huge pages for unwritten memory, if the fallback level allows them.
 
     Args:
-        tensor: begins at a page, in memory that no other process shares: shared memory gets none.
+        tensor: page-aligned, in private memory: shared memory gets no huge pages.
     """
     if fallbacks.level("huge_pages") == "small" or tensor.nbytes < mmap.PAGESIZE:
         return
@@ -34,30 +34,30 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
 def check_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Fall back to small pages if written memory got too few of the huge pages it asked for."""
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
-    # Less than two huge pages may have room for none between its ends.
+    # A range below two huge pages may not contain an aligned one.
     ranges = [(begin, end) for begin, end in ranges if end - begin >= 2 * HUGE_BYTES]
     total, huge = sum(end - begin for begin, end in ranges), huge_page_bytes(ranges)
     if huge is not None and huge < ENOUGH * total and fallbacks.level("huge_pages") == "huge":
         fallbacks.limit(
             "huge_pages",
             "small",
-            f"only {huge / 1e9:.1f} of {total / 1e9:.1f} GB of weights in host memory are in huge pages, so "
-            "that the CPU reads them more slowly: end other programs, or start the computer again",
+            f"only {huge / 1e9:.1f} of {total / 1e9:.1f} GB of weights in host memory are in huge pages, "
+            "which slows the CPU down: close other programs, or restart the computer",
         )
 
 
 def huge_page_bytes(ranges: Iterable[tuple[int, int]]) -> int | None:
-    """Return the bytes in huge pages of mappings that overlap ranges of addresses; None: not known."""
-    wanted, found, is_wanted = list(ranges), 0, False
+    """Return the bytes in huge pages of mappings that overlap the address ranges; None: unknown."""
+    wanted, num_bytes, is_wanted = list(ranges), 0, False
     text = _read(SMAPS)
     for line in text.splitlines():
         name, _, rest = line.partition(" ")
         if name == "AnonHugePages:" and is_wanted:
-            found += int(rest.split()[0]) * 1024
-        elif not name.endswith(":"):  # a mapping begins: "7f00-7f01 rw-p .."
+            num_bytes += int(rest.split()[0]) * 1024
+        elif not name.endswith(":"):  # the start of a mapping: "7f00-7f01 rw-p .."
             begin, end = (int(address, 16) for address in name.split("-"))
             is_wanted = any(first < end and begin < last for first, last in wanted)
-    return found if text else None
+    return num_bytes if text else None
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From a prompt to what the engine queues: tokenised, checked and hashed, by whichever thread has time."""
+"""Input processing: prompts are tokenised, checked and hashed, in any thread."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.marks import ChatText
 from neo_desktop.models.tokenizer import Tokenizer
 
-CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
+CHARS_PER_TOKEN = 8  # an upper bound on the average of texts; prose has about 4
 
 Prompt = str | ChatText | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt that an engine can take, and what is asked of it."""
+    """A prompt that an engine can take, and its sampling parameters."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -25,9 +25,9 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """What has to be known of an engine to prepare requests for it; no engine is needed.
+    """Prepares requests for an engine without access to it.
 
-    Values can be sent to another process, and any thread may use one.
+    It can be sent to another process, and is thread-safe.
     """
 
     tokenizer: Tokenizer
@@ -43,17 +43,17 @@ class InputProcessor:
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
-        """Tokenise a prompt and find out whether it can be run.
+        """Tokenise a prompt and check that it can run.
 
         Args:
             prompt: text, a chat or token ids.
-            add_special_tokens: let the tokenizer put its special tokens around a text; chats have theirs.
-            cuts_max_tokens: where `max_tokens` is more than the context has room for, take what there is.
+            add_special_tokens: add the tokenizer's special tokens to a text; chats have their own.
+            cuts_max_tokens: reduce `max_tokens` to the room in the context.
 
         Raises:
-            ContextLengthError: prompt and output would not fit into the context.
+            ContextLengthError: prompt and output exceed the context.
             SettingError: a setting names tokens outside the vocabulary.
-            ValueError: the prompt is empty, or holds such tokens.
+            ValueError: the prompt is empty, or contains tokens outside the vocabulary.
         """
         if isinstance(prompt, str | ChatText):
             token_ids = self._tokenise(prompt, add_special_tokens)
@@ -66,12 +66,12 @@ class InputProcessor:
             if (unknown := self._unknown(getattr(params, field))) is not None:
                 raise SettingError(field, self._outside(unknown))
         hashes: list[BlockHash] = []
-        if params.pooling is None:  # otherwise no token may be left out since its KV is there
+        if params.pooling is None:  # pooling needs every token's hidden state, so no KV may be reused
             extend_hashes(hashes, token_ids, self.block_size)
         return PreparedRequest(token_ids, params, tuple(hashes))
 
     def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
-        # A text that is far too long is refused for its beginning; all of it might take minutes.
+        # A far too long text is rejected after its start; tokenising all could take minutes.
         num_chars = self.max_context_tokens * CHARS_PER_TOKEN
         beginning = text.beginning(num_chars) if isinstance(text, ChatText) else text[:num_chars]
         token_ids = self._encode(beginning, add_special_tokens)

@@ -1,4 +1,4 @@
-"""Integers that are appended one by one and read as one array."""
+"""Integers appended one by one and read as one array."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ IntView = NDArray[np.int32]  # read-only
 
 
 class IntArray:
-    """A sequence of int32 that grows at its end and never changes what is there.
+    """A growing sequence of int32 whose elements never change.
 
-    So a view of it is fixed, too: what is appended later lies behind its end, or in a larger array.
+    Views therefore never change: later elements are stored after their end, or in a larger array.
     """
 
     __slots__ = ("_memory", "_size", "_view")
@@ -25,14 +25,12 @@ class IntArray:
         return self._size
 
     def append(self, number: int) -> None:
-        """Add one number."""
         if self._size == len(self._memory):
             self._make_room(1)
         self._memory[self._size] = number
         self._size += 1
 
     def extend(self, numbers: Iterable[int]) -> None:
-        """Add some numbers."""
         added = np.fromiter(numbers, dtype=np.int32)
         if self._size + len(added) > len(self._memory):
             self._make_room(len(added))
@@ -40,7 +38,7 @@ class IntArray:
         self._size += len(added)
 
     def view(self) -> IntView:
-        """Return all numbers there are now, without copying them."""
+        """Return all current numbers without a copy."""
         if len(self._view) < self._size:
             self._view = _read_only(self._memory[: self._size])
         return self._view

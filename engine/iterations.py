@@ -1,4 +1,4 @@
-"""Iterations, one after the other: planned, started, waited for, taken in."""
+"""Iterations: plan, start, wait, update."""
 
 import logging
 import time
@@ -17,19 +17,19 @@ from neo_desktop.engine.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 30.0  # for a lost worker to come back, where nobody else can do its work
+LONGEST_WAIT_S = 30.0  # for a lost worker to return, if no other tier has room
 
 
 class Iterations:
-    """Carries out what a scheduler plans; one thread's.
+    """Runs the scheduler's plans; single-threaded.
 
     Args:
-        scheduler: plans, and takes results in.
+        scheduler: makes plans and receives results.
         executor: computes; closed and dropped by `close`.
         cost_model: learns from each iteration.
-        notes: for those who look at what goes on.
-        workers: attention workers; None: there are none.
-        reserve: looks after the host's memory; None: nobody does.
+        notes: for live views.
+        workers: attention workers; None: no workers.
+        reserve: manages host memory; None: caches keep their size.
     """
 
     def __init__(
@@ -43,27 +43,28 @@ class Iterations:
     ) -> None:
         self.executor = executor
         self.num_started = 0
-        self.outside_s = 0.0  # what passed between iterations that followed each other
+        self.outside_s = 0.0  # time between consecutive iterations
         self._scheduler = scheduler
         self._cost_model = cost_model
         self._notes = notes
         self._workers = workers
         self._reserve = reserve
-        self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or two for a moment
-        self._gained: list[Request] = []  # by the iterations whose outputs nobody has taken yet
-        self._failed: list[RequestOutput] = []  # the ends of requests that iterations failed for
-        self._last_end_s: float | None = None  # when the iteration before ended, if no pause followed
+        self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or briefly two
+        self._gained: list[Request] = []  # requests with outputs that have not been taken yet
+        self._failed: list[RequestOutput] = []  # last outputs of failed requests
+        # end of the previous iteration, unless the engine was idle since
+        self._last_end_s: float | None = None
 
     @property
     def has_more(self) -> bool:
-        """Whether an iteration has not ended, or outputs have not been taken."""
+        """True if an iteration has not finished, or outputs have not been taken."""
         return bool(self._under_way or self._gained or self._failed)
 
     def collect(self) -> None:
-        """Wait for the iteration under way, or else for one that starts now, and take its tokens in.
+        """Wait for the current iteration, or start one and wait, and apply its tokens.
 
-        Meanwhile the next iteration is decided on, as if no token of this one ended a request; it starts if
-        it can do so before the tokens are known.
+        Meanwhile, decide on the next iteration as if no request finished in this one, and start it if it does
+        not need this one's tokens.
         """
         self.launch()
         if not self._under_way:
@@ -84,9 +85,9 @@ class Iterations:
         self._gained += self._scheduler.update(result)
 
     def launch(self) -> None:
-        """Plan the next iteration, of all requests that are there now, and start it, if there is work.
+        """Plan the next iteration with all requests present, and start it.
 
-        Nothing is done while one is under way, as when it started before the last one had ended.
+        Do nothing while an iteration runs, for example one that started ahead.
         """
         if self._under_way:
             return
@@ -102,23 +103,23 @@ class Iterations:
             if self._scheduler.num_waiting and self._workers is not None:
                 self._await_workers(self._workers)
             elif self._scheduler.num_waiting and self._reserve is not None and self._reserve.is_short:
-                why = "no cache has room for so long a context, and the system gives no more memory for it"
+                why = "no cache has room for a context of this length, and the system has no more memory"
                 self._failed += self._scheduler.refuse_first(why)
             return
         try:
             self._start(plan)
-        except Exception as error:  # whatever broke, the other requests must go on
+        except Exception as error:  # other requests must continue after any error
             self._give_up(error)
 
     def rest(self) -> bool:
-        """Look after the host's memory; return whether a cache has another size by that."""
+        """Check the host memory reserve; return True if a cache size changed."""
         return self._reserve is not None and not self._under_way and self._reserve.look()
 
     def _await_workers(self, workers: Workers) -> None:
-        """Wait a moment for a lost worker: nobody else has memory for the request that comes first."""
+        """Wait a moment for a lost worker, if no other tier can hold the first request."""
         if workers.wait_for_return(LONGEST_WAIT_S):
             return
-        why = "no memory that is left holds so long a context"
+        why = "the remaining memory cannot hold a context of this length"
         lost = [
             f"{tier} is lost: {state.lost}"
             for tier, state in workers.states.items()
@@ -127,8 +128,8 @@ class Iterations:
         self._failed += self._scheduler.refuse_first(": ".join((why, *lost[:1])))
 
     def _launch_ahead(self) -> None:
-        """Decide on the iteration after the one under way, and start it if it need not wait for that."""
-        # The sizes of caches change between two iterations, when nothing is under way.
+        """Decide on the iteration after the current one; start it if it need not wait."""
+        # Cache sizes change only between iterations, while none runs.
         may_start = self.executor.runs_ahead and not (self._reserve is not None and self._reserve.is_due)
         plan = self._scheduler.look_ahead(may_start=may_start)
         if plan is None:
@@ -138,16 +139,16 @@ class Iterations:
         except Exception as error:
             if is_lost(error):
                 raise
-            self._scheduler.take_back()  # what is wrong shows when it starts in its turn
+            self._scheduler.take_back()  # the error recurs when the iteration starts in order
 
     def _start(self, plan: IterationPlan) -> None:
         self.num_started += 1
         self._under_way.append((plan, self.executor.start(plan)))
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return what requests gained since the last call; best while an iteration is under way.
+        """Return new outputs since the last call; call it while an iteration runs.
 
-        Text is made only now. An aborted request has given its last output already.
+        Decoding to text happens here. Aborted requests have given their last output already.
         """
         gained, self._gained = self._gained, []
         failed, self._failed = self._failed, []
@@ -156,15 +157,15 @@ class Iterations:
         ] + failed
 
     def _give_up(self, error: Exception) -> None:
-        """Take in that the iteration under way failed, and end the requests that cannot go on.
+        """Handle the failure of the current iteration, and end the requests that cannot continue.
 
         Raises:
-            the error: nothing can be computed in this process any more.
+            the error: this process cannot compute any more.
         """
         self._last_end_s = None
         if is_lost(error):
             raise error
-        while self._under_way:  # it started ahead of its tokens
+        while self._under_way:  # it started ahead
             _, wait = self._under_way.popleft()
             try:
                 wait()
@@ -182,17 +183,17 @@ class Iterations:
         is_known = self._scheduler.is_short_of_memory
         if not self._scheduler.shrink():
             self._failed += self._scheduler.fail(f"the device has no memory left: {error}")
-        elif not is_known:  # it stays so for a while, and larger iterations are tried now and then
-            logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
+        elif not is_known:  # the limit stays for a while; larger iterations are retried now and then
+            logger.warning("the device is short of memory: continuing with smaller iterations (%s)", error)
 
     def _book_time(self, timing: IterationTiming) -> None:
-        """Add up what passes between iterations that follow each other."""
+        """Add up the time between consecutive iterations."""
         now = time.perf_counter()
         if self._last_end_s is not None:
             self.outside_s += now - self._last_end_s - timing.total_ms / 1e3
         self._last_end_s = now
 
     def close(self) -> None:
-        """Close the executor and drop it; may be called again."""
+        """Close and drop the executor; may be called again."""
         if (executor := vars(self).pop("executor", None)) is not None:
             executor.close()

@@ -1,10 +1,10 @@
-"""What the engine does right now, for people who look: a frozen snapshot, and what is noted for it meanwhile.
+"""Live views: a frozen snapshot of the engine's activity, and the notes behind it.
 
-    somebody asks ──→ engine.live_view(): copies what is there, and lets `Notes` be taken for some seconds
-    nobody asks   ──→ the notes stop by themselves; an iteration costs one comparison more
+    a client polls  ──→ engine.live_view(): copies the state, and enables `Notes` for some seconds
+    no client polls ──→ the notes expire; an iteration then costs one comparison
 
-The engine's thread only notes and copies. What follows from it (overlap, errors, the bound) is computed by
-the reader of a `LiveView`.
+The engine's thread only notes and copies. The reader of a `LiveView` computes derived values (overlap,
+errors, the bound).
 """
 
 import time
@@ -26,56 +26,57 @@ from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.simulation.bound import Room, Work, least_ms
 from neo_desktop.engine.stats import EngineStats
 
-WATCH_S = 30.0  # how long notes are taken after somebody asked: longer than an iteration takes
-MAX_ITERATIONS = 100  # that are noted
-RATE_S = 3.0  # over which tokens per second are counted
+WATCH_S = 30.0  # duration of notes after a poll: longer than an iteration
+MAX_ITERATIONS = 100  # limit on noted iterations
+RATE_S = 3.0  # averaging time of tokens per second
 
 
 class Phase(StrEnum):
-    """What a request that owns KV is at."""
+    """Phase of a running request."""
 
-    PREFILLING = "prefilling"  # its prompt, or all of it again after a preemption, is being computed
+    PREFILLING = "prefilling"  # computing its prompt, or recomputing all tokens after a preemption
     DECODING = "decoding"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """A request that owns KV."""
+    """A running request."""
 
-    arrival: int  # ordinal; stays the same for as long as the request lives
+    arrival: int  # ordinal, fixed for the request's lifetime
     tier: KVTier
     phase: Phase
     num_tokens: int  # prompt and output so far
-    num_computed_tokens: int  # of them, those whose KV is in the cache
-    is_held: bool  # it waits for a later iteration, since the CPU has too much to do
+    num_computed_tokens: int  # tokens whose KV is in the cache
+    is_held: bool  # waits for a later iteration, because the CPU is overloaded
 
 
 @dataclass(frozen=True, slots=True)
 class LiveIteration:
-    """An iteration that has ended."""
+    """A finished iteration."""
 
     total_ms: float
-    predicted_ms: float  # 0: nothing was predicted
+    predicted_ms: float  # 0: no prediction
     host_attention_ms: float
     num_sub_batches: int
     num_gpu_decodes: int
     num_cpu_decodes: int
-    num_prompts: int  # of which a chunk was computed
-    num_prompt_tokens: int  # of these chunks
+    num_prompts: int  # with a chunk in it
+    num_prompt_tokens: int  # in these chunks
     num_outputs: int  # tokens sampled
-    num_copied_blocks: int  # KV blocks that moved to another tier
-    prompt_context: float  # what the chunks' tokens attend to, summed over them
+    num_copied_blocks: int  # KV blocks moved to another tier;
+    prompt_context: float  # attended tokens, summed over prompt tokens
     longest_prompt: int  # tokens up to the end of a chunk
-    decode_context: int  # what the decodes attend to, summed over them
-    decoded: tuple[str, ...]  # requests that got a token as decodes
+    decode_context: int  # attended tokens, summed over decodes
+    decoded: tuple[str, ...]  # requests whose decode produced a token
 
     @classmethod
     def of(cls, plan: IterationPlan, timing: IterationTiming) -> "LiveIteration":
-        """Sum an iteration up."""
+        """Summarise an iteration."""
         decoded: list[str] = []
         num_gpu = num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
         prompt_context, longest_prompt = 0.0, 1
-        for sequence in plan.sequences:  # one pass: the engine's thread does it in every iteration
+        # a single pass, because the engine's thread runs it in every iteration
+        for sequence in plan.sequences:
             num_tokens = len(sequence.token_ids)
             num_outputs += sequence.sampling is not None
             if num_tokens == 1:
@@ -88,7 +89,7 @@ class LiveIteration:
                 num_prompt_tokens += num_tokens
                 prompt_context += num_tokens * (sequence.start + num_tokens / 2)
                 longest_prompt = max(longest_prompt, sequence.start + num_tokens)
-        for sequence in plan.async_sequences:  # each by a layer; the last one brings the token
+        for sequence in plan.async_sequences:  # each advances by a layer; the last stage produces tokens
             num_cpu += 1
             if sequence.sampling is not None:
                 decoded.append(sequence.request_id)
@@ -118,37 +119,37 @@ class Rates:
 
     prompt_tokens_per_s: float  # computed, not reused
     output_tokens_per_s: float
-    over_s: float  # how long they were counted
+    over_s: float  # averaging time
 
 
 @dataclass(frozen=True, slots=True)
 class LeastTime:
-    """How fast the work of the noted iterations could have been done at best."""
+    """Lower bound on the time of the noted iterations."""
 
-    real_ms: float  # what it took
-    least_ms: float  # with the places of the policy, perfect overlap, nobody waiting
-    gpu_alone_ms: float | None  # likewise with the GPU-cache alone; None: there is none
+    real_ms: float  # measured time
+    least_ms: float  # with the policy's tiers, perfect overlap and no waiting
+    gpu_alone_ms: float | None  # with the GPU-cache alone; None: no GPU-cache exists
 
     @property
     def share(self) -> float:
-        """The share of the bound that was reached."""
+        """Share of the bound that was reached."""
         return self.least_ms / self.real_ms
 
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What the engine does right now."""
+    """A snapshot of the engine's activity."""
 
     stats: EngineStats
-    requests: tuple[LiveRequest, ...]  # those that own KV, by arrival
-    num_gpu_alone: int | None  # of them the GPU-cache alone would hold at most; None: there is none
-    is_gpu_imitated: bool  # the GPU's part runs on the CPU, with a GPU-cache in host memory
+    requests: tuple[LiveRequest, ...]  # running requests, by arrival
+    num_gpu_alone: int | None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
+    is_gpu_imitated: bool  # the CPU stands in for the GPU, with a GPU-cache in host memory
     device_name: str | None  # of the GPU
     weights_bytes: int  # all in the device's memory, in the model's dtype
-    rates: Rates | None  # None: nobody has looked for long enough
-    iterations: tuple[LiveIteration, ...]  # while somebody looked, the newest last
-    spans: tuple[Span, ...]  # of the last iteration that was recorded, in the order of their start
-    spans_age_s: float  # since that iteration's end
+    rates: Rates | None  # None: polling started too recently
+    iterations: tuple[LiveIteration, ...]  # noted iterations, the newest last
+    spans: tuple[Span, ...]  # of the last recorded iteration, by start time
+    spans_age_s: float  # since the end of that iteration
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
     workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
 
@@ -164,14 +165,14 @@ class LiveView:
         async_case_engine: Collection[str] = (),
         workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
-        """Copy what is there.
+        """Make a view from the current state.
 
         Args:
-            running: the requests that own KV.
+            running: running requests with their tiers.
             device: the model's.
-            cost_model: what the scheduler predicts with.
-            own_pace: see `live_requests`.
-            workers: attention workers; None: there are none.
+            cost_model: the scheduler's.
+            async_case_engine: see `live_requests`.
+            workers: attention workers; None: no workers.
         """
         is_cuda = device.type == "cuda"
         gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
@@ -195,9 +196,9 @@ class LiveView:
 
     @property
     def overlap(self) -> float | None:
-        """The share of CPU attention's time in which the device was busy, too.
+        """Share of the CPU attention time in which the device was busy.
 
-        None: there was no CPU attention in the recorded iteration, or the device's part was not recorded.
+        None: the recorded iteration had no CPU attention, or the device's part was not recorded.
         """
         attention_ns = busy_ns(self.spans, "cpu")
         if attention_ns == 0 or not any(span.lane == "device" for span in self.spans):
@@ -206,7 +207,7 @@ class LiveView:
 
     @property
     def mean_error(self) -> float | None:
-        """By how much predictions missed the noted iterations' times, relative to these, on average."""
+        """Mean relative error of the predictions for the noted iterations."""
         errors = [
             abs(i.predicted_ms - i.total_ms) / i.total_ms for i in self.iterations if i.predicted_ms > 0
         ]
@@ -214,7 +215,7 @@ class LiveView:
 
     @property
     def limit(self) -> LeastTime | None:
-        """The bound for the work of the noted iterations; None without measured tables, and with workers."""
+        """The bound for the noted iterations; None without measured tables, and with workers."""
         if self.tables is None or not self.iterations or self.workers:
             return None
         chains = Counter(request_id for one in self.iterations for request_id in one.decoded)
@@ -235,17 +236,17 @@ class LiveView:
         )
 
     def capacity_tokens(self, in_host_memory: bool) -> int:
-        """Tokens that all tiers in this computer's host memory, or in the device's, can hold."""
+        """Return the token capacity of this computer's tiers in host memory, or in device memory."""
         pools = ((tier, pool) for tier, pool in self.stats.pools.items() if not tier.is_remote)
         blocks = sum(pool.num_blocks for tier, pool in pools if tier.in_host_memory is in_host_memory)
         return blocks * self.stats.block_size
 
 
 class Notes:
-    """Takes notes about iterations while somebody looks. All calls come from the engine's thread.
+    """Notes about iterations while a client polls. All calls come from the engine's thread.
 
     Args:
-        timeline: records single iterations for the view; None: there are no spans.
+        timeline: records single iterations for the view; None: no spans.
         clock: in seconds.
     """
 
@@ -255,20 +256,20 @@ class Notes:
         self._timeline = timeline
         self._clock = clock
         self._until_s = float("-inf")
-        self._num_prompt_tokens = 0  # computed while somebody looked
+        self._num_prompt_tokens = 0  # computed while notes are enabled
         self._num_output_tokens = 0
-        self._samples: deque[tuple[float, int, int]] = deque()  # (when, prompt tokens, output tokens) by then
+        self._samples: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, output tokens) so far
         self._iterations: deque[LiveIteration] = deque(maxlen=MAX_ITERATIONS)
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody asked lately."""
+        """True if a client polled recently."""
         return self._clock() < self._until_s
 
     def ask(self) -> None:
-        """Take notes from now on for some seconds, and record the iteration that begins next."""
+        """Enable notes for some seconds, and record the next iteration."""
         now = self._clock()
-        if now >= self._until_s:  # what was noted long ago says nothing about now
+        if now >= self._until_s:  # old notes are stale
             self._samples.clear()
             self._iterations.clear()
         self._until_s = now + WATCH_S
@@ -279,24 +280,23 @@ class Notes:
             self._timeline.record_next()
 
     def note(self, plan: IterationPlan, timing: IterationTiming) -> None:
-        """Note an iteration that has ended."""
         iteration = LiveIteration.of(plan, timing)
         self._iterations.append(iteration)
         self.count(iteration.num_prompt_tokens, iteration.num_outputs)
 
     def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count tokens that were computed, for the rates."""
+        """Count computed tokens, for the rates."""
         self._num_prompt_tokens += num_prompt_tokens
         self._num_output_tokens += num_output_tokens
 
     @property
     def iterations(self) -> tuple[LiveIteration, ...]:
-        """What was noted."""
+        """The noted iterations."""
         return tuple(self._iterations)
 
     @property
     def rates(self) -> Rates | None:
-        """Tokens per second between the calls of `ask` in the last seconds."""
+        """Tokens per second between recent calls of `ask`."""
         if len(self._samples) < 2:
             return None
         (start_s, *start), (end_s, *end) = self._samples[0], self._samples[-1]
@@ -306,12 +306,12 @@ class Notes:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Those of the last iteration that was recorded."""
+        """Spans of the last recorded iteration."""
         return () if self._timeline is None else self._timeline.last
 
     @property
     def spans_age_s(self) -> float:
-        """How long ago that iteration ended."""
+        """Time since the end of that iteration."""
         spans = self.spans
         return time.perf_counter() - max(span.end_ns for span in spans) / 1e9 if spans else 0.0
 
@@ -319,11 +319,12 @@ class Notes:
 def live_requests(
     running: Iterable[tuple[KVTier, RequestState]], async_case_engine: Collection[str] = ()
 ) -> tuple[LiveRequest, ...]:
-    """Return what is to be told of requests that own KV, by arrival.
+    """Return the live state of running requests, by arrival.
 
     Args:
-        running: where each lives.
-        own_pace: whose next token is under way at its own pace; the CPU works on it between turns, too.
+        running: requests with their tiers.
+        async_case_engine: requests with an async decode in flight; the CPU also works on them between async
+            steps.
     """
     requests = [
         LiveRequest(
@@ -340,9 +341,9 @@ def live_requests(
 
 
 def num_fitting(requests: Sequence[RequestState], num_blocks: int, block_size: int) -> int:
-    """Return how many of the requests a cache of so many blocks holds at once, at most: the shortest first.
+    """Return the maximum number of these requests that a cache of `num_blocks` holds: the shortest first.
 
-    Blocks with the same content are there once, even if several requests have them.
+    Blocks with equal content count once, even if several requests share them.
     """
     seen: set[bytes] = set()
     for count, request in enumerate(sorted(requests, key=lambda request: request.num_tokens)):

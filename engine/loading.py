@@ -1,4 +1,4 @@
-"""From a model's name to the parts of an engine: device, dtype, weights, tokenizer, memory."""
+"""Loading: from a model's name to an engine's parts: device, dtype, weights, tokenizer, memory."""
 
 import logging
 import time
@@ -47,9 +47,9 @@ from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
+BUILTIN_NAME = "neo-desktop-guide"  # name in the API
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # "auto": the model's own, and nothing is lost
+CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # "auto": the model's own dtype, lossless
 LOADING = "Loading weights"
 
 
@@ -64,7 +64,7 @@ class LoadedModel:
     streams: Streams  # of the decoder's device
 
 
-# Decides where the weights go of a model of this form, dtype and device; None: all where the device computes.
+# Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
 Planner = Callable[[ModelConfig, WeightFormat, torch.dtype, torch.device], WeightPlan | None]
 
 
@@ -78,14 +78,14 @@ def load(
     """Load a checkpoint, the built-in model, or random weights of a published shape.
 
     Args:
-        progress: called with the share done and what that is.
-        plan: decides where weights go; None: what memory there is, and the options.
-        rank: whose part is loaded.
+        progress: called with the share done and a description.
+        plan: plans the placement of weights; None: use free memory and the options.
+        rank: the rank whose part is loaded.
 
     Raises:
         ModelError: the checkpoint cannot be used, or not be divided.
-        ValueError: the shape is unknown, or the device or dtype not to be had here.
-        RuntimeError: the GPU cannot be cut into slices.
+        ValueError: the shape is unknown, or the device or dtype is unavailable.
+        RuntimeError: the GPU cannot be partitioned.
         MemoryError: the weights do not fit.
     """
     progress = progress or (lambda share, what: None)
@@ -107,8 +107,8 @@ def load(
     whole = checkpoint.config()
     if whole.generation.ignored and rank.number == 0:
         ignored = ", ".join(whole.generation.ignored)
-        logger.warning("%s: recommended, but not done here: %s", checkpoint.name, ignored)
-    weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
+        logger.warning("%s: recommended, but not supported here: %s", checkpoint.name, ignored)
+    weights = check_model(checkpoint, whole)  # before any decision depends on possibly wrong numbers
     config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
@@ -134,7 +134,7 @@ def load(
 
 
 def available_bytes(rank: Rank) -> int:
-    """Return what is free of host memory, of which each rank takes its part."""
+    """Return this rank's share of the free host memory."""
     return host_memory().available_bytes // rank.count
 
 
@@ -150,8 +150,8 @@ def _plan(
     plan = plan_memory(config, form, dtype, device, options, rates, free)
     if plan is not None and rank.count > 1:
         raise MemoryError(
-            f"a part of the weights takes {config.weight_bytes(dtype, form) / 1e9:.1f} GB, for which its GPU "
-            "has no room: divide the model among more GPUs, or choose a smaller one"
+            f"a rank's part of the weights takes {config.weight_bytes(dtype, form) / 1e9:.1f} GB, which does "
+            "not fit on its GPU: divide the model among more GPUs, or choose a smaller one"
         )
     return plan
 
@@ -159,10 +159,10 @@ def _plan(
 def placed_form(
     form: WeightFormat, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
 ) -> WeightFormat:
-    """Return a form of matrices of which those that find no room on the device lie in host memory.
+    """Return a weight format that keeps weights in host memory if they do not fit on the device.
 
     Raises:
-        MemoryError: the weights do not fit, not even together.
+        MemoryError: the weights do not fit in both together.
     """
     placed = plan(config, form, dtype, device)
     if placed is None:
@@ -172,21 +172,21 @@ def placed_form(
         placed.gpu_bytes / 1e9,
         placed.host_bytes / 1e9,
     )
-    of_host = host_form(form)
+    offloaded_form = host_form(form)
     if device.type == "cuda":
-        of_host = replace(of_host, room=weight_bytes)
-    return OffloadedFormat(form, of_host, placed.resident_rows, dispatch)
+        offloaded_form = replace(offloaded_form, room=weight_bytes)
+    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch)
 
 
 def model_path(model: str | Path) -> Path:
-    """Return the path of a checkpoint, or of the built-in model; whether it is there is not checked."""
+    """Return the path of a checkpoint, or of the built-in model; it need not exist."""
     if model == BUILTIN:
         return Path(neo_desktop.models.__file__).parent / BUILTIN
     return Path(model).expanduser()
 
 
 def open_model(model: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the built-in model; ModelError where there is none, or it cannot be used."""
+    """Open a checkpoint, or the built-in model; raise ModelError if it is missing or unusable."""
     path = model_path(model)
     if model == "" or not path.exists():
         raise ModelError(why_missing(str(model), (BUILTIN,)))
@@ -194,10 +194,10 @@ def open_model(model: str | Path) -> Checkpoint:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
+    """Return the device with that name; "auto" takes a CUDA GPU if torch can use one.
 
     Raises:
-        ValueError: the name is unknown, or there is no such device.
+        ValueError: unknown name, or the device is unavailable.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -206,7 +206,7 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         raise ValueError(
-            f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
+            f"device 'cuda' was requested, but torch {torch.__version__} (built for {built_for}) finds no "
             f"usable GPU: {why_unusable() or 'check the driver with nvidia-smi'}, or use device 'cpu'"
         )
     limit_kernels()
@@ -220,13 +220,13 @@ def kept_form(
     config: ModelConfig,
     gpu_bytes: int | None = None,
 ) -> WeightFormat:
-    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels.
+    """Return the format of matrices in memory: the stored one, if requested and supported by the device.
 
-    Without kernels a GPU keeps floats, which are multiplied faster than torch's operators unpack weights; but
-    as they are stored if floats have no room.
+    Without kernels a GPU converts weights to floats, because torch's operators unpack weights more slowly
+    than they multiply floats. If floats do not fit, the stored format remains.
 
     Args:
-        gpu_bytes: free memory of the GPU; None: what is free now.
+        gpu_bytes: free memory of the GPU; None: query it.
     """
     if options.weights_dtype != "auto" or not isinstance(stored, StoredForm):
         return DENSE
@@ -246,17 +246,17 @@ def kept_form(
 def _tell_of_no_kernels(
     stored: WeightFormat, form: WeightFormat, config: ModelConfig, dtype: torch.dtype
 ) -> None:
-    """Log what weights take on a GPU whose kernels cannot multiply them as they are stored."""
+    """Log the size of weights on a GPU without kernels for their stored format."""
     floats, bits = (config.weight_bytes(dtype, each) / 1e9 for each in (DENSE, stored))
     if form == DENSE:
         what = f"become floats and take {floats:.1f} GB of GPU memory instead of {bits:.1f} GB"
     else:
-        what = f"stay packed in {bits:.1f} GB, since {floats:.1f} GB of floats have no room, and are slower"
+        what = f"stay packed in {bits:.1f} GB, because {floats:.1f} GB of floats do not fit, and are slower"
     logger.warning("without Triton's kernels the weights %s", what)
 
 
 def asked_dtype(options: EngineOptions) -> str:
-    """Return the dtype that was asked for, of all or of weights; or "auto"."""
+    """Return the requested dtype, of weights or in general; or "auto"."""
     return options.dtype if options.weights_dtype == "auto" else options.weights_dtype
 
 
@@ -267,19 +267,19 @@ def choose_dtype(
     available_bytes: int | None = None,
     form: WeightFormat = DENSE,
 ) -> torch.dtype:
-    """Return the dtype of weights and KV; "auto" loses no accuracy that the checkpoint has.
+    """Return the dtype of weights and KV; "auto" is lossless.
 
-    On a GPU that is the checkpoint's own dtype, or float16 instead of bfloat16 where the GPU has no bfloat16
-    (Turing). On a CPU it is float32, which every CPU computes at full speed, unless the weights would then
-    take more than half of the free memory. Where a model gives infinities in float16, it is bfloat16 instead
-    of float16, or float32 where there is no bfloat16.
+    On a GPU "auto" is the checkpoint's own dtype, or float16 instead of bfloat16 if the GPU has no bfloat16
+    (Turing). On a CPU it is float32, which every CPU computes at full speed, unless float32 weights would
+    take more than half of the free memory. If a model overflows in float16, it is bfloat16, or float32 if the
+    device has no bfloat16.
 
     Args:
-        available_bytes: of host memory; None: what is free now.
+        available_bytes: of host memory; None: query it.
         form: of the matrices.
 
     Raises:
-        ValueError: the name is unknown, or the GPU has no such numbers.
+        ValueError: unknown name, or the GPU lacks the dtype.
     """
     if name not in ("auto", *DTYPES):
         raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")

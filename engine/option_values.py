@@ -1,4 +1,4 @@
-"""Values of options as Python's users pass them: paths, lists, numbers of numpy, types of torch."""
+"""Conversion of option values from Python: paths, lists, NumPy numbers, torch dtypes."""
 
 import operator
 import os
@@ -10,15 +10,15 @@ from typing import Any, cast
 
 
 def stated(name: str, kinds: tuple[type, ...], value: object, choices: tuple[str, ...] = ()) -> Any:
-    """Return a value as the type that its option has.
+    """Return a value in the type of its option.
 
     Args:
         name: of the option, for the error.
-        kinds: what the option may be: `(int, NoneType)`.
-        choices: texts, one of which the value names: `torch.float16` names "float16".
+        kinds: types of the option, for example `(int, NoneType)`.
+        choices: valid texts; `torch.float16` names "float16".
 
     Raises:
-        ValueError: the value is of another kind.
+        ValueError: the value has another type.
     """
     if value is None and NoneType in kinds:
         return None
@@ -35,10 +35,10 @@ def stated(name: str, kinds: tuple[type, ...], value: object, choices: tuple[str
 
 
 def joined(name: str, value: object) -> object:
-    """Return a list as the command line has it, with commas; a number as its digits.
+    """Return a list in command-line form, with commas; return a number as digits.
 
     Raises:
-        ValueError: the list holds something that is no text, and no pair of host and port.
+        ValueError: an element is neither text nor a pair of host and port.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -85,7 +85,7 @@ def _number(value: object) -> float:
         return float("inf") if cast("Any", value) > 0 else float("-inf")
 
 
-# Type of an option, what makes one of a value, and words for the error; the first that fits is taken.
+# (type of an option, converter, words for the error); the first match is used.
 _CONVERTERS = (
     (str, _text, "text"),
     (Path, _path, "a path"),

@@ -1,7 +1,7 @@
-"""What an engine is made from: each option, its default and what people are told of it, once.
+"""Options of an engine: type, default and help text, defined once.
 
-The command line, the Python API, the self-test and the profiler read these same fields. Nothing heavy is
-imported here: `neo-desktop --help` must not wait for torch.
+Command line, Python API, self-test and profiler read the same fields. Heavy modules are not imported here:
+`neo-desktop --help` must not wait for torch.
 """
 
 from collections.abc import Sequence
@@ -12,35 +12,35 @@ from typing import Annotated, TypedDict, get_args, get_type_hints
 
 from neo_desktop.engine.option_values import joined, stated
 
-BUILTIN = "builtin"  # the model that comes with the program
+BUILTIN = "builtin"  # the model that ships with the program
 MAX_BATCH_REQUESTS = 256
-MOST = 2**53  # of any number: floats have all integers up to it
+MOST = 2**53  # limit for all numbers: floats represent every integer up to it
 MAX_TOKEN_MS = 2000.0  # see `EngineOptions`
-MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # long prefill chunks would delay decodes
 
 
 def most_requests(max_batch_tokens: int | None) -> int:
-    """Return the default of `max_batch_requests`: each request has a token of an iteration at least."""
+    """Return the default of `max_batch_requests`: each request needs a token of the iteration."""
     return min(MAX_BATCH_REQUESTS, max_batch_tokens or MAX_BATCH_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of an option, and what it may be."""
+    """Help text and valid values of an option."""
 
     help: str
-    flag: str | None = None  # on the command line; None: there is none
+    flag: str | None = None  # on the command line; None: no flag
     metavar: str | None = None
     least: float | None = None
     choices: tuple[str, ...] = ()
-    is_list: bool = False  # text with commas, in Python a list, too
+    is_list: bool = False  # comma-separated text, or a list in Python
     panel: str = "Engine"  # of `--help`
 
     def check(self, name: str, value: object) -> None:
-        """Check a value that was given.
+        """Validate a value.
 
         Raises:
-            ValueError: it is none of the choices, too small or infinite.
+            ValueError: it is not among the choices, is too small, or is infinite.
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(self.choices)}")
@@ -52,9 +52,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Which model, where it runs, and how much of the computer it may take.
+    """Model, devices and resource limits of an engine.
 
-    Raises ValueError for a value that does not exist or is out of range.
+    Raises ValueError for invalid values.
     """
 
     model: Annotated[
@@ -73,14 +73,14 @@ class EngineOptions:
         Option(
             flag="--policy",
             choices=("auto", "neo", "apex", "pie", "fastdecode", "gpu-only"),
-            help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both "
-            "(neo, apex), or in both with the GPU attending to all, layer by layer (pie); auto does what is "
+            help="Location of the KV cache: GPU memory (gpu-only), host memory (fastdecode), both "
+            "(neo, apex), or both, with all attention on the GPU, layer by layer (pie); auto does what is "
             "predicted to be fastest.",
         ),
     ] = "auto"
     device: Annotated[
         str,
-        Option(flag="--device", choices=("auto", "cpu", "cuda"), help="Where the linear layers run."),
+        Option(flag="--device", choices=("auto", "cpu", "cuda"), help="Device of the linear layers."),
     ] = "auto"
     tensor_parallel: Annotated[
         int,
@@ -88,7 +88,7 @@ class EngineOptions:
             flag="--tensor-parallel",
             metavar="N",
             least=1,
-            help="Divide the model among N GPUs of this computer, each with a process of its own; without a "
+            help="Divide the model among N GPUs of this computer, with one process per GPU; without a "
             "GPU, among N processes that share its CPUs.",
         ),
     ] = 1
@@ -105,8 +105,8 @@ class EngineOptions:
         Option(
             flag="--weights-dtype",
             choices=("auto", "float32", "float16", "bfloat16"),
-            help="Number format of quantised weights in memory: as they are stored, where the device has "
-            "a kernel for it (auto), or dequantised; it is then that of KV, too.",
+            help="Number format of quantised weights in memory: as stored, if the device has "
+            "a kernel for it (auto), or dequantised to this format, which KV then uses as well.",
         ),
     ] = "auto"
     gpu_cache_tokens: Annotated[
@@ -126,8 +126,8 @@ class EngineOptions:
         Option(
             flag="--swap-cache-tokens",
             least=0,
-            help="Size of the swap-cache in tokens: KV in host memory that comes to the GPU layer by layer "
-            "(pie, auto); default: what the GPU can attend to without waiting.",
+            help="Size of the swap-cache in tokens: KV in host memory that is streamed to the GPU layer by "
+            "layer (pie, auto); default: what the GPU can attend to without waiting.",
         ),
     ] = None
     gpu_memory_gib: Annotated[
@@ -136,7 +136,7 @@ class EngineOptions:
             flag="--gpu-memory",
             metavar="GIB",
             least=0.001,
-            help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of "
+            help="Limit on GPU memory: weights, activations, KV and a reserve; without a GPU, KV of "
             "the imitated GPU-cache. Default: what is free.",
         ),
     ] = None
@@ -146,8 +146,8 @@ class EngineOptions:
             flag="--gpu-weights",
             metavar="GIB",
             least=0.0001,
-            help="The most GPU memory for weights: what is beyond it lives in host memory, and CPU and GPU "
-            "compute it together. Default: all of them where they fit beside KV, else what is predicted to "
+            help="Limit on GPU memory for weights: the rest stays in host memory, and CPU and GPU "
+            "compute it together. Default: all weights if they fit beside KV, otherwise what is predicted to "
             "be fastest.",
         ),
     ] = None
@@ -157,8 +157,8 @@ class EngineOptions:
             flag="--gpu-slice",
             metavar="SMS",
             least=1,
-            help="Use only so many of the GPU's multiprocessors, so that a big card can stand for a small "
-            "one, together with --gpu-memory. Default: all.",
+            help="Use only this many of the GPU's multiprocessors, so that a big card can stand in for a "
+            "small one, together with --gpu-memory. Default: all.",
         ),
     ] = None
     cpu_memory_gib: Annotated[
@@ -167,7 +167,7 @@ class EngineOptions:
             flag="--cpu-memory",
             metavar="GIB",
             least=0.001,
-            help="The most host memory to take for KV and transfers. Default: half of what is available.",
+            help="Limit on host memory for KV and transfers. Default: half of what is available.",
         ),
     ] = None
     host_reserve_gib: Annotated[
@@ -176,8 +176,8 @@ class EngineOptions:
             flag="--host-reserve",
             metavar="GIB",
             least=0,
-            help="Host memory that is left to other programs: when less is available, the caches there "
-            "become smaller, and larger again when there is plenty; 0: they keep what they have. Default: "
+            help="Host memory to leave to other programs: if less is available, the caches there "
+            "shrink, and grow again later; 0: they keep their size. Default: "
             "a tenth of the memory, at most 2.",
         ),
     ] = None
@@ -195,8 +195,8 @@ class EngineOptions:
         Option(
             flag="--workers",
             metavar="HOST[:PORT],..|N",
-            help="Attention workers that hold KV and attend to it, too: other computers on which "
-            "'neo-desktop worker' runs; or how many of those that have joined with 'worker --connect'.",
+            help="Attention workers that hold KV and attend to it: other computers that run "
+            "'neo-desktop worker'; or the number of workers to use that joined with 'worker --connect'.",
             is_list=True,
             panel="Workers",
         ),
@@ -206,8 +206,8 @@ class EngineOptions:
         Option(
             flag="--worker-partition",
             choices=("requests", "heads"),
-            help="What is divided among workers: requests, each of which lives on one of them; or the KV "
-            "heads of all requests, so that all workers attend for each, and one that is lost loses all KV.",
+            help="Division of work among workers: by requests, each on one worker; or by the KV "
+            "heads of every request: all workers then attend for it, and the loss of one loses all KV.",
             panel="Workers",
         ),
     ] = "requests"
@@ -216,8 +216,8 @@ class EngineOptions:
         Option(
             flag="--worker-secret",
             metavar="FILE",
-            help="What engine and workers know each other by: the same file on all computers. Default: what "
-            "NEO_DESKTOP_WORKER_SECRET says, or ~/.config/neo-desktop/worker.secret.",
+            help="Shared secret of engine and workers: the same file on all computers. Default: "
+            "NEO_DESKTOP_WORKER_SECRET, or ~/.config/neo-desktop/worker.secret.",
             panel="Workers",
         ),
     ] = None
@@ -226,8 +226,8 @@ class EngineOptions:
         Option(
             flag="--worker-ca",
             metavar="FILE",
-            help="Who signed the workers' certificates: connections are encrypted then. Default: nobody, "
-            "and they are not.",
+            help="Certificate authority of the workers: connections then use TLS. Default: none, "
+            "without encryption.",
             panel="Workers",
         ),
     ] = None
@@ -237,7 +237,7 @@ class EngineOptions:
             flag="--worker-timeout",
             metavar="S",
             least=0.1,
-            help="A worker that does not answer for so long is lost: its requests are computed again.",
+            help="Timeout after which a silent worker counts as lost; its requests are recomputed.",
             panel="Workers",
         ),
     ] = 10.0
@@ -246,17 +246,17 @@ class EngineOptions:
         Option(
             flag="--trace-timeline",
             metavar="FILE",
-            help="Write who was busy when in every iteration, in Chrome's trace format (see it in Perfetto).",
+            help="Write a timeline of every iteration in Chrome's trace format (view it in Perfetto).",
         ),
     ] = None
     max_batch_tokens: Annotated[
-        int | None, Option(least=1, help="Tokens of an iteration at most. Default: what suits the device.")
+        int | None, Option(least=1, help="Limit on tokens per iteration. Default: depends on the device.")
     ] = None
     max_batch_requests: Annotated[
         int | None,
         Option(
             least=1,
-            help=f"Requests that run at the same time at most. Default: {MAX_BATCH_REQUESTS}, or the tokens "
+            help=f"Limit on concurrent requests. Default: {MAX_BATCH_REQUESTS}, or the tokens "
             "of an iteration if those are fewer.",
         ),
     ] = None
@@ -266,8 +266,8 @@ class EngineOptions:
             flag="--max-token-ms",
             metavar="MS",
             least=0,
-            help="Decodes of the CPU and of workers may take as long as this per token, as predicted, where "
-            "going at their own pace brings more tokens per second in all; 0: they never do.",
+            help="Limit on the predicted time per token of async decodes, which the CPU and workers use if "
+            "they raise total throughput; 0: no async decodes.",
         ),
     ] = MAX_TOKEN_MS
 
@@ -291,7 +291,7 @@ class EngineOptions:
 
     @property
     def most_requests(self) -> int:
-        """`max_batch_requests`, or its default beside the other options."""
+        """`max_batch_requests`, or its default for the other options."""
         return self.max_batch_requests or most_requests(self.max_batch_tokens)
 
 
@@ -304,9 +304,9 @@ _KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Engin
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` as keywords of a function, for type checkers.
+    """The fields of `EngineOptions` as keyword types, for type checkers.
 
-    A test compares them: Python's users may pass more than the command line does.
+    A test compares both. Python accepts more types than the command line.
     """
 
     shape: str | None

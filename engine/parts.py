@@ -1,4 +1,4 @@
-"""Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
+"""Model, limits and memory: the parts of an engine, also used by measurements."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
-MEASURING = "Measuring this computer: "  # what is told of the profiler's progress begins so
+MEASURING = "Measuring this computer: "  # prefix of the profiler's progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class EngineParts:
 
     model: LoadedModel
     limits: SchedulerLimits
-    num_blocks: dict[KVTier, int]  # of the tiers asked for, and of workers
+    num_blocks: dict[KVTier, int]  # of the requested tiers, and of workers
     storage: KVStorage
-    leader: Driver | None = None  # of the other ranks; None: the model is whole
-    workers: Workers | None = None  # other computers that attend; None: there are none
+    leader: Driver | None = None  # of the other ranks; None: a single rank
+    workers: Workers | None = None  # attention workers; None: no workers
 
     def tokens_in(self, host_memory: bool) -> int:
-        """Return how many tokens' KV fits the tiers in host memory, or all others."""
+        """Return the KV token capacity of the tiers in host memory, or of the other tiers."""
         blocks = (count for tier, count in self.num_blocks.items() if tier.in_host_memory is host_memory)
         return BLOCK_SIZE * sum(blocks)
 
 
 def set_up(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
-    """Load a model and take the memory for its KV, in the places of the policy.
+    """Load a model and allocate KV memory for the policy's tiers.
 
     Raises:
         ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
@@ -60,13 +60,11 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     tiers = get_policy(options.policy).tiers
     asked_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     if asked_dtype is not None and not any(tier.host_attends for tier in tiers):
-        raise ValueError(
-            f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
-        )
+        raise ValueError(f"cpu_cache_dtype is {options.cpu_cache_dtype}, but this policy has no CPU-cache")
     for tier, tokens in cache_tokens_of(options).items():
         if tokens and tier not in tiers:
             logger.warning("policy %s has no %s: its size has no effect", options.policy, tier.title)
-    trust_of(options)  # what is wrong there is told before anything is loaded
+    trust_of(options)  # report errors before loading
     if options.tensor_parallel == 1:
         return with_workers(take_memory(load(options, progress), options), options)
     leader = Driver(options, choose_device(options.device))
@@ -79,7 +77,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
 
 
 def trust_of(options: EngineOptions) -> Trust | None:
-    """Return what workers are known by; None: there are none.
+    """Return the workers' credentials; None: no workers.
 
     Raises:
         ValueError: an address, the secret or the certificates cannot be used, or Ray is missing.
@@ -95,19 +93,19 @@ def trust_of(options: EngineOptions) -> Trust | None:
 
 
 def addresses_of(named: str) -> list[Address]:
-    """Return where workers listen; ValueError: something is no address."""
+    """Parse the workers' addresses; raise ValueError for an invalid one."""
     return [Address.parse(text.strip()) for text in named.split(",")]
 
 
 def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
-    """Connect an engine's parts to workers; those that cannot be reached are tried again in the background.
+    """Connect an engine's parts to workers; retry unreachable ones in the background.
 
     Args:
-        parts: returned as they are if no workers are asked for.
+        parts: returned unchanged without workers.
         options: of the engine.
 
     Raises:
-        ValueError: the heads cannot be divided among so many.
+        ValueError: the heads cannot be divided among the workers.
         ConnectionError: a worker refuses.
         RuntimeError: Ray does not start.
     """
@@ -146,7 +144,7 @@ def _same(address: Address) -> Address:
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
-    """Return `tier -> tokens asked for`; None: what fits."""
+    """Return `tier -> requested tokens`; None: as many as fit."""
     return {
         KVTier.DEVICE: options.gpu_cache_tokens,
         KVTier.HOST: options.cpu_cache_tokens,
@@ -160,16 +158,16 @@ def take_memory(
     tiers: Sequence[KVTier] | None = None,
     member: Member | None = None,
 ) -> EngineParts:
-    """Take the memory for the KV of a loaded model; several may be taken, one after the other.
+    """Allocate KV memory for a loaded model; repeated calls allocate separate memory.
 
-    On a GPU the largest iterations run first: what is free then is divided.
+    On a GPU the largest iterations run first, and the remaining free memory is divided.
 
     Args:
-        tiers: where KV may live; None: where the policy has it.
-        member: of the ranks among which the model is divided; None: it is whole.
+        tiers: KV tiers; None: the policy's.
+        member: of the ranks that divide the model; None: a single rank.
 
     Raises:
-        MemoryError: there is no room.
+        MemoryError: the memory does not suffice.
     """
     tiers = get_policy(options.policy).tiers if tiers is None else tiers
     cpu_cache_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
@@ -208,10 +206,10 @@ def take_memory(
         num_blocks = member.agreed(num_blocks)
     if not any(num_blocks.values()) and options.workers is None:
         raise MemoryError(
-            f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "
+            f"no room for KV: it needs at least {BLOCK_SIZE} tokens of "
             f"{' or '.join(tier.title for tier in tiers)}"
         )
-    with loaded.streams.on_device():  # memory stays with the stream that it was taken on
+    with loaded.streams.on_device():  # memory belongs to the stream on which it was allocated
         pools = {
             tier: make_pool(
                 tier,
@@ -228,7 +226,7 @@ def take_memory(
 
 
 def bind_threads() -> None:
-    """Let threads of CPU attention stay on a core each, as far as the fallbacks and the system allow it."""
+    """Bind the threads of CPU attention to cores, if fallback level and system allow it."""
     wanted = fallbacks.level("affinity") == "bound"
     if not native.bind_threads(wanted) and wanted:
         fallbacks.limit("affinity", "free", "the system refuses to bind threads to cores")

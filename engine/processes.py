@@ -1,23 +1,23 @@
-"""Which process something belongs to, and whether that still lives."""
+"""Names of processes, to find out whether the owner of something is alive."""
 
 import os
 
 import psutil
 
-CLOCK_TOLERANCE_S = 5.0  # start times are told to differ a little by the processes that ask
+CLOCK_TOLERANCE_S = 5.0  # processes report slightly different start times
 
 
 def this_process() -> str:
-    """A name for this process that no later one has: its number, and when it started."""
+    """Return a unique name of this process: its number and start time."""
     return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
 
 
 def is_alive(owner: str) -> bool:
-    """Whether the process of that name still runs."""
+    """Return True if the process with that name still runs."""
     pid, _, start_s = owner.partition("@")
     try:
         return abs(psutil.Process(int(pid)).create_time() - float(start_s)) < CLOCK_TOLERANCE_S
     except (psutil.NoSuchProcess, ValueError):
         return False
     except psutil.AccessDenied:
-        return True  # there is one, and nothing says that it is another
+        return True  # the process exists, and its start time is unknown

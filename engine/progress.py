@@ -1,16 +1,16 @@
-"""How work that takes a while tells how far it is."""
+"""Progress reports of long operations."""
 
 from collections.abc import Callable
 
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being done
+Progress = Callable[[float, str], None]  # share done, 0 to 1; description
 
 
 def part(progress: Progress | None, begin: float, end: float, prefix: str = "") -> Progress:
-    """Return what a part of the work reports to: its shares lie between two of the whole.
+    """Return the progress callback of a part, which maps its shares to a range of the whole.
 
     Args:
-        progress: of the whole; None: nobody wants to know.
-        prefix: put before what the part says.
+        progress: of the whole; None: no callback.
+        prefix: prepended to the part's descriptions.
     """
 
     def tell(share: float, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what its owner gets to see of it."""
+"""A request within the engine, and its outputs."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -15,40 +15,40 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason for the end of a request."""
 
-    STOP = "stop"  # the model's end-of-sequence, a stop token or a stop string
-    LENGTH = "length"  # max_tokens reached or the context full
-    ABORT = "abort"  # its owner no longer wants it
-    ERROR = "error"  # the engine could not go on with it; `error` says why
-    DEAD_END = "dead_end"  # its grammar allows nothing more; `error` says why
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached, or the context is full
+    ABORT = "abort"  # cancelled by its owner
+    ERROR = "error"  # the engine could not continue it; `error` has the reason
+    DEAD_END = "dead_end"  # its grammar allows no further token; `error` has the reason
 
 
 class RequestOutput(NamedTuple):
-    """What one iteration added to a request."""
+    """Output that one iteration added to a request."""
 
-    request_id: str  # as its owner named it
-    choice: int  # which of the n outputs of the prompt
+    request_id: str  # the owner's name
+    choice: int  # index among the n outputs of the prompt
     text: str  # new text; may be empty while a character or a possible stop string is unfinished
     tokens: tuple[SampledToken, ...]  # new tokens
-    finish_reason: FinishReason | None  # None: more will follow
-    error: str | None  # set when finish_reason is ERROR or DEAD_END
+    finish_reason: FinishReason | None  # None: more output will follow
+    error: str | None  # set if finish_reason is ERROR or DEAD_END
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far
-    embedding: FloatArray | None = None  # of length 1, [hidden]; at the end, if pooling was asked for
+    embedding: FloatArray | None = None  # unit length, [hidden]; set at the end if pooling was requested
     stopped_by: str | None = None  # the stop string that ended it
 
 
 class RequestState:
-    """What the scheduler knows of a request: how many tokens it has, and how many of them are computed.
+    """The scheduler's view of a request: its number of tokens, and of computed tokens.
 
     Args:
         request_id: unique.
-        owner_id: the request as its owner named it; its n outputs are n of these objects.
-        arrival: its tier in the order of arrival; it never changes, also when the request is preempted.
+        owner_id: the owner's name; the n outputs of a prompt are n of these objects.
+        arrival: position in the order of arrival; preemption does not change it.
         num_prompt_tokens: at least 1.
-        max_num_tokens: of prompt and output, at which it ends at the latest.
+        max_num_tokens: limit on prompt and output together.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class RequestState:
         self.arrival = arrival
         self.num_prompt_tokens = num_prompt_tokens
         self.max_num_tokens = max_num_tokens
-        self.num_tokens = num_prompt_tokens  # prompt and output so far, with the token that is under way
-        self.num_computed_tokens = 0  # how many of them have their KV in the cache
-        self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
+        self.num_tokens = num_prompt_tokens  # prompt and output so far, including the pending token
+        self.num_computed_tokens = 0  # tokens whose KV is in the cache
+        self.num_cached_tokens = 0  # prompt tokens found in the cache at first admission
         self.num_preemptions = 0
-        self.iterations_waited = 0  # iterations in a row that a CPU decode had to wait
+        self.iterations_waited = 0  # consecutive iterations that a CPU decode had to wait
         self.finish_reason: FinishReason | None = None
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is still to be computed: the prompt's rest, or the one sampled last."""
+        """Tokens without KV: the rest of the prompt, or the token sampled last."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ends with the tokens that it has or that are under way."""
+        """True if the request ends with its current or pending tokens."""
         return self.num_tokens >= self.max_num_tokens
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if no more output will follow."""
         return self.finish_reason is not None
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
-        """Return the hashes of its full blocks, for reuse of their KV; none where the content is unknown."""
+        """Return the hashes of full blocks, for reuse of their KV; empty if the content is unknown."""
         return ()
 
 
@@ -91,13 +91,13 @@ class Request(RequestState):
 
     Args:
         owner_id: see `RequestState`.
-        choice: which of the n outputs of the prompt this is.
-        seed: with `choice` and the position of a token, fixes the random number that chooses it.
+        choice: index among the n outputs of the prompt.
+        seed: with `choice` and a token's position, determines the random number for that token.
         arrival: see `RequestState`.
-        max_context_tokens: prompt and output together never exceed it.
-        eos_token_ids: the model's own end-of-sequence tokens.
-        grammar: what the output follows, at its beginning.
-        block_hashes: of the prompt's full blocks, as far as they are known.
+        max_context_tokens: limit on prompt and output together.
+        eos_token_ids: the model's end-of-sequence tokens.
+        grammar: initial grammar state of the output.
+        block_hashes: known hashes of the prompt's full blocks.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Request(RequestState):
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
         max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.pooling is not None:  # its end takes the place of a token
+        if params.pooling is not None:  # its end replaces a token
             max_output_tokens = 1
         super().__init__(
             f"{owner_id}#{choice}",
@@ -130,7 +130,7 @@ class Request(RequestState):
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.choice = choice
-        self.token_ids = list(prompt_token_ids)  # prompt and output, as far as they are known
+        self.token_ids = list(prompt_token_ids)  # known tokens of prompt and output
         self.error: str | None = None
         self._seed = seed
         self._end_token_ids = frozenset(params.stop_token_ids) | (
@@ -139,17 +139,17 @@ class Request(RequestState):
         self._text = text
         self._grammar = grammar
         self.is_pooled = params.pooling is not None
-        self._pooled: FloatArray | None = None  # sum of the hidden states that were asked for, so far
+        self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
         self._block_hashes = list(block_hashes)
-        # For penalties alone, see `SamplingInput`.
+        # only for penalties, see `SamplingInput`
         self._distinct_prompt = IntArray(np.unique(prompt_token_ids) if params.has_penalties else ())
         self._output = IntArray()
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
-        """Return the hashes of its full blocks; each is computed once.
+        """Return the hashes of full blocks; each is computed once.
 
-        There are none where hidden states are asked for: no token may be left out since its KV is there.
+        Empty if hidden states are requested: KV reuse would skip tokens.
         """
         if self.is_pooled:
             return ()
@@ -158,11 +158,11 @@ class Request(RequestState):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a token can be chosen only when all before it are known."""
+        """True if choosing a token requires all earlier ones."""
         return self._grammar is not None or self.params.has_penalties
 
     def sampling_input(self) -> SamplingInput:
-        """Return what the sampler needs to choose the next token."""
+        """Return the sampler's input for the next token."""
         return SamplingInput(
             params=self.params,
             seed=self._seed,
@@ -174,22 +174,22 @@ class Request(RequestState):
         )
 
     def num_pooled(self, num_tokens: int) -> int:
-        """Return for how many of the next tokens hidden states are asked for; they are the last of them."""
+        """Return how many of the next `num_tokens` tokens need hidden states; they are the last ones."""
         if self.params.pooling == "mean":
             return num_tokens
         ends = self.num_computed_tokens + num_tokens == self.num_tokens
         return int(self.params.pooling == "last" and ends)
 
     def pool(self, hidden: FloatArray, *, is_first: bool) -> None:
-        """Take in the sum of hidden states, [hidden].
+        """Add a sum of hidden states, [hidden].
 
         Args:
-            is_first: it begins with the first token; what there was before is void.
+            is_first: it starts at the first token and replaces earlier sums.
         """
         self._pooled = hidden if is_first or self._pooled is None else self._pooled + hidden
 
     def append(self, token: SampledToken) -> None:
-        """Take in the token that was under way and find out whether it ends the request."""
+        """Append the pending token; finish the request if the token ends it."""
         if self._grammar is not None and not self._grammar.accept(token.token_id):
             self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
@@ -204,13 +204,13 @@ class Request(RequestState):
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """End the request; text that was held back is released."""
+        """End the request and release held text."""
         stopped = self._text.finish()
         self.finish_reason = FinishReason.STOP if stopped and reason is FinishReason.LENGTH else reason
         self.error = error
 
     def take_output(self) -> RequestOutput:
-        """Return what is new since the last call."""
+        """Return the output since the last call."""
         tokens, self._new_tokens = tuple(self._new_tokens), []
         return RequestOutput(
             request_id=self.owner_id,
@@ -229,6 +229,6 @@ class Request(RequestState):
     def _embedding(self) -> FloatArray | None:
         if self._pooled is None:
             return None
-        # Of length 1, a mean and a sum are the same.
+        # Normalisation makes mean and sum equal.
         length = np.linalg.norm(self._pooled.astype(np.float64))
         return (self._pooled / max(length, np.finfo(np.float32).tiny)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Logits to tokens."""
+"""Sampling: logits to tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,21 +15,21 @@ from neo_desktop.engine.int_array import IntView
 PIECE_ELEMENTS = 2**22
 MOST_COPIES = 12
 
-# On a CPU the tokens that top-k, top-p and min-p leave are looked for among so many. Sorting a whole
-# vocabulary takes ten times as long, and is done for those rows alone whose limits reach further.
+# On a CPU, top-k, top-p and min-p search only this many leading tokens. Sorting the whole vocabulary takes
+# ten times as long, and is limited to rows that need more.
 LEADING_TOKENS = 512
 
-# What was asked for of the chosen token, and of the most probable ones.
+# Requested log-probabilities of the chosen token, and of the most probable ones.
 _RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]]
 
-NO_TOKEN = -1  # in place of a token that logits which are not finite cannot give
+NO_TOKEN = -1  # replaces a token if the logits are not finite
 
 
 class Sampling(NamedTuple):
-    """Tokens that are being chosen, one per row."""
+    """Tokens in the process of being chosen, one per row."""
 
-    token_ids: Tensor  # [rows] int64, on the logits' device; NO_TOKEN where there is none
-    wait: Callable[[], list[SampledToken | None]]  # waits for them and returns them; None for NO_TOKEN
+    token_ids: Tensor  # [rows] int64, on the logits' device; NO_TOKEN marks failures
+    wait: Callable[[], list[SampledToken | None]]  # waits for the tokens; None marks failures
 
 
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken | None]:
@@ -40,19 +40,18 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
 def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
     """Start to choose one token per row.
 
-    A row's random number depends on its seed, choice and position alone, so a request gets the same tokens
-    whatever else is in the batch, under every policy and after every preemption. Order of the steps:
-    penalties, biases, grammar, temperature, top-k, top-p, min-p, then inversion of the cumulative
-    distribution.
+    A row's random number depends only on its seed, choice and position. A request therefore gets the same
+    tokens in any batch, under every policy and after every preemption. Order of the steps: penalties, biases,
+    grammar, temperature, top-k, top-p, min-p, then inversion of the cumulative distribution.
 
-    All of it happens on the device, behind what runs there; nothing is waited for. Which tokens grammars
-    allow is found out here, by the caller's thread, while the device computes.
+    All work is queued on the device without waiting. The calling thread computes the tokens allowed by
+    grammars meanwhile.
 
     Args:
         logits: [rows, vocab] float32; not modified.
         inputs: one per row.
 
-    Where logits are not finite there is no answer.
+    Rows whose logits are not finite get no token.
     """
     pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
     if not pieces:
@@ -72,14 +71,14 @@ def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
 
 
 def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:
-    """Yield rows to be sampled together: as many as need no more memory than `PIECE_ELEMENTS` stands for."""
+    """Yield ranges of rows to sample together, limited to the memory of `PIECE_ELEMENTS`."""
     plain = all(is_plain(item) for item in inputs)
     rows = len(inputs) if plain else max(PIECE_ELEMENTS // logits.shape[-1], 1)
     return (slice(first, first + rows) for first in range(0, len(inputs), max(rows, 1)))
 
 
 def is_plain(item: SamplingInput) -> bool:
-    """Whether nothing but the most probable token is asked for; for that no logits are copied."""
+    """Return True if only the most probable token is needed; its logits are not copied."""
     params = item.params
     is_changed = params.has_penalties or params.logit_bias or item.grammar is not None
     return params.is_greedy and not is_changed and params.logprobs is None
@@ -88,7 +87,7 @@ def is_plain(item: SamplingInput) -> bool:
 def _sample(
     logits: Tensor, inputs: Sequence[SamplingInput]
 ) -> tuple[Tensor, Callable[[], Sequence[_RowLogprobs | None]]]:
-    """Choose tokens [rows] int64, NO_TOKEN where there is none; with what waits for log-probabilities."""
+    """Return tokens [rows] int64, with NO_TOKEN for failures, and a callback for log-probabilities."""
     changed = _apply_grammars(_add_biases(_apply_penalties(logits, inputs), inputs), inputs)
     token_ids = _choose(changed, inputs)
     is_finite = logits.amax(dim=-1).isfinite()
@@ -96,9 +95,10 @@ def _sample(
 
 
 def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Choose one token per row [rows, vocab]; returns [rows] int64.
+    """Choose one token per row [rows, vocab]; return [rows] int64.
 
-    A random number stands for another token where tokens are sorted: each row goes its own way, alone or not.
+    A random number selects another token if tokens are sorted. Each row therefore takes the same path in
+    every batch.
     """
     rows_of: dict[Callable[[Tensor, Sequence[SamplingInput]], Tensor], list[int]] = {}
     for row, item in enumerate(inputs):
@@ -130,7 +130,7 @@ def _apply_penalties(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
         logits.device,
     )
     values = logits[index]
-    # As in CTRL (Keskar et al., 2019): away from the token, whichever sign its logit has.
+    # As in CTRL (Keskar et al., 2019): reduce the logit for either sign.
     repeated = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(in_prompt + in_output > 0, repeated, values)
     values -= frequency * in_output + presence * (in_output > 0)
@@ -152,7 +152,7 @@ def _add_biases(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _apply_grammars(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Give tokens that may not come a logit of -inf."""
+    """Set the logits of disallowed tokens to -inf."""
     grammars = {row: item.grammar for row, item in enumerate(inputs) if item.grammar is not None}
     if not grammars:
         return logits
@@ -167,7 +167,7 @@ def _apply_grammars(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
-    """Count tokens: [rows, vocab] of the logits' kind, for `row -> tokens`."""
+    """Count tokens: [rows, vocab] in the logits' dtype, from `row -> tokens`."""
     vocab_size = logits.shape[-1]
     cells = np.concatenate([row * vocab_size + ids.astype(np.int64) for row, ids in enumerate(token_ids)])
     index = upload(cells, torch.int64, logits.device)
@@ -176,12 +176,12 @@ def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Return the most probable token of each row [rows, vocab]; [rows] int64."""
+    """Return the most probable token per row [rows, vocab]; [rows] int64."""
     return logits.argmax(dim=-1)
 
 
 def _draw(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Draw one token per row [rows, vocab], of all tokens; returns [rows] int64."""
+    """Draw one token per row [rows, vocab] from all tokens; return [rows] int64."""
     numbers = [
         (item.params.temperature, number) for item, number in zip(inputs, _uniform(inputs), strict=True)
     ]
@@ -190,7 +190,7 @@ def _draw(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Draw one token per row [rows, vocab], of the more probable ones; returns [rows] int64."""
+    """Draw one token per row [rows, vocab] from the more probable ones; return [rows] int64."""
     vocab_size = logits.shape[-1]
     numbers = [
         (p.temperature, p.top_k or vocab_size, p.top_p, p.min_p, number)
@@ -198,7 +198,7 @@ def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     ]
     temperature, *limits = _columns(numbers, logits.device)
     scaled = _scaled(logits, temperature)
-    if logits.device.type != "cpu":  # whether fewer are enough cannot be asked there without waiting
+    if logits.device.type != "cpu":  # a GPU cannot test whether fewer suffice without a wait
         return _draw_leading(scaled, vocab_size, limits)[0]
     token_ids, is_enough = _draw_leading(scaled, min(LEADING_TOKENS, vocab_size), limits)
     if not is_enough.all():
@@ -208,15 +208,15 @@ def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _draw_leading(scaled: Tensor, count: int, limits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, of its `count` most probable ones.
+    """Draw one token per row from its `count` most probable ones.
 
     Args:
-        scaled: [rows, vocab] logits over temperature, the largest of each row 0.
+        scaled: [rows, vocab] logits over temperature; the largest in every row is 0.
         limits: top_k, top_p, min_p and a random number, [rows, 1] each.
 
     Returns:
-        Tokens [rows] int64; and [rows] bool: whether what the limits leave is among `count` tokens. Where it
-        is, the token is that of any larger count, too.
+        Tokens [rows] int64; and [rows] bool, True if `count` covers the tokens within the limits. The token
+        then equals that for any larger count.
     """
     top_k, top_p, min_p, uniform = limits
     vocab_size = scaled.shape[-1]
@@ -227,10 +227,10 @@ def _draw_leading(scaled: Tensor, count: int, limits: Sequence[Tensor]) -> tuple
     weights = values.exp()  # relative to the most probable token
     weights = weights.masked_fill(torch.arange(count, device=scaled.device) >= top_k, 0.0)
     reached = weights.cumsum(dim=-1)
-    of_all = scaled.softmax(dim=-1).amax(dim=-1, keepdim=True).reciprocal()
+    total_weight = scaled.softmax(dim=-1).amax(dim=-1, keepdim=True).reciprocal()
     is_counted = top_k < vocab_size
-    wanted = top_p * torch.where(is_counted, reached[:, -1:], of_all)
-    # A token stays while those before it have not reached top_p; the first one always stays.
+    wanted = top_p * torch.where(is_counted, reached[:, -1:], total_weight)
+    # A token stays while the earlier ones have not reached top_p; the first one always stays.
     dropped = (reached - weights >= wanted) | (weights < min_p)
     dropped[:, 0] = False
     ranks = _invert(weights.masked_fill(dropped, 0.0), uniform)
@@ -245,13 +245,14 @@ def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the index at which the cumulative weight passes `uniform` (in [0, 1)) of the total."""
+    """Return the index at which the cumulative weight exceeds `uniform` (in [0, 1)) of the total."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    # `right`: a token of weight 0 is never chosen, also when the random number is 0.
+    # `right`: never choose a token of weight 0, even if the random number is 0.
     index = torch.searchsorted(cumulative, uniform * total, right=True)
-    # Nor when the number was rounded to 1: the last one of any weight is where the total is reached. That is
-    # nowhere if there are no numbers; `sample` then has no use for the token, but indices must be valid.
+    # The same if the number was rounded to 1: clamp to the last token with weight, where the total is
+    # reached. Without finite numbers no token qualifies; `sample` discards the result, but indices must be
+    # valid.
     last = torch.searchsorted(cumulative, total).clamp_(max=weights.shape[-1] - 1)
     return torch.minimum(index, last).squeeze(1)
 
@@ -262,7 +263,7 @@ def _uniform(inputs: Sequence[SamplingInput]) -> Iterator[float]:
     generator = np.random.Generator(philox)
     state: Any = philox.state
     for item in inputs:
-        # As in a new generator of this key and counter, which would take ten times as long to make.
+        # Equal to a new generator with this key and counter, which would take ten times as long to make.
         state["state"] = {"key": (item.seed % 2**64, item.choice), "counter": (item.position, 0, 0, 0)}
         philox.state = state
         yield generator.random()
@@ -271,14 +272,15 @@ def _uniform(inputs: Sequence[SamplingInput]) -> Iterator[float]:
 def _start_logprobs(
     logits: Tensor, inputs: Sequence[SamplingInput], chosen: Tensor
 ) -> Callable[[], Sequence[_RowLogprobs | None]]:
-    """Start to compute what was asked for; return what waits for it: row by row, None where nothing was."""
+    """Start to compute requested log-probabilities; return a callback that waits, with one item per row."""
     asked = {row: k for row, item in enumerate(inputs) if (k := item.params.logprobs) is not None}
     if not asked:
         return lambda: [None] * len(inputs)
     index = upload(list(asked), torch.int64, logits.device)
     logprobs = logits[index].log_softmax(dim=-1)
     top = logprobs.topk(max(asked.values()))
-    # The chosen token before the most probable ones; token ids are exact in float64: all in one copy.
+    # The chosen token precedes the most probable ones. Float64 represents token ids exactly: one copy for
+    # all.
     token_ids = torch.cat((chosen[index].unsqueeze(1), top.indices), dim=1)
     found = download(torch.stack((token_ids.double(), logprobs.gather(1, token_ids).double())))
 
@@ -293,5 +295,5 @@ def _start_logprobs(
 
 
 def _columns(rows: Sequence[tuple[float, ...]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return numbers of each row as float32 columns, [rows, 1] each."""
+    """Return the rows' numbers as float32 columns, [rows, 1] each."""
     return torch.split(upload(rows, torch.float32, device), 1, dim=1)

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when it ends."""
+"""Sampling parameters: the choice of tokens and the end of an output."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
-RANDOM_SEEDS = (-1, 2**32 - 1)  # no seed, as vLLM and llama.cpp write it
-LEAST_TEMPERATURE = 2.0**-126  # what is less is 0 to some devices' float32
+RANDOM_SEEDS = (-1, 2**32 - 1)  # vLLM's and llama.cpp's values for "no seed"
+LEAST_TEMPERATURE = 2.0**-126  # smaller values are 0 in float32 on some devices
 
 Pooling = Literal["mean", "last"]
 
@@ -27,25 +27,28 @@ class SamplingParams:
         SettingError: a value is out of range.
     """
 
-    max_tokens: int | None = None  # output tokens at most; None: until the context is full
-    temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy, the most probable token every time
+    max_tokens: int | None = None  # limit on output tokens; None: until the context is full
+    temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy, always the most probable token
     top_k: int = 0  # keep only the k most probable tokens; 0: keep all
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability;
     min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
-    repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL)
+    repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL);
     presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch; -1: none
-    stop: Sequence[str] = ()  # text that ends the output and is left out of it
-    thoughts: Thoughts | None = None  # of a chat, in which stop strings do not count; None: raw text
-    stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
-    logprobs: int | None = None  # return log-probabilities: of the chosen token and this many top ones
-    n: int = 1  # independent outputs for the one prompt
-    ignore_eos: bool = False  # go on after the model's end-of-sequence token; a grammar ends all the same
+    seed: int | None = None  # same seed, same tokens, in any batch; -1: none
+    stop: Sequence[str] = ()  # text that ends the output and is excluded
+    # position of thoughts, in which stop strings do not count; None: raw text
+    thoughts: Thoughts | None = None
+    stop_token_ids: Sequence[int] = ()  # tokens that end the output, in addition to the model's own
+    logprobs: int | None = None  # return log-probabilities of the chosen token and this many top ones;
+    n: int = 1  # independent outputs per prompt
+    # continue after the model's end-of-sequence token; a grammar still ends the output
+    ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit, ±100
-    pooling: Pooling | None = None  # no output but the prompt's hidden states: their mean, or the last one
-    grammar: str | None = None  # what the output must follow, of llguidance; see `engine.grammar`
-    grammar_after: str | None = None  # text, such as the end of a thought, that comes before what follows it
+    # return the prompt's hidden states instead of an output: their mean, or the last one
+    pooling: Pooling | None = None
+    grammar: str | None = None  # constraint on the output, for llguidance; see `engine.grammar`
+    grammar_after: str | None = None  # text before the constrained part, for example the end of a thought
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
@@ -91,17 +94,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken every time."""
+        """True if the most probable token is always chosen."""
         return self.temperature < LEAST_TEMPERATURE
 
     @property
     def is_truncated(self) -> bool:
-        """Whether improbable tokens are never drawn."""
+        """True if improbable tokens are excluded."""
         return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits, so that the sampler must see them."""
+        """True if earlier tokens change the logits, so that the sampler needs them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -121,7 +124,9 @@ def _check_pooling(params: SamplingParams) -> None:
             "pooling", f"must be one of {', '.join(get_args(Pooling))}, got {params.pooling!r}"
         )
     if params.n != 1 or params.logprobs is not None or params.grammar is not None:
-        raise SettingError("pooling", "gives no output, so that n, logprobs and grammar cannot be asked for")
+        raise SettingError(
+            "pooling", "returns no output, so n, logprobs and grammar cannot be combined with it"
+        )
 
 
 def _sequence(name: str, values: object) -> tuple[Any, ...]:
@@ -133,7 +138,7 @@ def _sequence(name: str, values: object) -> tuple[Any, ...]:
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(name, f"must be a finite number, got {value!r}")
-    if not low <= value <= high:  # NaN is not between them
+    if not low <= value <= high:  # False for NaN
         if isinstance(value, float) and not math.isfinite(value):
             raise SettingError(name, f"must be a finite number, got {value!r}")
         raise SettingError(name, f"must be between {low:g} and {high:g}, got {value}")

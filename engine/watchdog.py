@@ -1,39 +1,38 @@
-"""Waiting for other threads and for the GPU, but never for ever.
+"""Waits for other threads and for the GPU, with a timeout.
 
-A thread that waits in an iteration looks again and again whether any stage of it has ended. When none has for
-longer than the timeout, it gives up what it waits for. The timeout is generous, so that a computer that is
-merely slow or busy never sees it: half a minute without a single stage's end, or twenty times what the whole
-iteration should take, whichever is longer.
+A thread that waits in an iteration polls for the end of any stage. If no stage ends within the timeout, it
+stops waiting. The timeout is long enough that a slow or busy computer never reaches it: the longer of half a
+minute and twenty times the predicted time of the whole iteration.
 
-Only time counts in which the waiting thread could look. Neither a suspended computer (the clock of
-`time.monotonic` stands still then on Linux) nor a stopped process comes back to a deadline that has passed.
+Only time in which the waiting thread could poll counts. Neither a suspended computer (`time.monotonic` stands
+still then on Linux) nor a stopped process returns to an expired deadline.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Looking without a rest is what an answer within microseconds takes. After that, rests are so short that they
-# add half a percent to what was waited for, and leave the CPU to threads that compute.
+# Answers within microseconds require polling without sleeps. Later sleeps are short: they add half a percent
+# to the waiting time, and leave the CPU to threads that compute.
 _RESTLESS_S = 100e-6
 _REST_SHARE = 1 / 200
 _SHORTEST_REST_S, _LONGEST_REST_S = 20e-6, 1e-3
 
-_MOST_COUNTED_S = 0.1  # of the time between two looks
+_MOST_COUNTED_S = 0.1  # of the time between two polls
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """For how long nothing may go on in an iteration before it is given up."""
+    """Limits on the time without progress in an iteration."""
 
     least_s: float = 30.0
-    factor: float = 20.0  # of what the whole iteration should take
+    factor: float = 20.0  # of the predicted time of the whole iteration
 
     def watch(self, predicted_ms: float = 0.0) -> "Watchdog":
-        """Return what the threads of an iteration wait with.
+        """Create the watchdog of one iteration.
 
         Args:
-            predicted_ms: what it should take; 0: nobody knows.
+            predicted_ms: of the iteration; 0: unknown.
         """
         return Watchdog(max(self.least_s, self.factor * predicted_ms / 1e3), predicted_ms)
 
@@ -42,11 +41,11 @@ DEFAULT_TIMEOUT = Timeout()
 
 
 class Watchdog:
-    """One iteration's timeout. Any thread may use it.
+    """The timeout of one iteration; thread-safe.
 
     Args:
         timeout_s: see `Timeout`.
-        predicted_ms: what the iteration should take; 0: nobody knows.
+        predicted_ms: of the iteration; 0: unknown.
     """
 
     def __init__(self, timeout_s: float, predicted_ms: float = 0.0) -> None:
@@ -54,50 +53,50 @@ class Watchdog:
         self.is_given_up = False
         self._predicted_ms = predicted_ms
         self._progress = 0
-        self._under_way: dict[str, str] = {}  # by thread
+        self._under_way: dict[str, str] = {}  # description by thread
         self._steps: Callable[[], int] | None = None
 
     def tick(self) -> None:
-        """Take in that a stage has ended: everybody's timeout begins anew."""
-        self._progress += 1  # two threads at once may count one: what matters is that it changes
+        """Record the end of a stage, which restarts the timeout of every waiting thread."""
+        self._progress += 1  # concurrent ticks may count once; only a change matters
 
     def follow(self, steps: Callable[[], int]) -> None:
-        """Take a number that changes with all that goes on, for what nobody else tells of."""
+        """Add a progress counter for work that does not call `tick`."""
         self._steps = steps
 
     @property
     def progress(self) -> int:
-        """What changes whenever something goes on."""
+        """A number that changes with any progress."""
         return self._progress + (0 if self._steps is None else self._steps())
 
     def began(self, thread: str, what: str) -> None:
-        """Take in what a thread does, in words for people."""
+        """Record a thread's activity, in words for users."""
         self._under_way[thread] = what
 
     def ended(self, thread: str) -> None:
-        """Take in that it has ended."""
+        """Record the end of a thread's activity."""
         self._under_way.pop(thread, None)
         self.tick()
 
     def give_up(self) -> None:
-        """Let nobody wait any more."""
+        """Make every wait return."""
         self.is_given_up = True
 
     def wait_until(self, is_done: Callable[[], bool], timeout: float = 1.0) -> bool:
-        """Wait until something is so; return whether it is.
+        """Wait until `is_done` returns True; return False after the timeout.
 
         Args:
-            is_done: asked again and again; its exceptions are the caller's.
-            timeout: in units of the watch's.
+            is_done: called repeatedly; its exceptions propagate.
+            timeout: as a multiple of `timeout_s`.
         """
         rest = _Rest()
         return self._wait(is_done, rest.take, timeout)
 
     def wait_by(self, wait: Callable[[float], bool], timeout: float = 1.0) -> bool:
-        """The same, by something that wakes the caller.
+        """Wait with a call that wakes this thread; return False after the timeout.
 
         Args:
-            wait: waits for so many seconds at most; returns whether it is done.
+            wait: waits at most the given seconds; returns True when done.
         """
         look_s = min(self.timeout_s * timeout / 8, 1.0)
         return self._wait(lambda: wait(look_s), lambda: None, timeout, look_s)
@@ -125,19 +124,19 @@ class Watchdog:
 
     @property
     def words(self) -> str:
-        """How long was waited, for people."""
+        """The time waited, for messages."""
         predicted = f"; the whole iteration should take {self._predicted_ms:.0f} ms"
         return f"within {self.timeout_s:.1f} s{predicted if self._predicted_ms else ''}"
 
     @property
     def under_way(self) -> str:
-        """What the threads are doing, for people."""
+        """The threads' activities, for messages."""
         doing = [f"{what} (thread {thread!r})" for thread, what in dict(self._under_way).items()]
         return " and ".join(doing) or "what a thread waits for"
 
 
 class _Rest:
-    """Rests between two looks: none at first, then longer ones the longer it takes."""
+    """Sleeps between polls: none at first, then in proportion to the time waited."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
@@ -145,6 +144,6 @@ class _Rest:
     def take(self) -> None:
         waited_s = time.monotonic() - self._start_s
         if waited_s < _RESTLESS_S:
-            time.sleep(0)  # others may need the interpreter
+            time.sleep(0)  # let other threads take the interpreter
         else:
             time.sleep(min(max(waited_s * _REST_SHARE, _SHORTEST_REST_S), _LONGEST_REST_S))

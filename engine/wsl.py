@@ -1,4 +1,4 @@
-"""Linux inside Windows (WSL2), where the driver refuses more than elsewhere."""
+"""Detection of Linux inside Windows (WSL2), where the driver refuses more operations."""
 
 from functools import cache
 from pathlib import Path
@@ -8,7 +8,7 @@ _RELEASE = Path("/proc/sys/kernel/osrelease")
 
 @cache
 def is_wsl(release: Path = _RELEASE) -> bool:
-    """Whether this is WSL2: its kernel's name says so."""
+    """Return True under WSL2, by the kernel's name."""
     try:
         return "microsoft" in release.read_text(encoding="utf-8", errors="replace").lower()
     except OSError:

@@ -1,11 +1,11 @@
-"""What is found out about a computer before anything is relied on, and what is remembered of it.
+"""Checks of a computer before the engine relies on it, and their stored results.
 
-    outcome      a check's result, and what follows from all of them for the fallbacks
-    trials       checks in a child process, so that one that hangs or ends the process costs seconds
-    verdict      what was found, kept for exactly this GPU, driver, torch, Triton, version and model shape
+    outcome      a check's result, and the resulting limits on fallbacks
+    trials       checks in a child process, so that a hang or crash costs only seconds
+    verdict      results stored for this GPU, driver, torch, Triton, version and model shape
     first_start  the checks at the first start on a GPU
-    safe_start   a start that ended its process makes the next one more careful
-    machine      what a verdict belongs to, and where such files are
+    safe_start   after a start that crashed, the next one is more careful
+    machine      key of a verdict, and the location of these files
 
-The checks themselves use the whole engine: `engine.selfcheck`, the child's program.
+The checks use the whole engine: `engine.selfcheck` is the child's program.
 """

@@ -1,4 +1,4 @@
-"""The first start on a GPU checks it, in seconds; later ones know what was found."""
+"""Checks of a GPU at the first start; later starts use the stored results."""
 
 import logging
 import os
@@ -17,28 +17,28 @@ from neo_desktop.models.shapes import shape as published_shape
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "NEO_DESKTOP_DOCTOR"  # "off" in the environment: starts check nothing, and know of no verdict
+VARIABLE = "NEO_DESKTOP_DOCTOR"  # "off" in the environment: starts run no checks and use no verdict
 
 
 def check_at_first_start(
     subject: Subject, device: torch.device, progress: Progress | None = None, child: Sequence[str] = CHILD
 ) -> Verdict | None:
-    """Limit the process's fallbacks to what works here with this model's shape.
+    """Limit the process's fallbacks to levels that work here with this model's shape.
 
-    On a GPU it is found out now if nobody did before. On a CPU only `neo-desktop doctor` does.
+    On a GPU the checks run now unless a verdict exists. On a CPU only `neo-desktop doctor` runs them.
 
     Args:
-        subject: what is going to be loaded.
-        device: the one that was chosen.
-        progress: told of each check.
+        subject: the model and options to check.
+        device: the chosen device.
+        progress: called for each check.
         child: the command of the child process.
 
     Returns:
-        What was found, now or before; None: nothing is known.
+        The new or stored verdict; None: unknown.
 
     Raises:
         ValueError, ModelError: the model cannot be loaded.
-        RuntimeError: this GPU cannot be used; the message says what to do.
+        RuntimeError: this GPU cannot be used; the message suggests remedies.
     """
     if os.environ.get(VARIABLE, "").lower() in ("off", "0", "no"):
         return None
@@ -53,7 +53,7 @@ def check_at_first_start(
 
 
 def subject_key(subject: Subject, device: torch.device) -> dict[str, object]:
-    """Return what a verdict on a subject belongs to; raises what loading it would."""
+    """Return the key of a subject's verdict; raises the errors of loading the subject."""
     if subject.shape is not None:
         config = published_shape(subject.shape)
     else:
@@ -73,7 +73,7 @@ def _check(
     outcomes = run_selfchecks(subject, listener=tell, child=child)
     verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
     last = outcomes[-1]
-    if last.name == "start":  # the checks came to no end: the next start tries again
+    if last.name == "start":  # the checks were interrupted: the next start tries again
         if last.result is not Result.FAILED:
             raise RuntimeError(
                 f"this GPU could not be used in a trial: {last.reason}. Start again, or without the GPU "
@@ -93,7 +93,7 @@ def _refuse_what_fails(verdict: Verdict) -> None:
     if verdict.lost:
         lost = verdict.lost[0]
         raise RuntimeError(
-            f"a check on this computer fails in every way there is ({lost.title}: {lost.reason}): "
-            "neo-desktop doctor --refresh checks again, --device cpu does without the GPU, "
-            f"{VARIABLE}=off starts all the same"
+            f"a check on this computer fails at every fallback level ({lost.title}: {lost.reason}): "
+            "neo-desktop doctor --refresh checks again, --device cpu avoids the GPU, "
+            f"{VARIABLE}=off starts anyway"
         )

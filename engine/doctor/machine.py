@@ -1,4 +1,4 @@
-"""What a verdict belongs to, without anything that is private."""
+"""Keys of verdicts, without private data."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.profiling import hardware
 
-CANNOT_KEEP = "what was found out about this computer cannot be kept"  # where a file cannot be written
+CANNOT_KEEP = "the results of checks on this computer cannot be saved"
 
 
 def machine_key(device: torch.device) -> dict[str, Any]:
-    """Return hardware and versions that decide what works; nothing of it tells whose computer this is."""
+    """Return the hardware and versions that decide what works; nothing identifies the owner."""
     gpu = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""A check's result, and what follows from all of them for the fallbacks."""
+"""Results of checks, and the resulting limits on fallbacks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -7,14 +7,14 @@ from typing import Any, Self
 
 from neo_desktop.engine.fallbacks import MECHANISMS
 
-MODEL, ANSWERS, MEMORY = "model", "answers", "memory"  # names of checks, or their beginnings
+MODEL, ANSWERS, MEMORY = "model", "answers", "memory"  # names of checks, or their prefixes
 
 Figure = float | int | str
 Figures = Mapping[str, Figure]  # units are in the names: `error`, `bound`, `ms`, `used_bytes`
 
 
 class CheckError(RuntimeError):
-    """A check has failed; a clause says what it found. `figures` are what it had measured until then."""
+    """A check failed; the message is a clause with the finding. `figures` were measured before."""
 
     def __init__(self, what: str, figures: Figures | None = None) -> None:
         super().__init__(what)
@@ -22,13 +22,13 @@ class CheckError(RuntimeError):
 
 
 class Result(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     FAILED = "failed"  # wrong results, or an error
-    HUNG = "hung"  # ended after its deadline
-    CRASHED = "crashed"  # it ended its process
-    NO_MEMORY = "no memory"  # the GPU's was taken: nothing was found out
+    HUNG = "hung"  # missed its deadline
+    CRASHED = "crashed"  # the process died
+    NO_MEMORY = "no memory"  # too little GPU memory; the check is inconclusive
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,20 @@ class Outcome:
 
     name: str
     title: str
-    mechanism: (
-        str | None
-    )  # of the fallbacks, with the level that was tried; None: nothing serves in its place
-    level: str | None
+    mechanism: str | None  # of the fallbacks; None: no fallback exists
+    level: str | None  # the level checked
     result: Result
-    reason: str | None = None  # a clause for people; None: all is well
+    reason: str | None = None  # a clause for users; None: success
     figures: Figures = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
-        """Whether all is well."""
+        """True if the check succeeded."""
         return self.result is Result.OK
 
     @property
     def has_failed(self) -> bool:
-        """Whether what was tried cannot be relied on."""
+        """True if the checked level is unreliable."""
         return self.result not in (Result.OK, Result.NO_MEMORY)
 
     @property
@@ -61,18 +59,17 @@ class Outcome:
         return self.name.partition("-")[0] in (MODEL, ANSWERS, MEMORY)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Make one of what `to_json` returned; raises KeyError, TypeError or ValueError."""
+        """Make an outcome from the result of `to_json`; raises KeyError, TypeError or ValueError."""
         return cls(**{**data, "result": Result(data["result"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What follows for a mechanism."""
+    """Highest usable level of a mechanism."""
 
     mechanism: str
     level: str
@@ -80,9 +77,9 @@ class Limit:
 
 
 def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
-    """Return the highest level without a failed check of each mechanism whose highest level has one.
+    """Return, for each mechanism whose highest level failed, the highest level without a failed check.
 
-    Where all levels failed it is the lowest: the outcomes themselves tell that none works.
+    If all levels failed, it is the lowest; the outcomes themselves show that none works.
     """
     limits = []
     for name, mechanism in MECHANISMS.items():
@@ -96,7 +93,7 @@ def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
 
 
 def unserved(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the failed checks in whose tier nothing serves."""
+    """Return the failed checks without a fallback."""
     lost = []
     for outcome in outcomes:
         if not outcome.has_failed:

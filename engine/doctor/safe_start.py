@@ -1,12 +1,12 @@
-"""A start that ended its process makes the next one more careful.
+"""After a start that crashed the process, the next one is more careful.
 
-    <cache>/starts/<pid>-<number>.mark   a start that is under way, or one that ended its process
-    <cache>/starts/<key>.json            how careful starts on this computer are, and how many were ended
+    <cache>/starts/<pid>-<number>.mark   a start in progress, or one that crashed its process
+    <cache>/starts/<key>.json            caution level and number of crashed starts on this computer
 
-A mark that a dead process left takes one step more. Closed windows, killed processes and power cuts end
-programs, too: after the first one, the start that follows is careful, and if all is well then, the one after
-it is in full again. Steps after that are kept until something changes that decides what works (GPU, driver,
-versions), or until `neo-desktop doctor --refresh` forgets them.
+A mark of a dead process adds one step of caution. Closed windows, killed processes and power cuts also end
+programs. So after the first crash, the next start is careful, and if it succeeds, the following one is normal
+again. Later steps persist until a relevant change (GPU, driver, versions), or until
+`neo-desktop doctor --refresh` removes them.
 """
 
 import itertools
@@ -34,9 +34,9 @@ Step = Mapping[str, str]  # mechanism -> level
 
 
 def steps(device_type: str) -> Sequence[Step]:
-    """Return what is given up, in order; each step comes on top of those before.
+    """Return the mechanisms to give up, in order; each step includes the earlier ones.
 
-    What is most likely to end a process comes first, and what costs the most speed late.
+    The likeliest causes of crashes come first, the greatest loss of speed last.
     """
     isas = [level.name for level in MECHANISMS["isa"].levels]
     on_cpu: list[Step] = [
@@ -55,28 +55,28 @@ def steps(device_type: str) -> Sequence[Step]:
 
 
 class StartMark:
-    """A start that is under way; see `begin_start`."""
+    """A start in progress; see `begin_start`."""
 
     def __init__(self, path: Path, key: Key, caution: int) -> None:
         self._path, self._key, self._level = path, key, caution
         write_json(path, {"process": this_process(), "key": key, "caution": caution}, CANNOT_KEEP)
 
     def end(self) -> None:
-        """The start has come to an orderly end, good or bad."""
+        """Record an orderly end of the start, successful or not."""
         if self._level and _record(digest(self._key)).num_ended == 1:  # it may have been for other reasons
             _keep(self._key, _Record(0, 1))
         _remove(self._path)
 
     def crash(self) -> None:
-        """It has ended in a way that is as bad as the end of the process."""
+        """Record an end as bad as a crash of the process."""
         _take_step(self._key, self._level)
         _remove(self._path)
 
 
 def begin_start(device: torch.device) -> StartMark:
-    """Say that an engine is about to be built, and be as careful as earlier starts that failed ask for.
+    """Record that an engine is about to start, as carefully as earlier crashed starts require.
 
-    Limits the process's fallbacks, with one line in the log.
+    The call limits the process's fallbacks and logs one line.
     """
     _take_steps()
     key = machine_key(device)
@@ -85,15 +85,15 @@ def begin_start(device: torch.device) -> StartMark:
     caution = min(record.caution, len(plan))
     if caution:
         for mechanism, level in careful_levels(device.type, caution).items():
-            fallbacks.limit(mechanism, level, "a start before ended the program", is_told=True)
+            fallbacks.limit(mechanism, level, "an earlier start ended unexpectedly", is_told=True)
         logger.warning(
-            "a start before ended the program, so this one does without something that may be to blame: %s. "
-            "%sTo check this computer and to start in full again: neo-desktop doctor --refresh",
+            "an earlier start ended unexpectedly, so this one avoids possible causes: %s. "
+            "%sTo check this computer and restore normal starts: neo-desktop doctor --refresh",
             _in_words(plan[:caution]),
-            "The next one will be in full again. " if record.num_ended == 1 else "",
+            "The next one will be normal again. " if record.num_ended == 1 else "",
         )
         if caution == len(plan) and device.type == "cuda":
-            logger.warning("If this start fails, too: --device cpu does without the GPU")
+            logger.warning("If this start also fails, use --device cpu to avoid the GPU")
     return StartMark(cache_folder("starts") / f"{os.getpid()}-{next(_numbers)}.mark", key, caution)
 
 
@@ -101,7 +101,7 @@ def begin_start(device: torch.device) -> StartMark:
 def safe_start(device: torch.device) -> Iterator[None]:
     """Build an engine within the block; see `begin_start`.
 
-    An error that leaves the GPU unusable counts as a start that ended its process.
+    An error that leaves the GPU unusable counts as a crash.
     """
     mark = begin_start(device)
     try:
@@ -115,25 +115,25 @@ def safe_start(device: torch.device) -> Iterator[None]:
 
 
 def careful_levels(device_type: str, num_steps: int) -> Step:
-    """Return `mechanism -> level` after so many steps."""
+    """Return `mechanism -> level` after this many steps."""
     return {mechanism: level for step in steps(device_type)[:num_steps] for mechanism, level in step.items()}
 
 
 def forgive(pid: int) -> None:
-    """Forget the marks of a process that was ended on purpose, in the middle of a start."""
+    """Remove the marks of a process that was killed on purpose during a start."""
     for path in cache_folder("starts").glob(f"{pid}-*.mark"):
         _remove(path)
 
 
 def start_in_full() -> None:
-    """Forget all that earlier starts left, but for marks of processes that live."""
+    """Remove all records of earlier starts, except for marks of living processes."""
     for path in cache_folder("starts").glob("*"):
         if path.suffix == ".json" or (path.suffix == ".mark" and _dead_mark(path) is not None):
             _remove(path)
 
 
 def _take_steps() -> None:
-    """Turn what dead processes left into steps."""
+    """Turn the marks of dead processes into steps."""
     for path in sorted(cache_folder("starts").glob("*.mark")):
         mark = _dead_mark(path)
         if mark is not None:
@@ -142,7 +142,7 @@ def _take_steps() -> None:
 
 
 def _dead_mark(path: Path) -> tuple[Key, int] | None:
-    """Return key and caution of a start whose process has died; None: it lives, or nothing can be told."""
+    """Return key and caution of a start whose process has died; None: it lives, or the mark is unreadable."""
     mark = read_json(path)
     match mark:
         case {"process": str(process), "key": dict(key), "caution": int(caution)} if not is_alive(process):
@@ -157,10 +157,10 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What earlier starts on a computer came to."""
+    """Record of earlier starts on a computer."""
 
     caution: int = 0  # steps taken
-    num_ended: int = 0  # starts that ended their process, two of the same caution counted once
+    num_ended: int = 0  # crashed starts; two with the same caution count once
 
 
 def _record(name: str) -> _Record:
@@ -171,7 +171,7 @@ def _record(name: str) -> _Record:
 
 
 def _take_step(key: Key, caution: int) -> None:
-    """Note that a start of this caution has ended its process."""
+    """Record that a start with this caution crashed."""
     record = _record(digest(key))
     if caution >= record.caution:
         _keep(key, _Record(caution + 1, record.num_ended + 1))

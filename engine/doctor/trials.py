@@ -1,15 +1,15 @@
-"""Checks in a child process: one that hangs or ends the process is marked, and the next one has its turn.
+"""Checks in a child process: if one hangs or crashes, it is recorded, and the next one follows.
 
     parent                                        child: engine.selfcheck
     ──────                                        ────────────────────
-    {"subject": …, "done": […], …}  ── stdin ───→ what to check, and what was checked already
+    {"subject": …, "done": […], …}  ── stdin ───→ the request, and the finished checks
     deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
     deadline of the check           ←─ stdout ──  {"event": "end", "result": …, "figures": {…}, "error": …}
-    deadline of that                ←─ stdout ──  {"event": "again", …}: what others need is done again
+    deadline of the repetition      ←─ stdout ──  {"event": "again", …}: repeats a check that others need
     …                               ←─ stdout ──  {"event": "done"}
-    (end of this process)           ── end of stdin → ends, too
+    (end of this process)           ── end of stdin → ends
 
-A child that is late is killed, and a new one goes on with what is left.
+A child that misses a deadline is killed, and a new one continues with the remaining checks.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 CHILD = (sys.executable, "-m", "neo_desktop.engine.selfcheck")
 START_DEADLINE_S = 120.0  # to import torch from a slow disk, and to open the GPU
 END_DEADLINE_S = 15.0  # between two checks, and at the end
-MOST_DEATHS = 2  # of children between two checks, until it is given up
+MOST_DEATHS = 2  # deaths of children between checks before the run is aborted
 
-Listener = Callable[[str, Outcome | None], None]  # (title of a check, its outcome; None: it begins)
+Listener = Callable[[str, Outcome | None], None]  # (title of a check, its outcome; None: it starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked; see `EngineOptions`."""
+    """The object of the checks; see `EngineOptions`."""
 
     model: str = "builtin"
     shape: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     gpu_slice: int | None = None
-    is_quick: bool = False  # only what a first start has time for: the model's shape, with few layers
+    is_quick: bool = False  # a first start: the model's shape with few layers
 
     @classmethod
     def of(cls, options: EngineOptions, *, is_quick: bool = False) -> Self:
-        """Return what concerns the checks, as plain values."""
+        """Return the options that matter for the checks, as plain values."""
         return cls(
             str(options.model), options.shape, options.device, options.dtype, options.gpu_slice, is_quick
         )
@@ -78,10 +78,10 @@ def run_selfchecks(
     timeout: float = 1.0,
     child: Sequence[str] = CHILD,
 ) -> list[Outcome]:
-    """Carry out all checks; return their outcomes in order.
+    """Run all checks; return their outcomes in order.
 
     Args:
-        listener: told of each check when it begins and when it has ended.
+        listener: called when a check starts and when it ends.
         timeout: factor on all deadlines.
         child: the command of the child process.
     """
@@ -99,7 +99,7 @@ def run_selfchecks(
         if lost is None:
             return outcomes
         if lost.name == _START.name and lost.result is Result.CRASHED and outcomes and deaths < MOST_DEATHS:
-            deaths += 1  # what was checked before may have left something behind: a new child begins anew
+            deaths += 1  # earlier checks may have corrupted state: a new child starts clean
             continue
         outcomes.append(lost)
         listener(lost.title, lost)
@@ -108,17 +108,17 @@ def run_selfchecks(
 
 
 def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, timeout: float) -> Outcome | None:
-    """Take outcomes from a child; return that of the check which was its last, None if it came to its end."""
+    """Collect outcomes from a child; return the outcome that ended it, or None if it finished."""
     under_way = _START
     while True:
         try:
             event = running.event(under_way.deadline_s * timeout)
         except TimeoutError:
             seconds = under_way.deadline_s * timeout
-            return under_way.outcome(Result.HUNG, f"it had not ended after {seconds:g} s", {})
+            return under_way.outcome(Result.HUNG, f"it had not finished after {seconds:g} s", {})
         match event:
             case None:
-                return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
+                return under_way.outcome(Result.CRASHED, f"it crashed its process: {running.death()}", {})
             case {"event": "begin"}:
                 names = ("name", "title", "mechanism", "level", "deadline_s")
                 under_way = _Begun(**{name: event[name] for name in names})
@@ -136,7 +136,7 @@ def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, time
 
 
 class _Child:
-    """A process that carries out checks."""
+    """A process that runs checks."""
 
     def __init__(self, command: Sequence[str], request: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -150,7 +150,7 @@ class _Child:
         for reader in self._readers:
             reader.start()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died already: its end is what is told
+        with contextlib.suppress(OSError):  # it has died already, and its exit is reported
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -159,17 +159,17 @@ class _Child:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the driver for good
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the driver for good
             self._process.wait(END_DEADLINE_S)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def event(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """Return what it says next; None if it has died.
+        """Return the next event; None if the child has died.
 
         Raises:
-            TimeoutError: it says nothing.
+            TimeoutError: no event in time.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
@@ -181,7 +181,7 @@ class _Child:
         return event
 
     def death(self) -> str:
-        """Return how it died, in words."""
+        """Describe the child's death."""
         try:
             code = self._process.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:

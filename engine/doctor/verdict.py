@@ -1,4 +1,4 @@
-"""What the checks found, kept on disk for exactly this computer, these versions and this model's shape."""
+"""Verdicts: results of the checks, stored for this computer, these versions and this model's shape."""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserv
 from neo_desktop.engine.fallbacks import Fallbacks
 from neo_desktop.models.config import ModelConfig
 
-CHECKS_VERSION = 1  # raise it when other things are checked, or in other ways
+CHECKS_VERSION = 1  # raise it when the checks or their methods change
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All outcomes, and what they belong to."""
+    """All outcomes, and the key of their configuration."""
 
     key: Key
     outcomes: tuple[Outcome, ...]
@@ -28,7 +28,7 @@ class Verdict:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any check was carried out."""
+        """True if at least one check ran."""
         return any(outcome.name != "start" for outcome in self.outcomes)
 
     @property
@@ -38,25 +38,24 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there was memory for all checks; for quick ones those of answers do not count.
+        """True if all checks had memory; the answers of a quick check do not count.
 
-        A model that has no room beside others will have none at the next start.
+        A model without room beside other programs will have none at the next start either.
         """
         missed = (outcome for outcome in self.outcomes if outcome.result is Result.NO_MEMORY)
         return all(self.is_quick and outcome.needs_model for outcome in missed)
 
     @property
     def lost(self) -> list[Outcome]:
-        """Mechanisms that fail on every level, by the check of the lowest."""
+        """Mechanisms that fail at every level, as the outcome of the lowest level."""
         return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
 
     def apply(self, fallbacks: Fallbacks) -> None:
-        """Limit fallbacks to what works; one line of the log for each mechanism that this changes."""
+        """Limit the fallbacks to working levels; log one line per mechanism changed."""
         for limit in limits_of(self.outcomes):
             fallbacks.limit(limit.mechanism, limit.level, f"a check on this computer failed: {limit.reason}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {
             "key": dict(self.key),
             "checked_at": self.checked_at,
@@ -66,12 +65,12 @@ class Verdict:
 
 
 def new_verdict(key: Key, outcomes: Sequence[Outcome], *, is_quick: bool) -> Verdict:
-    """Make a verdict of now."""
+    """Make a verdict with the current time."""
     return Verdict(key, tuple(outcomes), is_quick, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
 
 
 def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a verdict belongs to; the model's name and folder do not matter, and are not told."""
+    """Return the key of a verdict; the model's name and folder do not matter and are not stored."""
     return {
         **machine_key(device),
         "checks": CHECKS_VERSION,
@@ -94,12 +93,12 @@ def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -
 
 
 def verdict_path(key: Key) -> Path:
-    """Return where a verdict is kept, whether there is one or not."""
+    """Return the path of a verdict, which need not exist."""
     return cache_folder("doctor") / f"{digest(key)}.json"
 
 
 def read_verdict(key: Key) -> Verdict | None:
-    """Return what was found before; None where nothing was, or where the file is no good."""
+    """Return the stored verdict; None if it is missing or unusable."""
     data = read_json(verdict_path(key))
     if data is None or data.get("key") != dict(key):
         return None
@@ -111,6 +110,6 @@ def read_verdict(key: Key) -> Verdict | None:
 
 
 def keep(verdict: Verdict) -> None:
-    """Keep a verdict for the next starts, unless they may find out more."""
+    """Save a verdict, unless the next start may find out more."""
     if verdict.has_begun and verdict.is_complete:
         write_json(verdict_path(verdict.key), verdict.to_json(), CANNOT_KEEP)

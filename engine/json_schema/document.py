@@ -1,4 +1,4 @@
-"""References within a schema, and what several schemas for one place have in common."""
+"""References within a schema, and common properties of several schemas for one value."""
 
 from collections.abc import Iterator
 from urllib.parse import unquote
@@ -14,9 +14,9 @@ class Document:
         self._anchors = dict(_anchors(root))
 
     def find(self, reference: str) -> tuple[object] | None:
-        """Return what a reference names; None: nothing within the schema."""
+        """Return the target of a reference; None: it is not in the schema."""
         base, _, fragment = reference.partition("#")
-        found: object = self._anchors.get(base, self._root) if base else self._root
+        target: object = self._anchors.get(base, self._root) if base else self._root
         if base and base not in self._anchors:
             return None
         fragment = unquote(fragment)
@@ -24,19 +24,19 @@ class Document:
             return (self._anchors[f"#{fragment}"],) if f"#{fragment}" in self._anchors else None
         for step in fragment.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
-                found = found[int(name)]
+            if isinstance(target, dict) and name in target:
+                target = target[name]
+            elif isinstance(target, list) and name.isascii() and name.isdigit() and int(name) < len(target):
+                target = target[int(name)]
             else:
                 return None
-        return (found,)
+        return (target,)
 
     def names(self, schema: Json) -> tuple[list[str], bool, bool]:
-        """Return the names of the properties that a schema, or one that it applies, knows.
+        """Return the property names of a schema and of the schemas that it applies.
 
         Returns:
-            The names; True if one of the schemas says which others there are; True if each schema holds.
+            The names; True if one of the schemas restricts other names; True if every schema must hold.
         """
         names: dict[str, None] = {}
         is_plain, is_certain = True, True
@@ -95,25 +95,25 @@ class Document:
         for _ in range(8):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str) or len(schema) > 1:
                 break
-            found = self.find(schema["$ref"])
-            schema = found[0] if found else {}
+            target = self.find(schema["$ref"])
+            schema = target[0] if target else {}
         return schema
 
 
 def _anchors(root: object) -> Iterator[tuple[str, object]]:
-    """Yield `#anchor` and `$id` of each schema, the outermost last."""
-    waiting, found = [root], list[tuple[str, object]]()
+    """Yield the schemas' `#anchor` and `$id`, the outermost last."""
+    waiting, anchors = [root], list[tuple[str, object]]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):
             for key, prefix in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
                 if isinstance(one.get(key), str):
-                    found.append((prefix + one[key].removesuffix("#"), one))
+                    anchors.append((prefix + one[key].removesuffix("#"), one))
         waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-    yield from reversed(found)
+    yield from reversed(anchors)
 
 
 def _member(schema: Json, name: str) -> object:
     properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, dict) else None
-    return schema.get("additionalProperties", True) if found is None else found
+    member = properties.get(name) if isinstance(properties, dict) else None
+    return schema.get("additionalProperties", True) if member is None else member

@@ -1,4 +1,4 @@
-"""References between definitions: those that the library cannot follow, and those without an end."""
+"""References between definitions: unsupported ones, and endless recursion."""
 
 import json
 import re
@@ -10,16 +10,16 @@ _REFERENCE = re.compile(r'"#/\$defs/(d[0-9]+)"')
 
 
 class Endings:
-    """The definitions of a schema in the library's terms."""
+    """The definitions of a schema in llguidance's terms."""
 
     def __init__(self, definitions: dict[str, Schema]) -> None:
         self.definitions = definitions
 
     def keep_reference(self, out: Json) -> list[str]:
-        """Drop what stands beside a reference to a recursive definition: the library cannot join the two.
+        """Drop the keywords beside a reference to a recursive definition: llguidance cannot join the two.
 
         Returns:
-            The keywords that were dropped.
+            The dropped keywords.
         """
         for part in (out, *out.get("allOf", ())):
             if isinstance(part, dict) and "$ref" in part and self._is_recursive(part["$ref"]):
@@ -31,14 +31,14 @@ class Endings:
         return []
 
     def without_endless(self, schema: Schema) -> Schema:
-        """Return the schema with False in place of references to definitions that no finite value fulfils."""
+        """Return the schema with False in place of references to definitions without a finite value."""
         finite = set[str]()
-        while found := {
+        while newly_finite := {
             name
             for name, one in self.definitions.items()
             if name not in finite and self._prune(one, finite) is not False
         }:
-            finite |= found
+            finite |= newly_finite
         self.definitions = {
             name: self._prune(one, finite) for name, one in self.definitions.items() if name in finite
         }
@@ -48,15 +48,15 @@ class Endings:
         first = reference.rpartition("/")[2]
         seen, waiting = set[str](), [first]
         while waiting:
-            found = set(_REFERENCE.findall(json.dumps(self.definitions[waiting.pop()])))
-            if first in found:
+            references = set(_REFERENCE.findall(json.dumps(self.definitions[waiting.pop()])))
+            if first in references:
                 return True
-            waiting += found - seen
-            seen |= found
+            waiting += references - seen
+            seen |= references
         return False
 
     def _prune(self, schema: Schema, finite: set[str]) -> Schema:
-        """Return a schema of values that need no definition but these; False: there are none."""
+        """Return a schema of values that use only these definitions; False: no value exists."""
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in finite:

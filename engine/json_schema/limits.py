@@ -1,4 +1,4 @@
-"""Schemas that no value fulfils, and definitions without an end."""
+"""Unsatisfiable schemas, and definitions without a finite value."""
 
 import math
 from fractions import Fraction
@@ -7,7 +7,7 @@ from neo_desktop.engine.json_schema.words import MOST, TYPES, Json, type_of
 
 
 def contradiction(out: Json) -> str | None:
-    """Return why no value is valid, "" where that was found within; types that have none are left out."""
+    """Return why no value is valid, "" if the cause is nested; drop types without values."""
     types = out.get("type", TYPES)
     types = [types] if isinstance(types, str) else list(types)
     if "enum" in out:
@@ -42,7 +42,7 @@ def _problem(name: str, out: Json) -> str | None:
     if name == "array":
         first = out.get("prefixItems", ())
         if False in first[: out.get(low, 0)] or (out.get(low, 0) > len(first) and out.get("items") is False):
-            return "an item that it must have has no valid value"
+            return "a required item has no valid value"
     return _problem_of_required(out) if name == "object" else None
 
 

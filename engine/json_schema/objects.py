@@ -15,26 +15,26 @@ from neo_desktop.engine.json_schema.words import (
 )
 
 if TYPE_CHECKING:
-    from neo_desktop.engine.json_schema.walk import KVTier, Walk
+    from neo_desktop.engine.json_schema.walk import Place, Walk
 
 _ONE_OF_WORDS = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$")
 _FINITE = re.compile(r"\^[^*+]*\$")
 
 
 class Objects:
-    """The keywords of objects in one schema, on their way to the library's terms.
+    """Translates the keywords of objects in one schema to llguidance's terms.
 
     Args:
         walk: over the whole schema.
-        given: those of its keywords that constrain.
-        out: takes the result.
+        given: the schema's constraining keywords.
+        out: receives the result.
         path: of the schema.
     """
 
     def __init__(self, walk: "Walk", given: Json, out: Json, path: str) -> None:
         self._walk, self._given, self._out, self._path = walk, given, out, path
 
-    def express(self, schema: Json, place: "KVTier") -> None:
+    def express(self, schema: Json, place: "Place") -> None:
         """Add the keywords to the result."""
         given, out, path = self._given, self._out, self._path
         self._walk.counts(given, out, path, "minProperties", "maxProperties")
@@ -67,7 +67,7 @@ class Objects:
             raise SchemaError(self._path, f"{key!r} must be a list of names")
         return list(dict.fromkeys(value))
 
-    def _additional(self, schema: Json, place: "KVTier") -> object:
+    def _additional(self, schema: Json, place: "Place") -> object:
         """Return the schema of other properties; None: any value."""
         additional, unevaluated = (
             self._given.get(f"{which}Properties") for which in ("additional", "unevaluated")
@@ -93,7 +93,7 @@ class Objects:
             properties.setdefault(name, True)
 
     def _patterns(self) -> None:
-        """Name the properties of patterns that are words; let no two patterns meet."""
+        """Name the properties of patterns that are words; no two patterns may overlap."""
         kept: dict[str, Schema] = {}
         properties: dict[str, Schema] = self._out.get("properties", {})
         for pattern, schema in self._out.pop("patternProperties", {}).items():
@@ -115,7 +115,7 @@ class Objects:
             self._out["patternProperties"] = kept
 
     def _property_names(self) -> None:
-        """Names of a map, where they follow one pattern or are listed."""
+        """Translate the names of a map, if they follow one pattern or are listed."""
         names = self._given.get("propertyNames", True)
         if not isinstance(names, dict | bool):
             raise SchemaError(self._path, "'propertyNames' must be an object or a boolean")
@@ -149,7 +149,7 @@ class Objects:
                 self._walk.leave_out(self._path, key)
 
     def _property_counts(self) -> None:
-        """Leave out counts that hold anyway, and those that the library cannot keep."""
+        """Drop counts that always hold, and those that llguidance cannot enforce."""
         out, required = self._out, self._out.get("required", ())
         names = {*out.get("properties", {}), *required}
         is_closed = out.get("additionalProperties") is False and "patternProperties" not in out

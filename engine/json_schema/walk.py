@@ -1,8 +1,8 @@
-"""JSON schemas as llguidance can follow them: what it lacks is expressed otherwise, or named.
+"""JSON schemas in a form that llguidance can follow: unsupported keywords are rewritten or reported.
 
-The result holds for fewer values than the schema where that makes it enforceable: objects with `properties`
-have no others, a schema with `properties` alone is one of objects. Constraints that cannot be expressed are
-left out and listed. Drafts 4 to 2020-12 are read alike.
+The result may accept fewer values than the schema, to make it enforceable: objects with `properties` have no
+others, and a schema with only `properties` is one of objects. Constraints without an equivalent are left out
+and listed. Drafts 4 to 2020-12 are treated alike.
 """
 
 import json
@@ -36,29 +36,31 @@ MAX_PARTS = 20_000
 
 @dataclass(slots=True)
 class Enforceable:
-    """A schema that llguidance can follow, and what it leaves out."""
+    """A schema that llguidance can follow, and the constraints that it leaves out."""
 
     schema: Json
     unenforced: list[Unenforced] = field(default_factory=list)
 
 
 def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
-    """Express a schema so that llguidance can follow it.
+    """Express a schema in llguidance's terms.
 
     Args:
         schema: parsed JSON.
-        is_strict: refuse it rather than leave a constraint out.
+        is_strict: reject the schema instead of leaving a constraint out.
 
     Raises:
-        SchemaError: it is no schema, no value is valid, or a constraint would be left out.
+        SchemaError: it is not a schema, no value is valid, or a constraint would be left out.
     """
     try:
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
-        reason = "is no JSON: it nests too deeply, or holds numbers or text that JSON cannot hold"
+        reason = (
+            "is not valid JSON: it nests too deeply, or contains numbers or text that JSON cannot represent"
+        )
         raise SchemaError("$", reason) from None
     walk = Walk(schema)
-    result = walk.visit(schema, "$", KVTier())
+    result = walk.visit(schema, "$", Place())
     while walk.waiting:
         walk.waiting.pop()()
     if result is False:
@@ -69,26 +71,26 @@ def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:
             walk.leave_out(where, key)
     result = endings.without_endless(result)
     if result is False:
-        raise SchemaError("$", "it refers to itself without an end, so that no value is valid")
+        raise SchemaError("$", "it refers to itself endlessly, so no value is valid")
     if is_strict and walk.unenforced:
         path, keyword = walk.unenforced[0]
-        raise SchemaError(path, f"{keyword!r} cannot be enforced: leave it out, or do not ask for strict")
-    found: Json = {} if result is True else result
+        raise SchemaError(path, f"{keyword!r} cannot be enforced: remove it, or turn strict off")
+    enforced: Json = {} if result is True else result
     return Enforceable(
-        found | ({"$defs": endings.definitions} if endings.definitions else {}), walk.unenforced
+        enforced | ({"$defs": endings.definitions} if endings.definitions else {}), walk.unenforced
     )
 
 
-class KVTier(NamedTuple):
-    """The surroundings of a schema."""
+class Place(NamedTuple):
+    """Context of a schema."""
 
     depth: int = 0
     closes: bool = True  # objects with properties have no others
-    infers: bool = True  # keywords for one type mean that type
+    infers: bool = True  # keywords for one type imply that type
 
-    def inner(self) -> "KVTier":
-        """Return the place of an item or a property."""
-        return KVTier(self.depth + 1)
+    def inner(self) -> "Place":
+        """Return the context of an item or a property."""
+        return Place(self.depth + 1)
 
 
 class Walk:
@@ -98,14 +100,14 @@ class Walk:
         self.document = Document(root)
         self.unenforced: list[Unenforced] = []
         self.definitions: dict[str, Schema] = {}
-        self.waiting: list[Callable[[], None]] = []  # definitions that are named and not visited
+        self.waiting: list[Callable[[], None]] = []  # referenced definitions, not visited yet
         self.contradiction = ("$", "no value is valid")
         self._names: dict[tuple[int, bool, bool], str] = {}
         self.joined: list[tuple[Json, str]] = []  # schemas with a reference beside other constraints
         self._num_parts = 0
 
-    def visit(self, schema: object, path: str, place: KVTier) -> Schema:
-        """Return the schema in the library's terms."""
+    def visit(self, schema: object, path: str, place: Place) -> Schema:
+        """Return the schema in llguidance's terms."""
         self._num_parts += 1
         if self._num_parts > MAX_PARTS or place.depth > MAX_DEPTH:
             raise SchemaError(path, "the schema is too large or nests too deeply: make it smaller")
@@ -136,19 +138,19 @@ class Walk:
         return out if problem is None else False
 
     def _never(self, path: str, problem: str) -> bool:
-        self.contradiction = (path, f"{problem}, so that no value is valid")
+        self.contradiction = (path, f"{problem}, so no value is valid")
         return False
 
     def leave_out(self, path: str, keyword: str) -> None:
-        """Note a constraint that an output may break."""
+        """Record a constraint that an output may violate."""
         self.unenforced.append(Unenforced(path, keyword))
 
-    def _types(self, given: Json, path: str, place: KVTier) -> list[str] | None:
+    def _types(self, given: Json, path: str, place: Place) -> list[str] | None:
         types = given.get("type")
         if types is None:
             is_alone = place.infers and not given.keys() & {"enum", "const", *IN_PLACE}
-            found = [name for name, keys in OF_TYPE.items() if given.keys() & set(keys)]
-            return found if is_alone and found else None
+            implied = [name for name, keys in OF_TYPE.items() if given.keys() & set(keys)]
+            return implied if is_alone and implied else None
         names = types if isinstance(types, list) else [types]
         if not names or not all(name in TYPES for name in names):
             raise SchemaError(
@@ -179,7 +181,7 @@ class Walk:
             out["format"] = name
 
     def counts(self, given: Json, out: Json, path: str, *keys: str) -> None:
-        """Take over numbers of characters, items or properties."""
+        """Copy limits on the number of characters, items or properties."""
         for key in keys:
             value = given.get(key)
             if value is None:
@@ -194,7 +196,7 @@ class Walk:
             if value < MOST:
                 out[key] = int(value)
             elif key.startswith("min"):
-                raise SchemaError(path, f"{key!r} is more than any output can have")
+                raise SchemaError(path, f"{key!r} exceeds every possible output")
 
     def _numbers(self, given: Json, out: Json, path: str) -> None:
         for key in OF_TYPE["number"]:
@@ -214,7 +216,7 @@ class Walk:
             else:
                 self.leave_out(path, key)
 
-    def _arrays(self, given: Json, out: Json, path: str, place: KVTier) -> None:
+    def _arrays(self, given: Json, out: Json, path: str, place: Place) -> None:
         self.counts(given, out, path, "minItems", "maxItems")
         prefix, items = given.get("prefixItems"), given.get("items")
         if isinstance(items, list):  # before 2020-12
@@ -243,7 +245,7 @@ class Walk:
             if low != 0 or high is not None:
                 self.leave_out(path, "contains")
 
-    def _in_place(self, given: Json, out: Json, path: str, place: KVTier) -> None:
+    def _in_place(self, given: Json, out: Json, path: str, place: Place) -> None:
         has_own = bool(out.keys() - {"type"})
         inner = place._replace(
             depth=place.depth + 1,
@@ -272,8 +274,8 @@ class Walk:
         if has_reference and len(parts) + len(out) > 2:
             self.joined.append((out, path))
 
-    def _conditions(self, given: Json, path: str, place: KVTier) -> list[Schema]:
-        """Return what `not` and `if` come to where they are decided; they are left out elsewhere."""
+    def _conditions(self, given: Json, path: str, place: Place) -> list[Schema]:
+        """Return the schemas for `not` and `if` where they are decidable; leave them out elsewhere."""
         parts: list[Schema] = []
         excluded, condition = given.get("not", False), given.get("if")
         if excluded is True or excluded == {}:
@@ -287,12 +289,12 @@ class Walk:
             self.leave_out(path, "if")
         return parts
 
-    def _several(self, schemas: object, key: str, path: str, place: KVTier) -> list[Schema]:
+    def _several(self, schemas: object, key: str, path: str, place: Place) -> list[Schema]:
         if not isinstance(schemas, list) or not schemas:
             raise SchemaError(path, f"{key!r} must be a list of at least one schema")
         return [self.visit(one, f"{path}.{key}[{i}]", place) for i, one in enumerate(schemas)]
 
-    def _definition(self, target: object, path: str, place: KVTier) -> str:
+    def _definition(self, target: object, path: str, place: Place) -> str:
         key = (id(target), place.closes, place.infers)
         name = self._names.get(key)
         if name is None:

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema, and values as schemas see them."""
+"""The keywords of JSON Schema, and the JSON types of values."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from neo_desktop.engine.errors import SettingError
 Json = dict[str, Any]
 Schema = Json | bool
 
-MOST = 2**31  # no output has more of anything
-EXACT = 2.0**53  # up to here the library's numbers are exact
+MOST = 2**31  # no output has more characters, items or properties
+EXACT = 2.0**53  # llguidance's numbers are exact up to here
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -31,7 +31,7 @@ OF_TYPE = {
 }
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "not", "if", "then", "else")
 CONSTRAINTS = frozenset(("type", "enum", "const", *IN_PLACE, *(k for ks in OF_TYPE.values() for k in ks)))
-"""All keywords that constrain; others are annotations, and so is an unknown format."""
+"""All constraining keywords; others are annotations, as is an unknown format."""
 
 # Look-around, back references and word boundaries; anchors within a pattern.
 _BEYOND = re.compile(
@@ -40,7 +40,7 @@ _BEYOND = re.compile(
 
 
 class SchemaError(SettingError):
-    """A schema that cannot be followed; the message names the place and the keyword."""
+    """An unsupported schema; the message names the path and the keyword."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__("grammar", f"cannot follow the schema: {path}: {problem}")
@@ -48,7 +48,7 @@ class SchemaError(SettingError):
 
 
 class Unenforced(NamedTuple):
-    """A constraint that an output may break."""
+    """A constraint that an output may violate."""
 
     path: str
     keyword: str
@@ -58,7 +58,7 @@ class Unenforced(NamedTuple):
 
 
 def types_of(schema: Json) -> set[str] | None:
-    """Return the types that a schema allows, integers as numbers; None: it does not say."""
+    """Return the types that a schema allows, with integers as numbers; None: unspecified."""
     values = values_of(schema)
     if values is not None:
         return {type_of(value) for value in values}
@@ -70,7 +70,7 @@ def types_of(schema: Json) -> set[str] | None:
 
 
 def values_of(schema: Json) -> list[Any] | None:
-    """Return the values that a schema lists; None: it lists none."""
+    """Return the values that a schema lists; None: no list."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
 
@@ -90,7 +90,7 @@ def same(one: object, two: object) -> bool:
 
 
 def is_exact(value: object) -> bool:
-    """Return True if the library writes exactly this value."""
+    """Return True if llguidance writes exactly this value."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return True
     if isinstance(value, int | float):
@@ -106,7 +106,7 @@ def step(name: str) -> str:
 
 
 def is_known_pattern(pattern: str) -> bool:
-    """Return True if the library knows all that a regular expression consists of."""
+    """Return True if llguidance supports all parts of a regular expression."""
     if _BEYOND.search(pattern):
         return False
     try:

@@ -1,1 +1,1 @@
-"""What an iteration will cost: the stages' times, and the iteration's from them."""
+"""Cost prediction: times of an iteration's stages, and of the whole iteration."""

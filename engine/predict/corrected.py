@@ -1,8 +1,8 @@
-"""A cost model that learns from iterations.
+"""A cost model that adapts to measured iterations.
 
-The tables know how times depend on sizes; what changes while a program runs (clocks, heat, other programs)
-moves all of them together. So does what can no longer be a graph: when graphs have to be given up, the tables
-are those of graphs still, and all that the device does takes so many times longer.
+The tables contain the dependence of times on sizes. Changes at run time (clocks, heat, other programs) scale
+all of these times. So does the loss of CUDA graphs: the tables were measured with graphs, and without them
+all device work slows down by a common factor.
 """
 
 from neo_desktop.engine.batch import IterationTiming
@@ -11,19 +11,19 @@ from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares, Netwo
 
 
 class CorrectedCostModel:
-    """A factor for the device's stages, one for the host's, and one for copies of swapped KV.
+    """A correction factor each for the device's stages, the host's stages, and copies of streamed KV.
 
-    How much KV is swapped follows from the last one. Too much of it makes the device wait, too little wastes
-    only a bit of the bus: so the factor rises at once when copies take longer, and falls slowly. Copies take
-    what they take however many there are, so nothing swings.
+    The last one controls the amount of streamed KV. With too much, the device waits; with too little, some
+    bus time is wasted. So the factor rises quickly when copies slow down, and falls slowly. The duration of a
+    copy does not depend on the number of copies, so the control does not oscillate.
 
     Args:
-        base: what it starts from.
+        base: the uncorrected model.
     """
 
     SMOOTHING = 0.05  # weight of the newest iteration
-    SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # likewise
-    NEARLY_ALL = 0.8  # of an iteration: copies that take as much may be what it waits for
+    SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
+    NEARLY_ALL = 0.8  # copies that take this share of an iteration may bound it
     A_LITTLE = 1.02
     LOWEST, HIGHEST = 0.25, 4.0
 
@@ -35,7 +35,7 @@ class CorrectedCostModel:
 
     @property
     def base(self) -> CostModel:
-        """What it started from."""
+        """The uncorrected model."""
         return self._base
 
     @property
@@ -64,11 +64,11 @@ class CorrectedCostModel:
         return self._base.attention_ms(tier, requests, context_tokens) * factor
 
     def offload_ms(self, requests: int) -> float:
-        """See `CostModel`: most of it is the device's work, and launching it."""
+        """Scale by the device's factor: most of it is device work and its launches."""
         return self._base.offload_ms(requests) * self.device_factor
 
     def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        """See `CostModel`: what an iteration measures of workers has it in it."""
+        """Scale by the host's factor: the measured attention of workers includes the network."""
         way = self._base.network_ms(tier, requests)
         return NetworkLatency(*(ms * self.host_factor for ms in way))
 
@@ -90,23 +90,23 @@ class CorrectedCostModel:
         return self._base.head_ms(rows) * self.device_factor
 
     def learn(self, predicted: IterationTiming, measured: IterationTiming) -> None:
-        """Compare an iteration with its prediction; the first of its sizes says nothing of others."""
+        """Compare an iteration with its prediction; ignore the first of its sizes, which compiles."""
         if measured.is_first:
             return
         host_ms = predicted.host_attention_ms
         if host_ms > 0:
             self.host_factor = self._corrected(self.host_factor, host_ms, measured.host_attention_ms)
-        if measured.copied_tokens:  # which may be more than were predicted: what lies between them comes, too
+        if measured.copied_tokens:  # may exceed the prediction: gaps between blocks are copied as well
             expected_ms = self.swap_ms(measured.copied_tokens) * self.num_layers
             smoothing = self.SLOWER_BUS if measured.copies_ms > expected_ms else self.FASTER_BUS
             self.bus_factor = self._corrected(self.bus_factor, expected_ms, measured.copies_ms, smoothing)
         if host_ms < predicted.total_ms / 2 and not self._waits_for_copies(predicted, measured):
-            # The device bounded it; what it waited for copies is no part of what it takes.
+            # Device-bound. The wait for copies does not count as device time.
             predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
             self.device_factor = self._corrected(self.device_factor, predicted_ms, measured_ms)
 
     def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
-        """Whether copies are most of an iteration, and more of it than was predicted."""
+        """True if copies take most of the iteration, and a larger part than predicted."""
         expected_ms = (
             measured.total_ms * predicted.copies_ms / predicted.total_ms if predicted.total_ms else 0.0
         )
@@ -118,7 +118,7 @@ class CorrectedCostModel:
     ) -> float:
         if predicted_ms <= 0 or measured_ms <= 0:
             return factor
-        # A factor is a ratio: averaging its logarithm treats twice and half alike. Outliers (a page fault,
-        # another program) move it no further than a doubling would.
+        # A factor is a ratio: averaging its logarithm treats doubling and halving alike. The clamp limits
+        # the effect of outliers (a page fault, another program) to a doubling.
         ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
         return float(min(max(factor * ratio**smoothing, self.LOWEST), self.HIGHEST))

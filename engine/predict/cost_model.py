@@ -1,4 +1,4 @@
-"""How long the parts of an iteration take: the interface, and a model that interpolates measured tables."""
+"""Cost models: the interface, and a model that interpolates measured tables."""
 
 import json
 from bisect import bisect_right
@@ -16,87 +16,87 @@ FILE_VERSION = 9  # of the JSON form of the tables
 
 
 class MemoryShares(NamedTuple):
-    """What of the host memory's bandwidth its users take while they work; together there is 1 of it."""
+    """Share of the host memory's bandwidth that each user takes while it works; 1 is all."""
 
-    copies: float = 0.0  # over the bus
-    attention: float = 0.0  # the CPU's, and its products
+    copies: float = 0.0  # copies over the bus
+    attention: float = 0.0  # the CPU's attention and matmuls
 
 
 UNSHARED = MemoryShares()
 
 
 class NetworkLatency(NamedTuple):
-    """What rows take over a network to a worker, and the output back, in ms.
+    """Time to send rows to a worker and receive its output, in ms.
 
-    The worker attends for others meanwhile, and rows of others are on their way, too.
+    Meanwhile the worker attends for other rows, and other rows may be in transit.
     """
 
     all: float
-    sending: float  # part of it: others' rows cannot be sent beside it
+    sending: float  # part of `all` in which the network is busy
 
 
 NO_LATENCY = NetworkLatency(0.0, 0.0)
 
 
 class CostModel(Protocol):
-    """Predicted times in milliseconds; those of a stage are for one layer.
+    """Predicted times in milliseconds; the time of a stage is for one layer.
 
-    The names of NEO's section 3.2 stand beside them. Nothing takes no time: 0 tokens or requests give 0.
+    Names of NEO's section 3.2 stand beside the stages. 0 tokens or requests take 0 ms.
     """
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        pass
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host attends while the device works; False where both share one processor."""
+        """True if the host attends while the device computes; False if both share one processor."""
 
     @property
     def iteration_ms(self) -> float:
-        """What an iteration costs beside its layers: scheduling, launching, copying tokens back."""
+        """Time of an iteration outside its layers: scheduling, launches, copying tokens back."""
 
     def linear_ms(self, tokens: int) -> float:
-        """T_l: everything in a layer but attention, for this many tokens."""
+        """Return T_l: a layer without attention."""
 
     def host_linear_ms(self, tokens: int) -> float:
-        """What of T_l the host multiplies; 0 where the device has all weights, and where nothing overlaps."""
+        """Return the host's matmul time within T_l; 0 without offloaded weights or overlap."""
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """T_pf: attention of a prompt chunk of `tokens` tokens that `start` tokens precede."""
+        """Return T_pf: attention of a prompt chunk after `start` computed tokens."""
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        """T_ga or T_ca: decode attention over KV in a tier, with the append of the new K and V.
+        """Return T_ga or T_ca: decode attention in a tier, with the append of the new K and V.
 
-        `context_tokens` is the sum over the requests. What brings swapped KV to the device is `swap_ms`.
+        `context_tokens` is the sum over the requests. `swap_ms` covers the copies of streamed KV.
         """
 
     def offload_ms(self, requests: int) -> float:
-        """What bringing q, k, v to the host and the attention output back takes; not over a network."""
+        """Return the time to copy q, k, v to the host and the attention output back, without network."""
 
     def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        """What the network to a tier takes for these decodes, and back; nothing where there is none."""
+        """Return the network time of these decodes in both directions; 0 for local tiers."""
 
     def transfer_ms(self, tokens: int) -> float:
-        """T_x: the KV of this many tokens over the bus, one way, by rows: it lies differently there."""
+        """Return T_x: KV over the bus, one way, row by row because the layouts differ."""
 
     def swap_ms(self, tokens: int) -> float:
-        """Likewise of swapped KV, which lies in host memory as on the device: plain copies."""
+        """Return the copy time of streamed KV, one way; host and device layouts are equal."""
 
     @property
     def duplex(self) -> float:
-        """How many times longer swapped KV takes to come while as much leaves than alone: 1 to 2."""
+        """Slowdown of streamed KV copies with equal traffic in the other direction: 1 to 2."""
 
     @property
     def memory_shares(self) -> MemoryShares:
-        """What copies and the CPU's attention take of the host's memory; nothing where nothing overlaps."""
+        """Bandwidth shares of copies and the CPU's attention; 0 without overlap."""
 
     def head_ms(self, rows: int) -> float:
-        """Final norm, logits and sampling for this many requests; once per iteration."""
+        """Return the time of final norm, logits and sampling; once per iteration."""
 
 
 class ZeroCostModel:
-    """Nothing was measured, and everything is free: no plan is better than another."""
+    """A cost model without measurements: all work is free, and no plan is better than another."""
 
     num_layers = 1
     overlaps = True
@@ -147,12 +147,13 @@ def _checked_times(times: Iterable[float]) -> Iterable[float]:
 class Curve:
     """A piecewise linear, non-decreasing function through measured points.
 
-    Left of the first point it stays level: one token streams the same weights as eight. Right of the last one
-    it goes on with the slope of the last half of the measured range, which one noisy point cannot bend.
+    It is constant left of the first point: one token reads the same weights as eight. Right of the last point
+    it continues with the slope of the last half of the measured range, so that one noisy point cannot bend
+    it.
 
     Args:
         x: rising, positive.
-        ms: a time for each; where one is below its predecessor, noise made it so, and it is raised.
+        ms: one time per point. A time below its predecessor is noise and is raised.
     """
 
     def __init__(self, x: Sequence[float], ms: Sequence[float]) -> None:
@@ -168,7 +169,7 @@ class Curve:
         self._known: dict[float, float] = {}
 
     def __call__(self, x: float) -> float:
-        """Return the time at x; 0 where there is nothing to do."""
+        """Return the time at x; 0 if x is not positive."""
         known = self._known.get(x)
         if known is None:
             known = self._known[x] = self._at(x)
@@ -189,12 +190,12 @@ class Curve:
 class Surface:
     """A bilinear function over a grid of measured points, non-decreasing along both axes.
 
-    Bilinear is exact for `a + b*x + c*y + d*x*y`, which is how attention grows with requests and context.
-    Outside the grid the nearest cell goes on, but never below the grid's edge.
+    Bilinear is exact for `a + b*x + c*y + d*x*y`: the growth of attention with requests and context.
+    Outside the grid it extrapolates the nearest cell, but never below the grid's edge.
 
     Args:
         x: rising, positive.
-        y: likewise.
+        y: rising, positive.
         ms: [len(x)][len(y)] times.
     """
 
@@ -211,15 +212,14 @@ class Surface:
         self.ms: tuple[tuple[float, ...], ...] = tuple(zip(*columns, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
         return {"x": self.x, "y": self.y, "ms": self.ms}
 
     def __call__(self, x: float, y: float) -> float:
-        """Return the time at (x, y); 0 where there is nothing to do."""
+        """Return the time at (x, y); 0 if x is not positive."""
         if x <= 0:
             return 0.0
-        # The cell that holds or is nearest to the point, and where in it: 0 to 1 inside. Spelled out, since
-        # schedulers spend much of their time here.
+        # The cell that contains the point or is nearest, and the position within it: 0 to 1 inside. Inlined
+        # because schedulers spend much of their time here.
         xs, ys = self.x, self.y
         i = bisect_right(xs, x, 1, len(xs) - 1) - 1
         u = (x - xs[i]) / (xs[i + 1] - xs[i])
@@ -229,7 +229,7 @@ class Surface:
         near, far = self.ms[i], self.ms[i + 1]
         low = near[j] + w * (near[j + 1] - near[j])
         ms = low + u * (far[j] + w * (far[j + 1] - far[j]) - low)
-        # To the left of the grid, fewer requests can take less time, but not less than none.
+        # Left of the grid, fewer requests can take less time, but not less than 0.
         least = 0.0 if u < 0 else near[0]
         return ms if ms > least else least
 
@@ -239,7 +239,7 @@ NOTHING = Curve((1,), (0,))
 
 @dataclass(frozen=True)
 class Network:
-    """What the way to a worker and back takes, over requests; see `NetworkLatency`."""
+    """Network time to a worker and back, by requests; see `NetworkLatency`."""
 
     all: Curve
     sending: Curve
@@ -250,12 +250,12 @@ NO_NETWORKS: Mapping[KVTier, Network] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TableCostModel:
-    """Interpolates in measured tables; see `Curve` and `Surface` for what happens outside them.
+    """Interpolates measured tables; `Curve` and `Surface` extrapolate.
 
-    Decode attention is tabulated over (requests, mean context of a request), so that every point of the grid
-    can occur. A prompt's first chunk attends to itself alone: a causal kernel leaves out half of the work,
-    and nothing is brought together from the cache. Later chunks pay for both, tabulated over (tokens of the
-    chunk, context at its end); between the two is a step that one table for both would smooth over.
+    Decode attention is tabulated over (requests, mean context per request), so that every grid point can
+    occur. A prompt's first chunk attends only to itself: a causal kernel skips half of the work and gathers
+    nothing from the cache. Later chunks pay for both, tabulated over (chunk tokens, context at its end). One
+    table for both would smooth over the step between them.
     """
 
     num_layers: int
@@ -272,16 +272,16 @@ class TableCostModel:
     swap: Curve = NOTHING
     duplex: float = 1.0
     memory_shares: MemoryShares = UNSHARED
-    # How offloaded matrices, and experts in host memory, were divided when this was measured.
+    # Shares of offloaded matrices, and of experts in host memory, at the time of the measurement.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
-    # Of workers. Not part of the JSON form: like their attention, it is measured at each start.
+    # Networks of workers. Like the workers' attention, they are measured at each start and not saved.
     networks: Mapping[KVTier, Network] = field(default_factory=dict)
 
     def with_attention(
         self, more: Mapping[KVTier, Surface], networks: Mapping[KVTier, Network] = NO_NETWORKS
     ) -> Self:
-        """Return the model with further tiers, and what the network to them takes."""
+        """Return the model with further tiers and the networks to them."""
         attention = {**self.attention, **more}
         return replace(self, attention=attention, networks={**self.networks, **networks})
 
@@ -293,7 +293,7 @@ class TableCostModel:
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         first_ms = self.first_chunk_attention(tokens)
-        # Noise must not say that a chunk is cheaper after others than without them.
+        # Noise must not make a chunk with context cheaper than one without.
         return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
@@ -322,7 +322,7 @@ class TableCostModel:
         return self.head(rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` understands."""
+        """Return plain data for `from_json`."""
         data: dict[str, Any] = {"version": FILE_VERSION}
         for each in _saved_fields():
             value = getattr(self, each.name)
@@ -339,14 +339,15 @@ class TableCostModel:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Make a model from what `to_json` gave.
+        """Make a model from the result of `to_json`.
 
         Raises:
-            ValueError: something is missing, of another version or out of range.
+            ValueError: a value is missing or out of range, or the version differs.
         """
         if data.get("version") != FILE_VERSION:
             raise ValueError(
-                f"cost tables of version {data.get('version')!r}; this program reads {FILE_VERSION}"
+                f"the cost tables have version {data.get('version')!r}; this program reads "
+                f"version {FILE_VERSION}"
             )
 
         def curve(value: Any) -> Curve:
@@ -376,7 +377,6 @@ class TableCostModel:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
 
     def save(self, path: Path) -> None:
-        """Write the tables to a file."""
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -386,5 +386,5 @@ class TableCostModel:
 
 
 def _saved_fields() -> "list[Field[Any]]":
-    """Return what is part of the JSON form."""
+    """Return the fields of the JSON form."""
     return [each for each in fields(TableCostModel) if each.name != "networks"]

@@ -1,4 +1,4 @@
-"""How long an iteration takes, from what its sub-batches hold.
+"""Iteration times, predicted from the shapes of the sub-batches.
 
 Per layer, with sub-batches 0 and 1 (NEO, section 3.2; `device_i` is T_pf + T_ga of sub-batch i):
 
@@ -6,31 +6,30 @@ Per layer, with sub-batches 0 and 1 (NEO, section 3.2; `device_i` is T_pf + T_ga
     host     | host attention 1   | host attention 0   |
                <----- stage A --->  <----- stage B --->
 
-With one sub-batch its attention on the host runs beside its own attention on the device, and the linear
-stages wait for both.
+A single sub-batch runs its host attention beside its own device attention; the linear stages wait for both.
 
-Rows for workers are sent ahead: those of one sub-batch are on their way while workers attend for the other.
-So stages last for what workers attend, without the way there and back; but a layer takes no less than one
-sub-batch needs for its linear stages, its way and its attention (Lamina, section 5.2), and no less than it
-takes to send the rows of both:
+Rows for workers are sent ahead: the rows of one sub-batch travel while the workers attend for the other.
+A stage therefore lasts as long as the workers' attention, without the network. A layer has two lower bounds
+(Lamina, section 5.2): the linear stages, network and attention of one sub-batch, and the sending of the rows
+of both:
 
     device   | linear 0 | linear 1 |           | linear 0 | ..
     link               | 0 |       | 1 |  | 0 |
     workers                | attention 0 | attention 1 | ..
 
-Where a part of the weights lies in host memory, the host multiplies in the linear stages, too. It does all in
-order: its attention for one sub-batch, and then its products for the other.
+If some weights are in host memory, the host takes part in the linear stages. It works in order: the attention
+of one sub-batch, then the matmuls of the other.
 
-async decodes (`schedule.async_groups`) stand at all layers. Their rows join the linear stages of
-sub-batch 0, and the host or a worker attends for those of layer l once it has attended for sub-batch 0:
-nobody waits for that within the iteration, but what takes longer than it has time delays its other work. The
-way to a worker and back takes none of its time; only the end of the iteration waits for the last layer's.
+Async decodes (`schedule.async_groups`) are spread over all layers. Their rows join the linear stages of
+sub-batch 0. The host or a worker attends for the decodes at layer l after its attention for sub-batch 0. This
+is off the critical path; only the part that exceeds the idle time delays other work of the host or worker.
+The network costs a worker no time; only the end of the iteration waits for the rows of the last layer.
 
-Decodes whose KV is swapped are the device's, and all their KV of a layer crosses the bus while it computes
-the layers before; what is new of it leaves meanwhile, which may slow both. So do prompts' KV for host memory,
-and moves: a layer takes as long as all of that, at least.
-Copies read the host's memory, and so does the CPU's attention: where both together would take more than it
-gives, a layer takes as long as it takes to read all of it.
+Streamed decodes belong to the device. Their KV of a layer crosses the bus while the device computes earlier
+layers. New KV leaves at the same time, which may slow both directions. The KV of prompts for host memory and
+moved blocks also cross the bus. A layer takes at least as long as these copies.
+Copies and the CPU's attention both read host memory. If together they exceed its bandwidth, a layer takes as
+long as reading their data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,35 +42,34 @@ from neo_desktop.engine.predict.cost_model import CostModel
 
 
 class Decodes(NamedTuple):
-    """Decodes whose KV lies in one tier."""
+    """Number and context of the decodes in one KV tier."""
 
     requests: int
-    context_tokens: int  # theirs, summed
+    context_tokens: int  # sum over the requests
 
 
 NO_DECODES: Mapping[KVTier, Decodes] = MappingProxyType({})
 
 
 class BatchShape(NamedTuple):
-    """What one sub-batch brings."""
+    """Work of one sub-batch."""
 
-    tokens: int = 0  # in linear stages
-    rows: int = 0  # requests to be sampled
-    prefill_ms: float = 0.0  # T_pf of all prompt chunks, one layer
-    decodes: Mapping[KVTier, Decodes] = NO_DECODES  # tier -> those whose KV lies there
-    fetched: int = 0  # tokens of prompts whose KV is swapped and comes to the device
-    stored: int = 0  # and of those whose KV leaves it
+    tokens: int = 0  # tokens in linear stages
+    rows: int = 0  # requests to sample
+    prefill_ms: float = 0.0  # T_pf of the prompt chunks; one layer
+    decodes: Mapping[KVTier, Decodes] = NO_DECODES  # by tier
+    fetched: int = 0  # prompt tokens whose streamed KV is copied to the device
+    stored: int = 0  # prompt tokens whose KV leaves the device for the streamed tier
 
     @property
     def num_decodes(self) -> int:
-        """Decodes in all tiers."""
         requests = 0
         for decodes in self.decodes.values():
             requests += decodes.requests
         return requests
 
     def plus(self, more: Mapping[KVTier, Decodes]) -> "BatchShape":
-        """Return this load with further decodes."""
+        """Return this shape with further decodes."""
         if not more:
             return self
         requests = 0
@@ -88,7 +86,7 @@ class BatchShape(NamedTuple):
 
 
 def joined(some: Mapping[KVTier, Decodes], more: Mapping[KVTier, Decodes]) -> Mapping[KVTier, Decodes]:
-    """Return the decodes of both."""
+    """Return the sum of both, by tier."""
     if not some:
         return more
     both = dict(some)
@@ -99,7 +97,7 @@ def joined(some: Mapping[KVTier, Decodes], more: Mapping[KVTier, Decodes]) -> Ma
 
 
 def device_attention_ms(cost: CostModel, shape: BatchShape) -> float:
-    """T_pf + T_ga of one layer."""
+    """Return T_pf + T_ga of one layer."""
     ms = shape.prefill_ms
     for tier, (requests, context_tokens) in shape.decodes.items():
         if not tier.host_attends:
@@ -108,24 +106,21 @@ def device_attention_ms(cost: CostModel, shape: BatchShape) -> float:
 
 
 class OffDeviceTimes(NamedTuple):
-    """What decodes that leave the device take in a layer, in ms."""
+    """Times of one layer's decodes that leave the device, in ms."""
 
-    all: float = 0.0  # from their rows to their output: `host_ms`
-    cpu: float = 0.0  # of it, while the CPU can do nothing else
-    away: float = 0.0  # likewise a worker: the one that is busy longest
-    sending: float = 0.0  # likewise the network
+    all: float = 0.0  # from their rows to their output, see `host_ms`
+    cpu: float = 0.0  # the CPU's share
+    away: float = 0.0  # the busiest worker's share
+    sending: float = 0.0  # the network's share
 
 
 NO_OFF_DEVICE_TIMES = OffDeviceTimes()
 
 
 def off_device_times(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
-    """Return what decodes of a sub-batch take whoever attends, of all but the device.
-
-    The CPU and workers attend beside each other.
-    """
+    """Return the per-layer times of a sub-batch's off-device decodes; CPU and workers run in parallel."""
     cpu_ms = workers_ms = longest_ms = sending_ms = 0.0
-    requests, of_cpu = 0, False
+    requests, uses_cpu = 0, False
     for tier, (here, context_tokens) in decodes.items():
         if not tier.host_attends:
             continue
@@ -133,30 +128,30 @@ def off_device_times(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> OffD
         here_ms = cost.attention_ms(tier, here, context_tokens)
         if not tier.is_remote:
             cpu_ms += here_ms
-            of_cpu = True
+            uses_cpu = True
         else:
             way = cost.network_ms(tier, here)
             workers_ms = max(workers_ms, here_ms)
             longest_ms = max(longest_ms, here_ms + way.all)
-            sending_ms += way.sending  # all over the one network of this computer
+            sending_ms += way.sending  # all workers share this computer's network
     if not requests:
         return NO_OFF_DEVICE_TIMES
     offload_ms = cost.offload_ms(requests)
     return OffDeviceTimes(
         max(cpu_ms, longest_ms) + offload_ms,
-        cpu_ms + offload_ms if of_cpu else 0.0,
+        cpu_ms + offload_ms if uses_cpu else 0.0,
         workers_ms,
         sending_ms,
     )
 
 
 def host_ms(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> float:
-    """T_ca of one layer, with the way there and back; of those that the host or workers attend for."""
+    """Return T_ca of one layer, including transfers, for decodes attended by the host or workers."""
     return off_device_times(cost, decodes).all
 
 
 def streamed_tokens_of(shape: BatchShape) -> tuple[int, int]:
-    """Return of how many tokens swapped KV comes to the device in each layer, and of how many it leaves."""
+    """Return the tokens per layer whose KV streams to the device, and those whose KV leaves it."""
     fetched, stored = shape.fetched, shape.stored
     for tier, decodes in shape.decodes.items():
         if tier.is_streamed:
@@ -166,44 +161,44 @@ def streamed_tokens_of(shape: BatchShape) -> tuple[int, int]:
 
 
 def swap_both_ms(cost: CostModel, fetched: int, stored: int) -> float:
-    """Return what copies of swapped KV take in a layer, both ways at once.
+    """Return the time of one layer's copies of streamed KV in both directions at once.
 
     Args:
-        fetched: tokens whose KV comes to the device.
-        stored: tokens whose KV leaves it.
+        fetched: tokens whose KV is copied to the device.
+        stored: tokens whose KV is copied to host memory.
     """
     shorter_ms, longer_ms = sorted((cost.swap_ms(fetched), cost.swap_ms(stored)))
     return longer_ms + (cost.duplex - 1.0) * shorter_ms
 
 
 def copies_ms(cost: CostModel, shapes: Sequence[BatchShape], moved_tokens: int = 0) -> float:
-    """Return what copies take in a layer.
+    """Return the time of one layer's copies.
 
     Args:
         moved_tokens: see `iteration_ms`.
     """
     fetched = stored = 0
     for shape in shapes:
-        of_load = streamed_tokens_of(shape)
-        fetched += of_load[0]
-        stored += of_load[1]
+        tokens = streamed_tokens_of(shape)
+        fetched += tokens[0]
+        stored += tokens[1]
     ms = cost.transfer_ms(moved_tokens) if moved_tokens else 0.0
     return ms + swap_both_ms(cost, fetched, stored) if fetched or stored else ms
 
 
 class Times(NamedTuple):
-    """What a layer of one sub-batch takes, in ms."""
+    """Times of one layer of one sub-batch, in ms."""
 
     linear: float
-    on_device: float  # attention there
+    on_device: float  # attention on the device
     on_host: OffDeviceTimes
-    host_linear: float = 0.0  # the host's part in the linear stages, which they wait for
+    host_linear: float = 0.0  # matmuls of offloaded weights on the host, which the linear stages wait for
 
 
 def times_of(
     cost: CostModel, tokens: int, on_device_ms: float, on_host: OffDeviceTimes = NO_OFF_DEVICE_TIMES
 ) -> Times:
-    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long."""
+    """Return the times of a layer for a sub-batch of `tokens` tokens and the given attention times."""
     return Times(cost.linear_ms(tokens), on_device_ms, on_host, cost.host_linear_ms(tokens))
 
 
@@ -215,18 +210,17 @@ def times_ms(
     copies_ms: float = 0.0,
     async_decodes: OffDeviceTimes = NO_OFF_DEVICE_TIMES,
 ) -> float:
-    """Return what an iteration takes whose sub-batches take these times.
+    """Return the time of an iteration from the times of its sub-batches.
 
     Args:
-        rows: to be sampled.
-        copies_ms: what copies take beside each layer.
-        async_decodes: what async decodes take in a layer; their rows are part of the linear stages
-            of `first`.
+        rows: requests to sample.
+        copies_ms: copies beside each layer.
+        async_decodes: times of the async decodes in a layer; the linear stages of `first` include their rows.
     """
     both = max if cost.overlaps else _sum
     head_ms = cost.head_ms(rows)
-    # Between the attention that sub-batch 0 waits for and that which sub-batch 1 waits for, in turn, the host
-    # has as long as the device takes for the linear stages of the other. So has each worker.
+    # The host attends for one sub-batch while the device computes the linear stages of the other. So does
+    # each worker.
     if second is None:
         layer = first.linear + both(first.on_device, first.on_host.all)
         if cost.overlaps:
@@ -248,7 +242,7 @@ def times_ms(
         ):
             late_ms = max(own - max(stage_b - in_b, 0.0), 0.0)
             stages = max(stages[0], in_a + late_ms), max(stages[1], in_b)
-        # No less than what one of them goes through, or all of them send.
+        # Lower bounds: the path of one sub-batch, and the network time of both.
         layer = max(sum(stages), first.linear + first.on_host.all, second.linear + second.on_host.all)
         layer = max(layer, first.on_host.sending + second.on_host.sending + async_decodes.sending)
     else:
@@ -263,13 +257,13 @@ def times_ms(
             cpu_ms = first.on_host.cpu + first.host_linear + async_decodes.cpu
             cpu_ms += second.on_host.cpu + second.host_linear if second else 0.0
             layer = max(layer, copies_ms * shares.copies + cpu_ms * shares.attention)
-    # The last layer's is done beside the head, or after it.
+    # The async decodes of the last layer finish beside the head, or after it.
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
     return cost.num_layers * layer + end_ms + cost.iteration_ms
 
 
 def async_off_device(cost: CostModel, async_decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
-    """Return what async decodes take in a layer, on average."""
+    """Return the mean times of the async decodes in a layer."""
     all_ms = cpu_ms = away_ms = sending_ms = 0.0
     for tier, decodes in async_decodes.items():
         each, share = _in_a_layer(cost, decodes)
@@ -286,7 +280,7 @@ def async_off_device(cost: CostModel, async_decodes: Mapping[KVTier, Decodes]) -
 
 
 def _in_a_layer(cost: CostModel, decodes: Decodes) -> tuple[Decodes, float]:
-    """Return those of async decodes that stand in a layer, and the share of layers with any."""
+    """Return the async decodes at an occupied layer, and the share of layers that are occupied."""
     requests, context_tokens = decodes
     each = -(-requests // min(requests, cost.num_layers))
     return Decodes(each, each * context_tokens // requests), requests / (each * cost.num_layers)
@@ -306,10 +300,10 @@ def iteration_ms(
     """Predict an iteration.
 
     Args:
-        loads: of sub-batch 0, and of sub-batch 1 if there is one.
-        moved_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation: prompts' for
-            host memory, and moves. What is swapped is told by the loads.
-        async_decodes: decodes that it takes one layer further.
+        shapes: of sub-batch 0, and of sub-batch 1 if it exists.
+        moved_tokens: tokens whose KV crosses the bus layer by layer, beside the computation: moves, and
+            prompts for host memory. The shapes contain streamed KV.
+        async_decodes: decodes that advance by one layer.
     """
     return _iteration_ms(cost, shapes, async_decodes, copies_ms(cost, shapes, moved_tokens))
 
@@ -320,7 +314,7 @@ def copy_wait_ms(
     moved_tokens: int = 0,
     async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
 ) -> float:
-    """Return how much of `iteration_ms` is waiting for KV that crosses the bus."""
+    """Return the part of `iteration_ms` spent waiting for KV copies."""
     all_ms = iteration_ms(cost, *shapes, moved_tokens=moved_tokens, async_decodes=async_decodes)
     return all_ms - _iteration_ms(cost, shapes, async_decodes, 0.0)
 
@@ -346,7 +340,7 @@ def predict(
     moved_tokens: int = 0,
     async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
 ) -> IterationTiming:
-    """Predict an iteration and its attention on the host; see `iteration_ms`."""
+    """Predict an iteration and its host attention; see `iteration_ms`."""
     total_ms = iteration_ms(cost, *shapes, moved_tokens=moved_tokens, async_decodes=async_decodes)
     return timing_of(cost, total_ms, shapes, async_decodes)
 
@@ -357,10 +351,10 @@ def timing_of(
     shapes: Sequence[BatchShape],
     async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
 ) -> IterationTiming:
-    """Return the prediction of an iteration that is known to take so long in all.
+    """Return the timing of an iteration whose total time is known.
 
-    Attention at workers is what is waited for: the network counts, and those at their own pace, for whom
-    nobody waits, do not.
+    The attention of workers counts with the network, because the iteration waits for both. It does not wait
+    for async decodes of workers, which therefore do not count.
     """
     waited_for = {tier: decodes for tier, decodes in async_decodes.items() if tier.cpu_attends}
     attention_ms = attending_ms(cost, shapes, waited_for)
@@ -383,7 +377,7 @@ def timing_of(
 def attending_ms(
     cost: CostModel, shapes: Sequence[BatchShape], async_decodes: Mapping[KVTier, Decodes]
 ) -> float:
-    """Return what decode attention takes the host and workers in an iteration."""
+    """Return the time of the decode attention on the host and workers in an iteration."""
     ms = 0.0
     for tier, decodes in async_decodes.items():
         each, share = _in_a_layer(cost, decodes)

@@ -1,6 +1,6 @@
-"""Which rows of the matrices stay on the GPU where not all of them fit: HeteGen's module scheduler.
+"""Placement of weights that do not all fit on the GPU: HeteGen's module scheduler.
 
-See its paper's section 4.5, and `offloaded_matmul` for what becomes of the others.
+See the paper's section 4.5. `offloaded_matmul` computes with the weights in host memory.
 """
 
 from collections import defaultdict
@@ -17,50 +17,50 @@ from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import StoredForm
 
-EXPERTS = "experts"  # what a layer's are called together; of them some are resident
-_PARTS = ("experts_gate", "experts_up", "experts_down")  # what each of them consists of
-_ALWAYS = ("head", "router")  # on the GPU
-_STEPS = 16  # in which a matrix is looked at
-_ALIKE = 0.1  # gains that differ by less count as the same
-_STRAIGHT = 0.12  # likewise of one matrix: they are one step
+EXPERTS = "experts"  # name of a layer's experts as one matrix, some rows of which are resident
+_PARTS = ("experts_gate", "experts_up", "experts_down")  # an expert's matrices;
+_ALWAYS = ("head", "router")  # always on the GPU
+_STEPS = 16  # resolution of a matrix
+_ALIKE = 0.1  # gains that differ by less are equal;
+_STRAIGHT = 0.12  # slopes within one matrix that differ by less are one step
 
-# What a plan is made for: rows of a product -> how often it occurs. A chat of one person: each token of an
-# answer is one row, and for some 200 of them a prompt of about 1,000 tokens is read.
+# Workload of the plan: rows of a matmul -> frequency. One user's chat: each output token is one row, and some
+# 200 rows follow a prompt of about 1,000 tokens.
 ONE_CHAT: Mapping[int, float] = {1: 1.0, 1000: 1 / 200}
 
 
 class WeightTimes(NamedTuple):
-    """What the products of all layers take."""
+    """Total of the matmuls in every layer."""
 
     ms: float
-    host_ms: float  # of that, how long the CPU computes
+    host_ms: float  # the part in which the CPU computes
     streamed_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Where the weights lie."""
+    """Placement of the weights."""
 
-    # "3.qkv" -> the first rows, on the GPU: all, or a multiple of 64; "3.experts" -> the first of them
+    # "3.qkv" -> number of first rows on the GPU: all, or a multiple of 64; "3.experts" -> number of experts
     resident_rows: Mapping[str, int]
-    gpu_bytes: int  # with embeddings, head, norms and biases
+    gpu_bytes: int  # including embeddings, head, norms and biases
     host_bytes: int
 
     @property
     def is_split(self) -> bool:
-        """Whether some are in host memory."""
+        """True if some weights are in host memory."""
         return self.host_bytes > 0
 
 
 def host_form(form: WeightFormat) -> Dense:
-    """Return the form that rows in host memory have if others have this one on a GPU."""
+    """Return the format of the host rows of a matrix with this format on a GPU."""
     return replace(form, kernels=None) if isinstance(form, StoredForm) else DENSE
 
 
 def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> dict[str, Sizes]:
-    """Return `name -> sizes` of all that may be divided: not embeddings, head and routers.
+    """Return `name -> sizes` of the matrices that may be divided: not embeddings, head and routers.
 
-    A layer's experts are one, "3.experts", with a row for each of them.
+    A layer's experts are one matrix, "3.experts", with one row per expert.
     """
     on_host = host_form(form)
 
@@ -75,14 +75,14 @@ def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) 
         )
 
     stays = {name for name, m in config.each_matrix() if name.split(".")[-1] in _ALWAYS}
-    if config.experts is None:  # those of a traced model are not divided
+    if config.experts is None:  # experts of a traced model are not divided
         stays |= {name for name, m in config.each_matrix() if m.experts}
-    found = {name: sizes(name, m) for name, m in config.each_matrix() if name not in stays}
+    matrices = {name: sizes(name, m) for name, m in config.each_matrix() if name not in stays}
     if config.experts is None:
-        return found
+        return matrices
     for layer in config.experts.layers:
-        parts = [found.pop(f"{layer}.{part}") for part in _PARTS]
-        found[f"{layer}.{EXPERTS}"] = Sizes(
+        parts = [matrices.pop(f"{layer}.{part}") for part in _PARTS]
+        matrices[f"{layer}.{EXPERTS}"] = Sizes(
             config.experts.count,
             sum(part.parameters for part in parts) // config.experts.count,
             sum(part.device_bytes for part in parts),
@@ -93,21 +93,21 @@ def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) 
             used_share=config.experts.per_token / config.experts.count,
             handed=2 * config.hidden_size,
         )
-    return found
+    return matrices
 
 
 def _with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, int]:
-    """Return the rows of experts' matrices, too."""
+    """Add the resident rows of the experts' matrices."""
     rows = dict(resident)
     if config.experts is not None:
         for layer, part in product(config.experts.layers, _PARTS):
-            of_each = config.matrices[part].rows // config.experts.count
-            rows[f"{layer}.{part}"] = resident[f"{layer}.{EXPERTS}"] * of_each
+            expert_rows = config.matrices[part].rows // config.experts.count
+            rows[f"{layer}.{part}"] = resident[f"{layer}.{EXPERTS}"] * expert_rows
     return rows
 
 
 def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> int:
-    """Return the bytes of what is always on the GPU: embeddings, head, norms, routers and biases."""
+    """Return the bytes that are always on the GPU: embeddings, head, norms, routers and biases."""
     divided = sum(sizes.device_bytes for sizes in layer_matrices(config, form, dtype).values())
     return config.weight_bytes(dtype, form) - divided
 
@@ -120,19 +120,20 @@ def plan_weights(
     rates: Rates,
     load: Mapping[int, float] = ONE_CHAT,
 ) -> WeightPlan:
-    """Decide which rows are resident, greedily by the time that they save per byte.
+    """Choose resident rows greedily by the time saved per byte.
 
-    Rows are equal as long as CPU and bus take longer for the others than the GPU for them: each matrix then
-    gets as many, so that none of the three ever waits. Beyond that a row only brings anything if it is the
-    last one: a matrix that is wholly resident saves its hand-off, which is much for small ones. What brings
-    nothing stays in host memory, where the CPU is faster at it than the GPU would be on top of the others.
+    While CPU and bus take longer for the other rows than the GPU for its own, all rows are equally valuable:
+    each matrix gets the same share, so that no side waits. Beyond that only the last row of a matrix gains
+    anything: a fully resident matrix needs no copies of inputs and outputs, a large saving for small ones.
+    Rows without gain stay in host memory, where the CPU multiplies them faster than the GPU could in
+    addition.
 
     Args:
-        gpu_bytes: the most that weights may take on the GPU.
-        load: rows of a product -> how often it occurs.
+        gpu_bytes: limit for weights on the GPU.
+        load: rows of a matmul -> frequency.
 
     Raises:
-        MemoryError: they do not even hold what is always on the GPU.
+        MemoryError: the limit is too small for the weights that must be on the GPU.
     """
     matrices = layer_matrices(config, form, dtype)
     always = config.weight_bytes(dtype, form) - sum(sizes.device_bytes for sizes in matrices.values())
@@ -140,8 +141,8 @@ def plan_weights(
         has_experts = config.experts is None and any(m.experts for _, m in config.each_matrix())
         what = "embeddings, head, norms and experts" if has_experts else "embeddings, head and norms"
         raise MemoryError(
-            f"{what} of this model take {always / 1e9:.2f} GB and have to be in GPU "
-            f"memory, but there are {max(gpu_bytes, 0) / 1e9:.2f} GB for weights: allow more GPU memory, "
+            f"{what} of this model take {always / 1e9:.2f} GB and must be in GPU memory, "
+            f"but only {max(gpu_bytes, 0) / 1e9:.2f} GB are free for weights: allow more GPU memory, "
             "close other programs, or choose a smaller or a quantised model"
         )
     alike: dict[Sizes, list[str]] = defaultdict(list)
@@ -151,7 +152,7 @@ def plan_weights(
     left: float = gpu_bytes - always
     steps = [step for sizes in alike for step in _worthwhile_steps(rates, sizes, load)]
     for equal in _by_gain(steps):
-        # Those that bring the same have equal parts in what is left.
+        # Steps of equal gain share the remaining bytes proportionally.
         takers = [
             (step, [name for name in alike[step.sizes] if resident[name] == step.start]) for step in equal
         ]
@@ -169,12 +170,12 @@ def plan_weights(
 
 
 def plan_layers(config: ModelConfig, form: WeightFormat, dtype: torch.dtype, gpu_bytes: int) -> WeightPlan:
-    """Put the first layers on the GPU, as many as fit, and the others in host memory, as llama.cpp does.
+    """Put as many of the first layers as fit on the GPU, the others in host memory, like llama.cpp.
 
-    Of a mixture all but the experts comes first. Nothing is divided: this is for comparisons.
+    In an MoE model, all weights but the experts come first. No matrix is divided: this is a baseline.
 
     Args:
-        gpu_bytes: the most that weights may take on the GPU; at least `least_gpu_bytes`.
+        gpu_bytes: limit for weights on the GPU; at least `least_gpu_bytes`.
     """
     matrices = layer_matrices(config, form, dtype)
     taken = least_gpu_bytes(config, form, dtype)
@@ -196,7 +197,7 @@ def plan_layers(config: ModelConfig, form: WeightFormat, dtype: torch.dtype, gpu
 def weight_times(
     matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, rows: int, share: float | None = None
 ) -> WeightTimes:
-    """Predict the products of all layers for so many rows; see `layer_matrices` and `product_time`."""
+    """Predict all layers' matmuls for `rows` rows; see `layer_matrices` and `product_time`."""
     alike: dict[tuple[Sizes, int], int] = defaultdict(int)
     for name, sizes in matrices.items():
         alike[sizes, plan.resident_rows[name]] += 1
@@ -210,10 +211,10 @@ def weight_times(
 
 
 def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:
-    """Return what the products of one row take at least, for all layers.
+    """Return a lower bound for the matmuls of one row, in all layers.
 
-    That is weights in host memory over what CPU and bus read together, or the others over what the GPU does;
-    of experts, as many as one row needs.
+    It is the larger of two times: reading host weights with CPU and bus together, and reading resident
+    weights on the GPU. Only the experts that one row needs count.
     """
     together = min(rates.cpu_bytes_per_s + rates.bus_bytes_per_s, rates.host_bytes_per_s)
     on_host = resident = 0.0
@@ -225,13 +226,13 @@ def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> f
 
 
 class _Step(NamedTuple):
-    """Some more rows of matrices of one kind."""
+    """Additional resident rows of equal matrices."""
 
     sizes: Sizes
     start: int
     end: int
     gain: float  # ms per byte
-    is_whole: bool  # a part of it would bring less per byte: it would not save a hand-off
+    is_whole: bool  # indivisible: only the whole step saves the copies of inputs and outputs
 
     @property
     def nbytes(self) -> float:
@@ -243,7 +244,7 @@ class _Step(NamedTuple):
 
 
 def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
-    """Yield steps that bring about the same, the best first; of these, those that can be divided."""
+    """Yield groups of steps with about equal gain, the best first; divisible steps precede others."""
     left = sorted(steps, key=lambda step: -step.gain)
     while left:
         alike = [step for step in left if step.gain > (1 - _ALIKE) * left[0].gain]
@@ -253,13 +254,13 @@ def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
 
 
 def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> list[_Step]:
-    """Return what shortens products, each step more per byte than the next."""
+    """Return the steps that shorten matmuls, in order of falling gain per byte."""
     width = max(sizes.rows // _STEPS // sizes.unit, 1) * sizes.unit
     points = [
         (rows, sum(times * product_time(rates, sizes, rows, n).ms for n, times in load.items()))
         for rows in (*range(0, sizes.rows, width), sizes.rows)
     ]
-    hull: list[tuple[int, float]] = []  # convex from below; what is nearly straight is one step
+    hull: list[tuple[int, float]] = []  # lower convex hull; nearly straight parts are one step
     for rows, ms in points:
         straight = 1.0 if rows == sizes.rows else 1 - _STRAIGHT
         while len(hull) > 1 and _slope(hull[-1], (rows, ms)) <= straight * _slope(hull[-2], hull[-1]):
@@ -270,7 +271,7 @@ def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> 
     for start, end in pairwise(hull):
         slope = _slope(start, end)
         if slope < 0:
-            # Where products in between take longer than on a straight line, parts of the step are worth less.
+            # If times in between are above the straight line, parts of the step are worth less.
             above = [
                 ms - start[1] - slope * (rows - start[0]) for rows, ms in points if start[0] < rows < end[0]
             ]
@@ -284,7 +285,7 @@ def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
 
 
 def _take(step: _Step, names: Sequence[str], left: float, resident: dict[str, int]) -> float:
-    """Let as many of these matrices take the step as there is room for, spread evenly; return its bytes."""
+    """Give the step to as many matrices as `left` allows, spread evenly; return the bytes used."""
     if step.is_whole:
         for name in _spread(names, int(left // step.nbytes)):
             resident[name] = step.end
@@ -301,6 +302,6 @@ def _take(step: _Step, names: Sequence[str], left: float, resident: dict[str, in
 
 
 def _spread(names: Sequence[str], count: int) -> list[str]:
-    """Return so many of them, at even distances."""
+    """Return `count` of the names at even distances."""
     count = min(count, len(names))
     return [names[index * len(names) // count] for index in range(count)]

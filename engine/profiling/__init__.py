@@ -1,1 +1,1 @@
-"""What this computer has, how much of its memory is used, and how long the stages take on it."""
+"""Profiling: hardware, memory budgets, and measured times of the stages."""

@@ -1,13 +1,13 @@
-"""How much memory the KV cache may take, and how it is divided among the tiers.
+"""Memory budgets: the size of the KV cache and its division among the tiers.
 
     GPU memory                                    host memory
     | others | weights | KV | activations | reserve |     | others | weights* | KV and buffers | left alone |
              <---------- gpu cap ------------------>                          <--- cpu cap ---->
 
-What others use is seen in what is free once the weights are loaded and the largest iterations have run
-(`warm_up`): then what CUDA and the libraries take is known, too, and of the reserve a margin is left. Before
-a model is loaded, or for GPUs that are not here, the reserve stands for both. (*) Only where there is no GPU;
-then both pools lie in host memory, and each cap is one for the KV of its pool alone.
+The use by other programs follows from the memory that is free after the weights are loaded and the largest
+iterations have run (`warm_up`). The memory of CUDA and its libraries is then known as well, and the reserve
+shrinks to a margin. Before a model is loaded, or for GPUs that are not present, the reserve covers both.
+(*) Only without a GPU: both pools are then in host memory, and each cap limits the KV of its own pool.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,31 +35,31 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
-# Of a GPU: CUDA context, kernels, libraries, a piece of weights that is dequantised, and the margin.
+# Of a GPU: CUDA context, kernels, libraries, a piece of dequantised weights, and the margin.
 DEVICE_RESERVE_BYTES = 512 * 1024**2
-MANY_PROGRAMS = 1024  # of decode attention, that a large GPU runs at once
-DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
-HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be
-MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
-LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
+MANY_PROGRAMS = 1024  # thread blocks of decode attention that a large GPU runs at once;
+DEVICE_MARGIN_BYTES = 256 * 1024**2  # for up to 128 graphs of 1 MiB, and fragmentation;
+HOST_SHARE = 0.5  # of the available host memory, for KV and buffers without a cap
+MOST_HOST_SHARE = 0.9  # of the available host memory, with any cap
+LONG_CONTEXT_TOKENS = 32_768  # longer prompts may have to be retried in smaller chunks
 GIB = 1024**3
-STREAMED_SHARE = 0.125  # of the GPU's memory for KV, for the layers of swapped KV that are there
-SHORT_TOKENS = 1000  # of context: less is no use
-# What files of GGUF are called by -> the type of most of their matrices.
+STREAMED_SHARE = 0.125  # of the GPU's KV memory, for the prefetch buffer of streamed KV
+SHORT_TOKENS = 1000  # context that is too short to be useful
+# GGUF file suffix -> dominant tensor type
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCaps:
-    """The most memory to take; None: what fits."""
+    """Limits on memory use; None: as much as fits."""
 
     gpu_bytes: int | None = None  # weights, activations, KV and reserve; without a GPU: KV of the GPU-cache
-    cpu_bytes: int | None = None  # KV in host memory, and what transfers go through
+    cpu_bytes: int | None = None  # KV in host memory, and transfer buffers
 
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
-        """Return what was asked for."""
-        ranks = options.tensor_parallel  # each has a GPU, and all divide the host's memory
+        """Return the caps of these options."""
+        ranks = options.tensor_parallel  # each rank has its own GPU; the ranks share host memory
         gpu, host = options.gpu_memory_gib, options.cpu_memory_gib
         return cls(
             None if gpu is None else int(gpu * GIB), None if host is None else int(host * GIB) // ranks
@@ -67,7 +67,7 @@ class MemoryCaps:
 
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
-    """Return what an iteration may hold."""
+    """Return the scheduler's limits for these options."""
     most = options.most_requests
     return SchedulerLimits(
         max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
@@ -78,15 +78,15 @@ def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """What is free once the weights are loaded."""
+    """Free memory after the weights are loaded."""
 
     host_bytes: int
     gpu_bytes: int | None  # None: no GPU is used
-    iteration_bytes: int | None = None  # that iterations on the GPU took, see `warm_up`; None: none has run
+    iteration_bytes: int | None = None  # GPU memory of iterations, see `warm_up`; None: not measured
 
     @classmethod
     def now(cls, device: torch.device, iteration_bytes: int | None = None, ranks: int = 1) -> Self:
-        """Ask the system, and the GPU if it is the device; so many processes divide the system's."""
+        """Query the system and a GPU device; `ranks` processes share the system's memory."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return cls(host_memory().available_bytes // ranks, gpu, iteration_bytes)
 
@@ -104,23 +104,22 @@ def pool_blocks(
     tiers: Collection[KVTier] = MEASURED_TIERS,
     bus_share: float | None = None,
 ) -> dict[KVTier, int]:
-    """Return `tier -> blocks`, from the memory that is free now that the weights are loaded.
+    """Return `tier -> blocks` for the memory that is free after the weights are loaded.
 
-    No tier gets more than the most requests with the longest contexts could use. What fits is counted in
-    whole runs of blocks: host memory consists of them.
+    No tier gets more than the maximum number of requests with the longest contexts can use. Blocks come in
+    whole runs, the unit of allocation in host memory.
 
     Args:
-        cache_tokens: `tier -> tokens asked for`; None: as many as fit.
-        caps: bounds on what fits.
+        cache_tokens: `tier -> requested tokens`; None: as many as fit.
+        caps: limits on memory use.
         cpu_cache_dtype: of KV in host memory; None: the model's.
-        free: to reckon with; None: what is.
-        weight_bytes: of the loaded model; None: as if all were of `dtype`.
-        tiers: where KV may live. If some of it is swapped, a part of the others' memory is for that.
-        bus_share: of what the GPU reads of its memory, that comes over the bus in the same time; None: nobody
-            knows.
+        free: free memory; None: query it.
+        weight_bytes: of the loaded model; None: all weights have `dtype`.
+        tiers: tiers in use. Streamed KV takes its memory from the other tiers.
+        bus_share: bus bandwidth / GPU memory bandwidth; None: unmeasured.
 
     Raises:
-        MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
+        MemoryError: the GPU has no room for one iteration, or a request exceeds the free memory.
     """
     free = free or FreeMemory.now(device)
     available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes, device)
@@ -160,17 +159,17 @@ def _take_streamed(
     weights: int,
     bus_share: float | None,
 ) -> int:
-    """Return the blocks of swapped KV, and take their memory off the other tiers'.
+    """Return the blocks of streamed KV, and deduct their memory from the other tiers.
 
-    No more than comes over the bus while the GPU reads weights and its own KV once; nor than its share of the
-    GPU's memory. What was asked for of other tiers stays theirs. Without a GPU, KV in host memory is where
-    it is needed already.
+    The limits are the KV that crosses the bus while the GPU reads weights and its own KV once, and a share of
+    the GPU's memory. Requested sizes of other tiers remain. Without a GPU, all KV is already where it is
+    needed.
     """
-    of_layer = block_bytes(config, BLOCK_SIZE, dtype)
-    on_device, on_host = (layers * of_layer for layers in layers_of(config.num_layers))
-    if free.gpu_bytes is None:  # all of it lies in the host's memory
+    layer_bytes = block_bytes(config, BLOCK_SIZE, dtype)
+    on_device, on_host = (layers * layer_bytes for layers in layers_of(config.num_layers))
+    if free.gpu_bytes is None:  # both kinds of KV are in host memory
         on_device, on_host = 0, on_device + on_host
-    # What is new of decodes is kept on the device until it has left.
+    # The device keeps the new KV of decodes until it has been copied to host memory.
     decodes = 2 * limits.max_batch_requests * config.kv_bytes_per_token(dtype)
     most = limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     device, host = (
@@ -185,7 +184,7 @@ def _take_streamed(
     fitting = far // on_host if on_host else most
     if on_device:
         runs = -(-(cache_tokens[device] or 0) // (BLOCKS_PER_RUN * BLOCK_SIZE))
-        others = runs * BLOCKS_PER_RUN * config.num_layers * of_layer
+        others = runs * BLOCKS_PER_RUN * config.num_layers * layer_bytes
         near = rest if asked is not None else min(int(rest * STREAMED_SHARE), rest - others)
         fitting = min(fitting, near // on_device)
         if bus_share is not None and on_host:
@@ -218,7 +217,7 @@ def kv_bytes(
 
     def bytes_of(tier: KVTier) -> int:
         cap = caps.cpu_bytes if tier.in_host_memory else caps.gpu_bytes
-        if free.gpu_bytes is None:  # the GPU-cache is imitated: all tiers share the host's memory
+        if free.gpu_bytes is None:  # without a GPU, all tiers share host memory
             return _host_bytes(host // len(MEASURED_TIERS), cap)
         if tier.in_host_memory:
             return max(_host_bytes(host, cap) - buffers, 0)
@@ -237,14 +236,14 @@ def check_weights_fit(
     free_memory: FreeMemory | None = None,
     form: WeightFormat = DENSE,
 ) -> None:
-    """Check before they are loaded.
+    """Check that the weights fit, before they are loaded.
 
     Args:
-        free_memory: before that; None: what is.
+        free_memory: at that time; None: query it.
         form: of the matrices.
 
     Raises:
-        MemoryError: they do not fit into what is free, or not under the cap.
+        MemoryError: the weights exceed the free memory or the cap.
     """
     needed = config.loading_bytes(dtype, device, form)
     is_gpu = device.type == "cuda"
@@ -269,11 +268,11 @@ def check_weights_fit(
 def smaller_form(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, free: int, needed: int
 ) -> str:
-    """Say which quantisation would leave room for chats, as the beginning of a sentence; "": none would.
+    """Suggest a quantisation that leaves room for chats, as the start of a sentence; "": none does.
 
     Args:
         free: bytes for weights and KV.
-        needed: bytes that the model takes as it is.
+        needed: bytes of the model without further quantisation.
     """
     if device.type == "cuda" and fallbacks.level("quantised") != "triton":
         return ""
@@ -296,15 +295,15 @@ def smaller_form(
 def activation_bytes(
     config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype, device: torch.device | None = None
 ) -> int:
-    """Return the most memory that one iteration needs beside weights and KV.
+    """Return the peak memory of one iteration beside weights and KV.
 
-    Linear stages work in memory that is kept (`Workspace`). A chunk of a long prompt, or several of short
-    ones, need the KV before them in one piece, twice while it is put together, and a mask unless the kernel
-    needs none. Where the model caps scores, they need a piece of scores and of weights in float32, too. Each
-    sampled request has its logits in the model's dtype and in float32, and the sampler copies some of them.
+    Linear stages reuse a fixed workspace (`Workspace`). A chunk of a long prompt, or several chunks of short
+    prompts, need the earlier KV in contiguous form, twice while it is assembled. They also need a mask, if
+    the kernel requires one. With a softcap they need a tile of scores and of weights in float32. Each sampled
+    request has logits in the model's dtype and in float32, and the sampler copies some.
 
     Args:
-        device: whose kernels attend; None, or a GPU that is not here: any kernels, with masks.
+        device: device whose kernels run the attention; None, or an absent GPU: any kernels, with masks.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
@@ -323,7 +322,7 @@ def activation_bytes(
 
 
 def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether attention of prompts is given masks in any layer."""
+    """Return True if prompt attention in some layer needs a mask."""
     if config.attention_softcap is not None or not torch.cuda.is_available():
         return True
     level = fallbacks.level("prompt_attention")
@@ -335,7 +334,7 @@ def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
-    """Return the host memory that transfers go through: q, k, v and output of two sub-batches."""
+    """Return the bytes of the offload buffers: q, k, v and output of two sub-batches."""
     return 2 * limits.max_batch_tokens * 2 * config.qkv_rows * dtype.itemsize
 
 
@@ -346,7 +345,7 @@ def _device_bytes(
     cap: int | None,
     weights: int,
 ) -> int:
-    # The longest contexts are reckoned only: to see them would take as much KV.
+    # The longest contexts are only estimated: to measure them would take as much KV.
     activations = max(activations, seen or 0)
     needed = activations + (DEVICE_RESERVE_BYTES if seen is None else DEVICE_MARGIN_BYTES)
     if free < needed:
@@ -357,7 +356,7 @@ def _device_bytes(
         )
     if cap is None:
         return free - needed
-    # Under the cap counts what CUDA and the libraries have taken, too.
+    # The cap includes the memory of CUDA and its libraries.
     under_cap = activations + DEVICE_RESERVE_BYTES
     if cap < weights + under_cap:
         raise MemoryError(
@@ -369,14 +368,14 @@ def _device_bytes(
 
 
 def _host_bytes(available: int, cap: int | None) -> int:
-    """What may be taken of the available memory: a cap says that more than half of it is welcome, too."""
+    """Return the usable part of the available memory; with a cap it may exceed half."""
     if cap is None:
         return int(available * HOST_SHARE)
     return min(cap, int(available * MOST_HOST_SHARE))
 
 
 def _other_programs() -> str:
-    """Who else has GPU memory, for error messages."""
+    """Name other programs that use the GPU, for error messages."""
     processes = [process for gpu in find_gpus()[0] for process in gpu.other_processes]
     named = [f"{p.name} (process {p.pid})" for p in processes[:3]]
     return f" (other programs there: {', '.join(named)})" if named else ""

@@ -1,4 +1,4 @@
-"""At which sizes the stages are measured: grids that grow by factors, as far as the scheduler may ask."""
+"""Grids of sizes for stage measurements, in growing steps up to the scheduler's limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,22 @@ from neo_desktop.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The points of one stage: a few that span the range, and those between them."""
+    """Points of one stage: a few that span the range, and those between them."""
 
     spanning: Sequence[Point]
     between: Sequence[Point]
 
     @property
     def stage(self) -> Stage:
-        """Whose points they are."""
         return self.spanning[0].stage
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """All of them."""
         return (*self.spanning, *self.between)
 
 
 def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
-    """Return `stage -> its points`: what needs its time first or, with the time that others left, late."""
+    """Return `stage -> grid`: urgent stages first, then stages that profit from leftover time."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     grids = {
         Stage.LINEAR: _line(Stage.LINEAR, tokens),
@@ -40,7 +38,7 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
-    grids[Stage.OFFLOAD] = _line(Stage.OFFLOAD, requests)  # soon finds out whether flags serve
+    grids[Stage.OFFLOAD] = _line(Stage.OFFLOAD, requests)  # early: it finds out whether flags work
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
     grids[Stage.SWAP] = _line(Stage.SWAP, tokens)
     return grids
@@ -62,7 +60,7 @@ def _sizes(least: int, most: int) -> list[int]:
 
 
 def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requests: int) -> Grid:
-    """Requests times mean context; only what the pool can hold, and at least two of each."""
+    """Return requests x mean context, limited to the pool's capacity, with at least two values each."""
     assert stage.tier is not None
     capacity = timer.capacity_tokens(stage.tier)
     contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
@@ -76,13 +74,13 @@ def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requ
 
 
 def _first_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
-    """Tokens of a chunk; a single one would be a decode."""
+    """Return tokens of a chunk; a single token would be a decode."""
     sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(timer, config)), 2)))
     return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
 
 
 def _later_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
-    """Tokens of a chunk times context at its end, their product being the work: masking spares none."""
+    """Return chunk tokens x context at the chunk's end. The product is the work: masking saves nothing."""
     most_context = _most_context(timer, config)
     chunks = _axis(8, 4, max(min(most_tokens, most_context), 2))
     contexts = _axis(16, 4, max(most_context, 2 * chunks[1]))
@@ -95,9 +93,9 @@ def _later_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) 
 
 
 def _ordinary(sizes: Sequence[int]) -> list[int]:
-    """Return odd sizes a little below these: round ones, which prompts seldom have, suit a kernel best.
+    """Return odd sizes slightly below the given ones: round sizes are rare in prompts and suit kernels best.
 
-    The first and the last stay: the one bounds what is measured, the other is what a full batch has.
+    The first and last sizes stay: the first bounds the measured range, the last is that of a full batch.
     """
     return sorted({sizes[0], sizes[-1], *(size * 15 // 16 | 1 for size in sizes[1:-1])})
 
@@ -107,7 +105,7 @@ def _most_context(timer: StageTimer, config: ModelConfig) -> int:
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:
-    """Return sizes that grow by a factor and end with `last`; at least two, one made up if need be."""
+    """Return at least two sizes, which grow by a factor and end with `last`; the second may be added."""
     sizes = []
     size = first
     while size * 1.5 < last:
@@ -118,11 +116,11 @@ def _axis(first: int, factor: int, last: int) -> list[int]:
 
 
 def _grid(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> Grid:
-    """Divide the points of a grid with these axes; each part by its work."""
+    """Divide the points of a grid into spanning points and others, each sorted by work."""
 
     def spans(axis: Sequence[int], value: int) -> bool:
         i = axis.index(value)
-        return i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1)  # a surface needs two of each
+        return i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1)  # a surface needs two per axis
 
     points = sorted(points, key=lambda point: (point.work, point.x))
     spanning = [point for point in points if spans(xs, point.x) and spans(ys, point.y)]

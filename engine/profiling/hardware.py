@@ -1,7 +1,6 @@
-"""What this computer has, as far as the engine cares.
+"""Hardware and software of this computer, as relevant for the engine.
 
-Nothing here fails because something is missing: a GPU, its driver, a file of the system. Notes say what could
-not be found out.
+Missing parts raise no errors: a GPU, its driver, a system file. Notes list the unknown values.
 """
 
 import errno
@@ -25,7 +24,7 @@ from neo_desktop.engine.wsl import is_wsl
 
 _ROOT = Path("/")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-# CUDA cores of one multiprocessor by compute capability, from NVIDIA's programming guide; 128 in all others.
+# CUDA cores per multiprocessor by compute capability, from NVIDIA's programming guide; 128 for all others.
 _CORES_PER_SM = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 
 
@@ -40,7 +39,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """One state of the way between GPU and host."""
+    """A state of the link between GPU and host."""
 
     generation: int
     width: int  # lanes
@@ -56,14 +55,14 @@ class Gpu:
     free_bytes: int
     driver: str
     capability: str  # compute capability, "8.6"
-    pcie: PcieLink | None  # now: an idle GPU lowers it to save power
-    pcie_max: PcieLink | None  # what GPU and slot can do
-    other_processes: tuple[GpuProcess, ...]  # those that the driver lets this process see
+    pcie: PcieLink | None  # current state; an idle GPU reduces it to save power
+    pcie_max: PcieLink | None  # the best that GPU and slot support
+    other_processes: tuple[GpuProcess, ...]  # as far as the driver shows them to this process
 
 
 @dataclass(frozen=True, slots=True)
 class CpuCaches:
-    """Caches as the first core sees them; None where the system does not say."""
+    """Cache sizes of the first core; None: the system does not say."""
 
     l1d_bytes: int | None
     l2_bytes: int | None
@@ -72,21 +71,21 @@ class CpuCaches:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """Memory and the CPUs that are near it."""
+    """A memory node and its CPUs."""
 
     node: int
-    cpus: str  # as Linux writes it, "0-7,16-23"
+    cpus: str  # in Linux notation, "0-7,16-23"
     memory_bytes: int
     free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory that this process can have, a container's limit taken into account."""
+    """Host memory of this process, including a container's limit."""
 
     total_bytes: int
     available_bytes: int
-    limit_bytes: int | None  # of the cgroup; None: there is none
+    limit_bytes: int | None  # of the cgroup; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,8 @@ class MachineInfo:
     cpu: str
     physical_cores: int
     logical_cores: int
-    usable_cores: int  # what affinity mask and cgroup leave to this process
-    isa: str  # the instruction set of the attention kernel
+    usable_cores: int  # allowed by affinity mask and cgroup
+    isa: str  # instruction set of the attention kernel
     caches: CpuCaches
     numa_nodes: tuple[NumaNode, ...]
     memory_bytes: int
@@ -106,8 +105,8 @@ class MachineInfo:
     swap_bytes: int
     swap_free_bytes: int
     gpus: tuple[Gpu, ...]
-    gpu_note: str  # why there are no GPUs, or why torch cannot use them; empty if all is well
-    notes: tuple[str, ...]  # what could not be found out
+    gpu_note: str  # reason for missing GPUs or an unusable torch; empty if all is well
+    notes: tuple[str, ...]  # unknown values
     neo_desktop: str
     python: str
     torch: str
@@ -116,7 +115,7 @@ class MachineInfo:
 
 
 def machine_info() -> MachineInfo:
-    """Look at this computer; never fails for want of a GPU or its driver."""
+    """Describe this computer; succeeds without a GPU or its driver."""
     memory, swap = host_memory(), psutil.swap_memory()
     gpus, gpu_note, notes = find_gpus()
     gpu_note = why_unusable() or gpu_note
@@ -145,7 +144,7 @@ def machine_info() -> MachineInfo:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
-    """Return the GPUs, why there are none or torch cannot use them, and what the driver would not tell."""
+    """Return the GPUs, the reason if none is usable, and the values that the driver withheld."""
     if fallbacks.level("nvml") == "without":
         return _gpus_of_torch()
     try:
@@ -163,9 +162,9 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
             try:
                 gpus.append(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index), driver, notes))
             except pynvml.NVMLError as error:
-                notes.append(f"GPU {index} cannot be asked: {error}")
+                notes.append(f"GPU {index} cannot be queried: {error}")
     except pynvml.NVMLError as error:
-        notes.append(f"the NVIDIA driver cannot be asked: {error}")
+        notes.append(f"the NVIDIA driver cannot be queried: {error}")
     finally:
         pynvml.nvmlShutdown()
     note = "" if gpus else "the NVIDIA driver lists no GPU"
@@ -176,9 +175,9 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
 
 
 def _gpus_of_torch() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
-    """Return what `find_gpus` returns, as far as torch knows it."""
+    """Return the result of `find_gpus` from torch's knowledge alone."""
     if not torch.cuda.is_available():
-        return (), "torch finds no usable GPU, and the driver is not asked", ()
+        return (), "torch finds no usable GPU, and the driver is not queried", ()
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -196,7 +195,11 @@ def _gpus_of_torch() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
                 other_processes=(),
             )
         )
-    return tuple(gpus), "", ("driver version, PCIe link and other programs unknown: the driver is not asked",)
+    return (
+        tuple(gpus),
+        "",
+        ("driver version, PCIe link and other programs unknown: the driver is not queried",),
+    )
 
 
 def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
@@ -243,9 +246,10 @@ def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
 
 
 def driver_free_bytes(device: torch.device) -> int:
-    """Return how much of a GPU's memory is free, as the driver says; its whole memory where it does not.
+    """Return a GPU's free memory according to the driver, or its total memory if the driver does not say.
 
-    CUDA says it more exactly, but takes some of that memory for the process that asks, as long as it lives.
+    CUDA reports it more exactly, but a CUDA context would take some of that memory for the rest of the
+    process.
     """
     properties = torch.cuda.get_device_properties(device)
     try:
@@ -260,9 +264,9 @@ def driver_free_bytes(device: torch.device) -> int:
 
 
 def driver_version() -> str:
-    """Return the version of the NVIDIA driver, or why it cannot be asked."""
+    """Return the version of the NVIDIA driver, or the reason why it is unknown."""
     if fallbacks.level("nvml") == "without":
-        return "unknown: the driver is not asked"
+        return "unknown: the driver is not queried"
     try:
         pynvml.nvmlInit()
         try:
@@ -296,13 +300,13 @@ def cpu_caches(root: Path = _ROOT) -> CpuCaches:
 
 
 def last_level_cache_bytes() -> int:
-    """Return the size of the largest cache of the first CPU; 0 where the system does not say."""
+    """Return the size of the first CPU's largest cache; 0: the system does not say."""
     caches = cpu_caches()
     return caches.l3_bytes or caches.l2_bytes or 0
 
 
 def numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes; none where the system does not say."""
+    """Return the NUMA nodes; empty: the system does not say."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         # Lines like "Node 0 MemTotal:  24737340 kB".
@@ -319,24 +323,24 @@ def numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.node))
 
 
-_last_memory: dict[Path, HostMemory] = {}  # root -> what was found last
+_last_memory: dict[Path, HostMemory] = {}  # root -> last result
 
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """Return the memory that this process can have: the machine's, or its container's if that is less.
+    """Return the memory of this process: the machine's, or its container's if that is less.
 
-    While the system has no file or memory left to look with, this is what was found last.
+    If the system has no file handle or memory left for the query, return the last result.
 
     Raises:
-        OSError: the system cannot be asked, and never was.
+        OSError: the system cannot be queried, and no earlier result exists.
     """
     try:
-        found = _last_memory[root] = _look_at_memory(root)
+        memory = _last_memory[root] = _look_at_memory(root)
     except OSError:
         if root not in _last_memory:
             raise
         return _last_memory[root]
-    return found
+    return memory
 
 
 def _look_at_memory(root: Path) -> HostMemory:
@@ -348,7 +352,7 @@ def _look_at_memory(root: Path) -> HostMemory:
             continue
         used = _read(folder / used_file, surely=True)
         stat = dict(line.split() for line in _read(folder / "memory.stat", surely=True).splitlines())
-        # What it holds of files that were read once is given back when somebody needs the room.
+        # The system reclaims the cgroup's page cache on demand.
         reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         room = int(text) - (int(used) if used.isdigit() else 0) + reclaimable
         limit = min(int(text), limit or int(text))
@@ -357,12 +361,12 @@ def _look_at_memory(root: Path) -> HostMemory:
 
 
 def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
-    """The folders of this process's memory cgroup and of all above it, with the names of their files.
+    """Return the folders of this process's memory cgroup and its ancestors, with the names of their files.
 
-    In a container the path that the kernel tells may be the host's, which is not to be seen there: then the
-    mounted top is the container's own group.
+    In a container the kernel may report the host's path, which is not visible there. The mounted root is then
+    the container's own group.
     """
-    found = []
+    folders = []
     for line in _read(root / "proc/self/cgroup", surely=True).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -372,21 +376,21 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
         else:
             continue
         parts = Path(path.lstrip("/")).parts
-        found += [(top.joinpath(*parts[:depth]), *files) for depth in range(len(parts) + 1)]
-    return found
+        folders += [(top.joinpath(*parts[:depth]), *files) for depth in range(len(parts) + 1)]
+    return folders
 
 
 def _process_name(pid: int) -> str:
     try:
         return psutil.Process(pid).name()
-    except (psutil.Error, OSError):  # it has ended, or it lives outside this container
+    except (psutil.Error, OSError):  # it has ended, or it runs outside this container
         return "unknown"
 
 
 def _read(path: Path, *, surely: bool = False) -> str:
-    """Return what a file of the system says; "" where there is none, or it cannot be read.
+    """Return the content of a system file; "" if the file does not exist or cannot be read.
 
-    With `surely`, OSError where the system has nothing left to read with: the file may be there.
+    With `surely`, raise OSError if the system has no resources left to read it: the file may exist.
     """
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -397,5 +401,5 @@ def _read(path: Path, *, surely: bool = False) -> str:
 
 
 def _text(value: str | bytes) -> str:
-    """Older versions of pynvml give bytes."""
+    """Decode text: older versions of pynvml return bytes."""
     return value.decode() if isinstance(value, bytes) else value

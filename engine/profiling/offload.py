@@ -1,4 +1,4 @@
-"""Measures what it takes to let the CPU do a step in between: there, and back again."""
+"""Measures the round trip of one offloaded step: to the CPU and back."""
 
 import time
 
@@ -9,19 +9,19 @@ from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
 
-CHAIN = 32  # round trips in a row, as in an iteration over so many layers
-TIMEOUT_S = 10.0  # for one of them, which takes microseconds
-_HEADS, _HEAD_DIM = 16, 64  # 4 KiB of float32: what one request hands over
+CHAIN = 32  # consecutive round trips, as in an iteration over 32 layers
+TIMEOUT_S = 10.0  # per round trip, which takes microseconds
+_HEADS, _HEAD_DIM = 16, 64  # 4 KiB of float32 per request
 _ROW_BYTES = _HEADS * _HEAD_DIM * torch.float32.itemsize
 
 
 class OffloadTimer:
-    """Round trips of q, k and v there and of an output back; every request attends to itself alone.
+    """Times round trips: q, k and v to the CPU, an output back; every request attends only to itself.
 
     Args:
         device: the model's.
-        backend: runs programs on it.
-        in_graph: whether a relay attends in the middle of a graph; otherwise a thread does.
+        backend: runs programs on the device.
+        in_graph: a relay attends within a graph; otherwise a thread does.
     """
 
     def __init__(self, device: torch.device, backend: Backend, *, in_graph: bool) -> None:
@@ -30,12 +30,12 @@ class OffloadTimer:
         self._in_graph = in_graph
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds of one round trip with so many bytes each way, without the attention itself.
+        """Return the seconds of one round trip with `nbytes` each way, without the attention itself.
 
         Raises:
-            RelayStalledError, DeviceStalledError: nothing came for long.
-            StreamMemoryError: the driver refuses.
-            RuntimeError: what came back is not what was sent.
+            RelayStalledError, DeviceStalledError: no response within the timeout.
+            StreamMemoryError: the driver refuses stream memory operations.
+            RuntimeError: the output is not what was sent.
         """
         backend = self._backend
         backend.begin(Watchdog(TIMEOUT_S))
@@ -94,10 +94,10 @@ class OffloadTimer:
                 attending_s = sum(step.end_ns - step.start_ns for step in relay.finish()) / 1e9
             if not torch.equal(out.cpu(), torch.full(out.shape, float(number * CHAIN))):
                 raise RuntimeError(
-                    "a hand-off between GPU and CPU lost data: the driver or the GPU is at fault"
+                    "a transfer between GPU and CPU lost data: the driver or the GPU is at fault"
                 )
         return (taken_s - attending_s) / CHAIN
 
     def close(self) -> None:
-        """End the backend's threads."""
+        """Stop the backend's threads."""
         self._backend.close()

@@ -1,15 +1,16 @@
-"""What is measured: the stages of an iteration, and a stage at one size."""
+"""Measuring points: the stages of an iteration, and a stage at one size."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 
-NEAR = next(tier for tier in MEASURED_TIERS if not tier.host_attends)  # whose KV prompts attend to fastest
+# the tier whose KV prompts attend to fastest
+NEAR = next(tier for tier in MEASURED_TIERS if not tier.host_attends)
 
 
 class Stage(StrEnum):
-    """A part of an iteration, under the name of its table in `TableCostModel`."""
+    """A part of an iteration, named like its table in `TableCostModel`."""
 
     LINEAR = "linear"  # x: tokens
     HEAD = "head"  # x: rows
@@ -19,28 +20,28 @@ class Stage(StrEnum):
     FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
     LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
     GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
-    CPU_ATTENTION = "cpu_attention"  # likewise
+    CPU_ATTENTION = "cpu_attention"  # x: requests, y: mean context
 
     @property
     def tier(self) -> KVTier | None:
-        """Where the KV of decode attention lies; None: it is another stage."""
+        """KV tier of decode attention; None: another stage."""
         label = self.value.removesuffix("_attention")
         return next((tier for tier in MEASURED_TIERS if tier.label == label), None)
 
     @property
     def is_attention(self) -> bool:
-        """Whether its time depends on the layer's window."""
+        """True if the time depends on the layer's sliding window."""
         return self.is_prefill or self.tier is not None
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it is a prompt chunk's attention."""
+        """True if this is a prompt chunk's attention."""
         return self in (Stage.FIRST_CHUNK_ATTENTION, Stage.LATER_CHUNK_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A stage at one size; see `Stage` for what x and y count."""
+    """A stage at one size; `Stage` defines x and y."""
 
     stage: Stage
     x: int
@@ -48,5 +49,5 @@ class Point:
 
     @property
     def work(self) -> int:
-        """What its time is nearly proportional to where it is large."""
+        """A measure roughly proportional to the time of large points."""
         return self.x * self.y

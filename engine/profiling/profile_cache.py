@@ -1,7 +1,7 @@
 """Measured cost tables on disk, under a key that names everything they depend on.
 
-One JSON file per key, `<hash of the key>.json`, with the key itself and the tables. The whole key is compared
-when a file is read: another GPU, driver, CPU, model or version never gets these tables.
+One JSON file per key, `<hash of the key>.json`, contains the key and the tables. Reading compares the whole
+key: another GPU, driver, CPU, model or version never gets these tables.
 """
 
 import json
@@ -32,8 +32,8 @@ from neo_desktop.models.experts_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
 
-SHARE_DIGITS = 1  # of shares of weights: a tenth more or less changes little
-PROFILER_VERSION = 13  # raise it when what is measured, or how, changes
+SHARE_DIGITS = 1  # of weight shares: a tenth changes little
+PROFILER_VERSION = 13  # raise it when the measurements or their method change
 
 
 def load_or_profile(
@@ -45,16 +45,16 @@ def load_or_profile(
     streams: Streams | None = None,
     refresh: bool = False,
 ) -> TableCostModel:
-    """Return the tables of an earlier start on this computer, or measure them now and keep them.
+    """Return the tables of an earlier start on this computer, or measure and save them now.
 
-    Trouble with the files is logged and never an error.
+    File errors are logged, not raised.
 
     Args:
         decoder: the loaded model.
-        storage: the KV pools, before the first request: measuring overwrites them.
-        limits: bound what is measured.
-        progress: called with the share done and what is being measured; not at all if nothing is.
-        streams: what the work on the decoder's device runs on; None: on the whole of it.
+        storage: the KV pools, before the first request: the measurements overwrite them.
+        limits: bounds of the measured sizes.
+        progress: called with the share done and a description; not called if nothing is measured.
+        streams: CUDA streams for the decoder's device; None: the whole device.
         refresh: measure in any case.
     """
     streams = streams or WholeDevice(decoder.device)
@@ -66,7 +66,7 @@ def load_or_profile(
         with streams.on_device():
             tables = profile(decoder, storage, limits, progress=progress, streams=streams)
         logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
-        trouble = "the measurements of this computer cannot be kept, so the next start repeats them"
+        trouble = "the measurements of this computer cannot be saved, so the next start repeats them"
         write_json(path, {"key": key, "tables": tables.to_json()}, trouble)
     decoder.streamed_shares = tables.streamed_shares
     decoder.streamed_experts = tables.streamed_experts
@@ -104,7 +104,7 @@ def profile_key(
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": _model_key(config),
-        # How far the tables reach. Sizes of pools only roughly: what is free differs a little at every start.
+        # The range of the tables. Pool sizes are rounded: free memory varies a little between starts.
         "max_batch_tokens": limits.max_batch_tokens,
         "max_batch_requests": limits.max_batch_requests,
         "blocks_log2": {
@@ -114,7 +114,7 @@ def profile_key(
 
 
 def _share_in_host_memory(decoder: Decoder) -> float:
-    """Return the share of a GPU model's weights that lies in host memory: roughly, as the sizes of pools."""
+    """Return the rounded share of a GPU model's weights in host memory."""
     if not decoder.has_splits:
         return 0.0
     memory = decoder.memory()
@@ -153,11 +153,11 @@ def find_tables(
     linear: Set[str],
     in_host_memory: float = 0.0,
 ) -> TableCostModel | None:
-    """Return the newest tables of this model on this computer, whatever the sizes of the caches were.
+    """Return the newest tables of this model on this computer, for any cache sizes.
 
     Args:
-        linear: the forms of its quantised matrices; of others it does not matter which they are.
-        in_host_memory: the share of a GPU model's weights that lies there.
+        linear: formats of the quantised matrices; other formats do not matter.
+        in_host_memory: share of a GPU model's weights in host memory.
     """
     wanted = {
         "neo_desktop": __version__,
@@ -169,7 +169,7 @@ def find_tables(
         "in_host_memory": round(in_host_memory, SHARE_DIGITS),
         "model": _model_key(config),
     }
-    # The driver is asked, not CUDA: that would take memory of the GPU for good.
+    # Query the driver, not CUDA: a CUDA context would take GPU memory for good.
     gpus = {gpu.name for gpu in hardware.find_gpus()[0]} if device.type == "cuda" else {None}
     folder = cache_folder("profiles")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
@@ -180,21 +180,21 @@ def find_tables(
             if quantised == linear and name in gpus and all(key[each] == wanted[each] for each in wanted):
                 return read_profile(path, key)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # of another version, or half written
+            continue  # another version, or an incomplete file
     return None
 
 
 def profile_path(key: Key) -> Path:
-    """Return where the tables of a key are kept, whether they exist or not."""
+    """Return the path for the tables of a key, which need not exist."""
     return cache_folder("profiles") / f"{digest(key)}.json"
 
 
 def read_profile(path: Path, key: Key) -> TableCostModel | None:
-    """Return the tables of a file; None where there is none, and with a warning where it is no good."""
+    """Return the tables of a file; None if it does not exist, or, with a warning, if it is unusable."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["key"] != key:
-            raise ValueError("it was measured on something else")
+            raise ValueError("it belongs to another configuration")
         return TableCostModel.from_json(data["tables"])
     except FileNotFoundError:
         return None

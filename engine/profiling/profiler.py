@@ -1,17 +1,17 @@
 """Measures this computer with the loaded model: the tables behind `TableCostModel`.
 
-What is measured, and how it stays cheap:
+Method, and limits on its cost:
 
-- Stages run as in iterations: captured, where those are made of graphs (see `StageTimer`).
-- One layer stands for all, in turn another one, on a grid of sizes that grows by factors: times bend at small
-  sizes and are straight lines at large ones.
-- Every table has a share of the time, and of what those before it did not need. Its points are first run
-  once each, to warm up and to learn what they cost: a few that span the range, then those between. One that
-  would take too long, or does not fit into memory, is left out, and the model interpolates or extrapolates.
-  The rest of the time goes to repetitions, all points in turn, so that a disturbance of a moment hits single
-  repetitions and not single points.
-- A point's time is the lower quartile of its repetitions: other programs only ever make things slower. Where
-  a larger size still took less time than a smaller one, both get their mean.
+- Stages run as in iterations, captured if iterations use graphs (see `StageTimer`).
+- One layer stands for all, another one in each turn. Sizes grow by factors: times are curved at small sizes
+  and straight lines at large ones.
+- Every table has a share of the time, plus the time that earlier tables left. Its points first run once each,
+  to warm up and to learn their cost: a few that span the range, then those between. Points that would take
+  too long, or do not fit into memory, are left out; the model interpolates or extrapolates them. The
+  remaining time goes to repetitions, all points in turn, so that a short disturbance hits single repetitions
+  and not single points.
+- A point's time is the lower quartile of its repetitions: other programs only make things slower. If a larger
+  size still took less time than a smaller one, both get their mean.
 """
 
 import logging
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 8.0
 MAX_ROUNDS = 9
-# How much of a table's time may pass before a point is run for the first time.
+# share of a table's time that may pass before a point runs for the first time
 _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
-_CHEAP_SHARE = 0.01  # a point between that takes no more may be run as long as one that spans the range
+_CHEAP_SHARE = 0.01  # a point between others that takes no more may run as late as a spanning point
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
 _MIN_SECONDS = 1.5
-_SHARES = {  # of the time; the device's attention is only measured where it differs from the CPU's
+_SHARES = {  # of the time; device attention is measured only if it differs from the CPU's
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
     Stage.FIRST_CHUNK_ATTENTION: 0.05,
@@ -84,15 +84,15 @@ def profile(
     progress: Progress | None = None,
     streams: Streams | None = None,
 ) -> TableCostModel:
-    """Measure the loaded model on this computer; what the KV pools held is lost.
+    """Measure the loaded model on this computer; the content of the KV pools is lost.
 
     Args:
-        decoder: the model; its device and dtype are what is measured.
+        decoder: the model, on the device and in the dtype to measure.
         storage: the KV pools, before the first request.
-        limits: bound the grid.
-        seconds: about how long it may take; None: more for a larger model, `MAX_SECONDS` at most.
-        progress: called with the share done and what is being measured.
-        streams: what the work on the decoder's device runs on; None: on the whole of it.
+        limits: bounds of the grid.
+        seconds: approximate duration; None: longer for larger models, at most `MAX_SECONDS`.
+        progress: called with the share done and a description.
+        streams: CUDA streams for the decoder's device; None: the whole device.
     """
     started = time.perf_counter()
     if seconds is None:
@@ -121,30 +121,31 @@ def _tables(
     times: dict[Point, float] = {}
     for stage, grid in grids.items():
         report(1 - left / total, _WHAT[stage])
-        # What the stages before did not need is shared by the rest.
+        # The remaining stages share the time that earlier ones left.
         seconds_left = max(end - time.perf_counter(), 0.0)
         seconds_left *= _SHARES[stage] / left
         try:
             times |= measure(timer, grid, seconds_left, decoder.config)
-        except (StreamMemoryError, RelayStalledError) as error:  # flags tell nobody anything: threads will
+        # stream memory ops do not work; fall back to threads
+        except (StreamMemoryError, RelayStalledError) as error:
             fallbacks.limit("graphs", "device-only", str(error))
             times |= measure(timer, grid, seconds_left, decoder.config)
         left -= _SHARES[stage]
     if timer.is_cuda:
         clear_workspaces(decoder.device)
-        torch.cuda.empty_cache()  # the largest sizes may have taken all that was free
+        torch.cuda.empty_cache()  # the largest sizes may have taken all free memory
     report(1.0, "done")
     logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
 
     def curve(stage: Stage) -> Curve:
-        found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
-        return Curve([x for x, _ in found], rising([ms for _, ms in found]))
+        measured = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
+        return Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
 
     host_linear = NOTHING
     if timer.is_cuda and timer.host_linear_ms:
         host_ms = {point: typical_ms(values) for point, values in timer.host_linear_ms.items()}
-        found = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
-        host_linear = Curve([x for x, _ in found], rising([ms for _, ms in found]))
+        measured = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
+        host_linear = Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
     attention = dict.fromkeys(MEASURED_TIERS, _surface(Stage.CPU_ATTENTION, times))
     attention |= {stage.tier: _surface(stage, times) for stage in grids if stage.tier is not None}
     return TableCostModel(
@@ -168,10 +169,10 @@ def _tables(
 
 
 def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) -> dict[Point, float]:
-    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text.
+    """Return `point -> ms` for the points that fit into time and memory; see the module docstring.
 
     Raises:
-        MemoryError: not even the smallest points fit into the GPU's memory.
+        MemoryError: not even the smallest points fit into GPU memory.
     """
     start = time.perf_counter()
     first_ms: dict[Point, float] = {}
@@ -202,7 +203,7 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
                 if ms is not None:
                     values.append(ms)
 
-    # Layers with and without a window differ: then the mean over layers is what an iteration pays.
+    # Layers with and without a sliding window differ; an iteration pays the mean over layers.
     is_mixed = grid.stage.is_attention and len(set(config.layer_windows)) > 1
     middle = statistics.fmean if is_mixed else typical_ms
     return {point: middle(values or [first_ms[point]]) for point, values in samples.items()}
@@ -211,7 +212,7 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
 def _try(timer: StageTimer, point: Point, turn: int) -> float | None:
     try:
         return timer.time_ms(point, turn)
-    except RuntimeError as error:  # sizes that do not fit the GPU now will not be asked for either
+    except RuntimeError as error:  # the scheduler will not use sizes that do not fit the GPU now
         if not is_out_of_memory(error):
             raise
         logger.debug("no memory for %s", point)
@@ -219,12 +220,12 @@ def _try(timer: StageTimer, point: Point, turn: int) -> float | None:
 
 
 def typical_ms(values: Sequence[float]) -> float:
-    """Return the lower quartile: other programs only ever make things slower."""
+    """Return the lower quartile: other programs only make things slower."""
     return sorted(values)[len(values) // 4]
 
 
 def _expected_ms(point: Point, known: dict[Point, float]) -> float:
-    """A bound on the time of a point: times grow with work, but no faster than it."""
+    """Return an upper bound for a point's time: times grow at most in proportion to the work."""
     smaller = [(other.work, ms) for other, ms in known.items() if other.work <= point.work]
     larger = [ms for other, ms in known.items() if other.work > point.work]
     work, ms = max(smaller, default=(point.work, 0.0))
@@ -232,7 +233,7 @@ def _expected_ms(point: Point, known: dict[Point, float]) -> float:
 
 
 def _surface(stage: Stage, times: dict[Point, float]) -> Surface:
-    """Put the measured points of a grid into a rectangle, its missing corners extrapolated."""
+    """Put the measured points of a grid into a rectangle; extrapolate its missing corners."""
     known = {(point.x, point.y): ms for point, ms in times.items() if point.stage is stage}
     xs, ys = sorted({x for x, _ in known}), sorted({y for _, y in known})
     rows = [rising(row) for row in fill(xs, ys, known)]
@@ -254,11 +255,11 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def fill(xs: Sequence[int], ys: Sequence[int], known: dict[tuple[int, int], float]) -> list[list[float]]:
-    """Complete a grid: with `a + b*x + c*y + d*x*y` through all that is known, scaled to the nearest of it.
+    """Complete a grid with a fit of `a + b*x + c*y + d*x*y`, scaled to the nearest measured points.
 
-    The work of attention is the product of its two sizes, bringing KV together that of the context alone; a
-    least-squares fit of relative errors says what each costs, and the ratio at the nearest measured points
-    what the fit does not. What less or more work took bounds the result: a fit through noise may go astray.
+    Attention grows with the product of the two sizes, gathering KV with the context alone. A least-squares
+    fit of relative errors finds both costs; the ratio at the nearest measured points corrects its residual.
+    Measured times for less and for more work bound the result: a fit through noise may be far off.
     """
     points = torch.tensor([[1.0, x, y, x * y] for x, y in known], dtype=torch.float64)
     ms = torch.tensor(list(known.values()), dtype=torch.float64).clamp(min=1e-6)

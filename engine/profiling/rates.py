@@ -1,4 +1,4 @@
-"""How fast this computer is at products, before a model is loaded: found with random weights, in a second."""
+"""Measures matmul rates of this computer before a model is loaded, with random weights, in a second."""
 
 import statistics
 import threading
@@ -24,22 +24,22 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.native.relay import RelayStalledError
 
 COLUMNS = 4096
-ROWS = 8192  # of weights, for products that are arithmetic
-WEIGHT_BYTES = 512 * 1024**2  # of others: more than any cache holds, also that of a large GPU
-MANY = 64  # rows of a product that is arithmetic
+ROWS = 8192  # weight rows, for compute-bound matmuls
+WEIGHT_BYTES = 512 * 1024**2  # for bandwidth-bound matmuls; exceeds every cache, also a large GPU's
+MANY = 64  # input rows of a compute-bound matmul
 COPY_BYTES = 64 * 1024**2
 READ_BYTES = 256 * 1024**2
 READS_TOGETHER = 16
-HANDED_BYTES = 8192  # inputs of a product of one row
+HANDED_BYTES = 8192  # inputs of a matmul of one row
 _REPEATS = 2
 _CPU = torch.device("cpu")
 
 
 @cache
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure products of this dtype on the CPU and on a device; of quantised ones, about as many bytes.
+    """Measure matmuls of this dtype on the CPU and a device; quantised matmuls read about as many bytes.
 
-    Once in a process.
+    Cached per process.
     """
     few_s, many_s, nbytes = _products(_CPU, dtype)
     read_bytes_per_s = native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9
@@ -69,9 +69,9 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 @cache
 def measured_memory_shares(device: torch.device) -> MemoryShares:
-    """Measure what copies to a device and the CPU's reading leave of each other's speed.
+    """Measure how copies to a device and CPU reads slow each other down.
 
-    Once in a process.
+    Cached per process.
     """
     copy = partial(_least_s, _copy(device), device)
     alone = COPY_BYTES / copy(), native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9
@@ -89,27 +89,27 @@ def measured_memory_shares(device: torch.device) -> MemoryShares:
 
 @cache
 def measured_bus_share(device: torch.device) -> float:
-    """Measure how much comes to a GPU over the bus while it reads as much as it can of its own memory.
+    """Measure the bus bandwidth relative to a GPU's memory bandwidth.
 
-    Once in a process.
+    Cached per process.
     """
     near, far = (torch.empty(WEIGHT_BYTES // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    own_s = _least_s(partial(near.copy_, far), device) / WEIGHT_BYTES  # a byte: it reads and writes
+    own_s = _least_s(partial(near.copy_, far), device) / WEIGHT_BYTES  # per byte: a copy reads and writes
     return own_s / (_least_s(_copy(device), device) / COPY_BYTES)
 
 
 def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
-    """Return what copies and reading take of the host's memory, from their rates alone and together.
+    """Return the bandwidth shares of copies and reads, from their rates alone and together.
 
-    What both get together is what it gives; what each gets alone is its part of that while it works. Where
-    they do not disturb each other, that is less than all of it in sum.
+    The memory's bandwidth is the sum of the rates together. A user's share is its rate alone, relative to
+    that sum. If the two do not disturb each other, the shares add up to at most 1.
     """
     most = max(sum(together), *alone)
     return MemoryShares(*(rate / most for rate in alone))
 
 
 def _offload_ms(device: torch.device) -> float:
-    """Return what few inputs take to the CPU and its outputs back, as iterations tell each other."""
+    """Return the time to copy few inputs to the CPU and its outputs back, with the signals of iterations."""
 
     def least_ms(*, in_graph: bool) -> float:
         with closing(OffloadTimer(device, open_backend(WholeDevice(device)), in_graph=in_graph)) as offload:
@@ -124,14 +124,14 @@ def _offload_ms(device: torch.device) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[float, float, int]:
-    """Return the seconds of a product of one row and of many, and the bytes of the weights of the first."""
+    """Return the seconds of a matmul of one row and of many, and the weight bytes of the first."""
     few_s, nbytes = _product(device, dtype, 1, WEIGHT_BYTES // (COLUMNS * dtype.itemsize))
     many_s, _ = _product(device, dtype, MANY, ROWS)
     return few_s, many_s, nbytes
 
 
 def _product(device: torch.device, dtype: torch.dtype, count: int, rows: int) -> tuple[float, int]:
-    """Return the seconds of a product with so many rows of weights, and their bytes."""
+    """Return the seconds of a matmul with `rows` weight rows, and the weight bytes."""
     linear: Linear = DENSE.empty(rows, COLUMNS, has_bias=False, dtype=dtype, device=device)
     piece = torch.randn(min(rows, ROWS // 16), COLUMNS, device=device)
     for first in range(0, rows, len(piece)):
@@ -148,7 +148,7 @@ def _copy(device: torch.device) -> Callable[[], Tensor]:
 
 
 def _least_s(work: Callable[[], object], device: torch.device = _CPU) -> float:
-    """Return the least seconds that it takes, without the first time."""
+    """Return the shortest duration in seconds, without the first run."""
 
     def once() -> float:
         started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The KV that measurements work on: so much of a pool, in shuffled runs, that no cache holds it."""
+"""Memory regions for measurements: enough of a KV pool, in shuffled runs, to exceed every cache."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,57 +19,57 @@ from neo_desktop.models.decoder import Decoder
 GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
 TOY_REGION_BYTES = 8 * 1024**2
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
-ROWS_AT_ONCE = 4096  # are written before the first measurement
+ROWS_AT_ONCE = 4096  # written at a time before the first measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """The blocks of a pool that measurements use, the same in a few of its layers.
 
-    Blocks of one turn follow those of another; where more are wanted than there are, they come again.
+    Consecutive turns use consecutive blocks, and wrap around at the end.
     """
 
     pool: KVPool
     layers: tuple[int, ...]
-    order: Sequence[int]  # the blocks, their runs shuffled
+    order: Sequence[int]  # block numbers, with shuffled runs
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens' KV it holds in a layer."""
+        """Tokens per layer."""
         return len(self.order) * BLOCK_SIZE
 
     def layer(self, number: int) -> int:
-        """Return one of its layers, as a number of the model's."""
+        """Return one of its layers, as a layer number of the model."""
         return self.layers[number % len(self.layers)]
 
     def pool_from(self, number: int) -> KVPool:
-        """Return the pool with its layers in turn in the places of all, one of them first."""
+        """Return the pool with its layers repeated in place of the model's, `number` first."""
         num_layers = self.pool.parts[0].shape[0]
         return self.pool.with_layers(self.layer(number + index) for index in range(num_layers))
 
     def blocks(self, count: int, turn: int) -> Iterator[int]:
-        """Return blocks."""
+        """Return `count` blocks."""
         first = turn * count % len(self.order)
         return islice(cycle(self.order), first, first + count)
 
     def slots(self, tokens: int, turn: int) -> Tensor:
-        """Return slots of whole blocks but the last, [tokens] int64."""
+        """Return slots of whole blocks, except for the last block, [tokens] int64."""
         blocks = torch.tensor(list(self.blocks(-(-tokens // BLOCK_SIZE), turn)))
         return slots_of(blocks, BLOCK_SIZE)[:tokens]
 
     def tables(self, context_lens: Sequence[int], turn: int) -> list[IntView]:
-        """Return block tables of requests, each on runs of its own, as `BlockPool` hands them out."""
+        """Return block tables of requests, each on its own runs, as `BlockPool` allocates them."""
         widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
         taken = [-(-width // BLOCKS_PER_RUN) * BLOCKS_PER_RUN for width in widths]
         if sum(taken) > len(self.order):
-            taken = widths  # once no run is idle, every block is for anybody
+            taken = widths  # too few runs: requests take single blocks, as in `BlockPool`
         blocks = self.blocks(sum(taken), turn)
         tables = [IntArray(islice(blocks, count)).view() for count in taken]
         return [table[:width] for table, width in zip(tables, widths, strict=True)]
 
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, tier: KVTier) -> int:
-    """Return how many blocks of a tier measurements use in each layer; 0 without such a pool."""
+    """Return how many blocks of a tier measurements use in each layer; 0 without a pool."""
     pool = storage.get(tier)
     if pool is None:
         return 0
@@ -79,9 +79,10 @@ def measured_blocks(decoder: Decoder, storage: KVStorage, tier: KVTier) -> int:
 
 
 def choose_region(decoder: Decoder, storage: KVStorage, tier: KVTier) -> Region:
-    """Choose layers and blocks of a tier's pool, or of one made for the purpose, and write to them.
+    """Choose layers and blocks of a tier's pool, or of a temporary pool, and write to them.
 
-    Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
+    The system maps memory that was never written to one shared page of zeros; reads would be as fast as a
+    cache.
     """
     config, device = decoder.config, memory_of(tier, decoder.device)
     region_bytes, num_blocks = _region_bytes(decoder, device), measured_blocks(decoder, storage, tier)
@@ -94,7 +95,7 @@ def choose_region(decoder: Decoder, storage: KVStorage, tier: KVTier) -> Region:
         pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device, sinks=decoder.sinks)
     num_layers = max(region_bytes // (num_blocks * block_bytes(config, BLOCK_SIZE, pool.dtype)), 1)
     if len(set(config.layer_windows)) > 1:
-        num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion
+        num_layers = max(num_layers, 8)  # both kinds of layers, in about their proportion
     num_layers = min(num_layers, config.num_layers)
     layers = tuple(i * config.num_layers // num_layers for i in range(num_layers))
     rows = torch.zeros(ROWS_AT_ONCE, config.num_kv_heads, config.head_dim, dtype=decoder.dtype, device=device)
@@ -111,7 +112,7 @@ def choose_region(decoder: Decoder, storage: KVStorage, tier: KVTier) -> Region:
 
 
 def _region_bytes(decoder: Decoder, device: torch.device) -> int:
-    """Several times what caches hold; less for a toy, for whose sake nobody should wait."""
+    """Return several times the cache size; less for toy models, to save time."""
     if device.type == "cuda":
         return GPU_REGION_BYTES
     wanted = min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)

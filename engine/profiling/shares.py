@@ -5,25 +5,26 @@ from collections.abc import Callable
 
 from neo_desktop.models.linear.shares import StreamedShares
 
-ROWS_STEP = 4  # between the numbers of rows that are measured
-AROUND = (-0.15, 0.0, 0.15)  # what is tried around the share at which bus and CPU should take the same time
-CLEAR = 4.0  # times as long: then the slower one of the two gets nothing
+ROWS_STEP = 4  # ratio of consecutive row counts
+AROUND = (-0.15, 0.0, 0.15)  # offsets to try around the share of equal times;
+CLEAR = 4.0  # if one side alone takes this many times longer, it gets nothing
 
 
 Measure = Callable[[int, StreamedShares], float]
-"""Returns what a layer's linear stages take for so many rows, divided like this."""
+"""Returns the time of a layer's linear stages for a number of rows and these shares."""
 
 
 def measured_shares(measure: Measure, max_rows: int, seconds: float) -> StreamedShares:
-    """Return the shares that take least for 1, 4, 16 .. rows.
+    """Return the best shares for 1, 4, 16 .. rows.
 
-    The CPU alone and the bus alone are measured; where both take their part of these times, they take the
-    same: there, and around there. For more rows the share only grows: the CPU's products become arithmetic.
+    The CPU alone and the bus alone are measured first. Their times give the share at which both take equal
+    time; that share and its neighbours are measured next. The share only grows with the rows, because the
+    CPU's matmuls become compute-bound.
 
     Args:
         measure: in ms.
-        max_rows: of a product.
-        seconds: about how long it may take; for more rows than were measured until then all is streamed.
+        max_rows: of a matmul.
+        seconds: approximate duration; unmeasured larger row counts stream everything.
     """
     end = time.perf_counter() + seconds
     sizes, shares, least = [], [], 0.0

@@ -1,7 +1,7 @@
-"""Times single stages of an iteration on the loaded model: what the profiler tabulates and the bench checks.
+"""Times single stages of an iteration on the loaded model, for the profiler's tables and for benchmarks.
 
-Every measurement works on other memory than the one before: another layer's weights, other KV blocks. In a
-real iteration they come from memory, too, and not from a cache that the last repetition has filled.
+Each measurement uses different memory from the one before: another layer's weights, other KV blocks. In an
+iteration, data also comes from memory and not from a cache filled by the previous repetition.
 """
 
 import random
@@ -51,32 +51,32 @@ from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Scratch, State
 
-LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
-MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
-FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
+LAYERS_AT_ONCE = 4  # on a GPU: queued work hides the launch of the first kernel
+MIN_ROWS = 32  # a grid has at least two points per axis, at any limits;
+FREED_BYTES = 31 * 1024**2  # nearly the largest size that glibc's malloc learns to keep
 FEW_ROWS = 8
 REPEATS = 3
-TIMEOUT_S = 60.0  # with a few layers, of which nothing is seen within a graph
+TIMEOUT_S = 60.0  # covers a few layers; a graph reports no progress within
 
-_TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
+_TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # wall-clock time: the stage waits for the GPU
 _NOTHING: Sequence[Signal] = ()
 _MEASURED = LaneStage("measured", 0, NO_SUB_BATCH, 0)
 
 
 class StageTimer:
-    """Prepares and times stages of one iteration; one layer of those that every layer has.
+    """Prepares and times the stages of one iteration, for one layer if all layers have the stage.
 
-    On a GPU, what iterations have as graphs is timed in one, where launching costs nothing: linear stages,
-    decode attention, and the way to the CPU and back, if flags tell it. Prompts' attention and transfers are
-    launched, and so are linear stages of many rows with weights in host memory. The head is timed from the
-    last hidden states to the tokens; a graph of greedy requests alone saves its launches.
+    On a GPU, stages that iterations run in graphs are timed in a graph, where launches are free: linear
+    stages, decode attention, and the round trip to the CPU if flags signal it. Prefill attention and
+    transfers are launched, as are linear stages of many rows with offloaded weights. The head covers the last
+    hidden states to the tokens; iterations of greedy requests alone save its launches with a graph.
 
-    The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
-    the first request. A pool that the policy does not have is imitated by a small one.
+    The timer uses the KV pools of `storage` in place and overwrites them, so it must run before the first
+    request. A small pool stands in for a pool that the policy lacks.
 
     Args:
-        streams: what the work on the decoder's device runs on; None: on the whole of it.
-        gpu: in the place of one, for tests.
+        streams: CUDA streams for the decoder's device; None: the whole device.
+        gpu: replaces the GPU in tests.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class StageTimer:
         self._stages = stages_of(decoder, dispatch if self._uses_gpu else None)
         self._backend = gpu or open_backend(streams or WholeDevice(decoder.device))
         self._regions = {tier: choose_region(decoder, storage, tier) for tier in MEASURED_TIERS}
-        # Whether decode attention is the same in all tiers: the same kind of memory and dtype.
+        # True if decode attention is equal in all tiers: the same kind of memory and dtype.
         kinds = {(region.pool.kind, region.pool.dtype) for region in self._regions.values()}
         self.attends_alike = not self.is_cuda and len(kinds) == 1
         generator = torch.Generator(decoder.device).manual_seed(0)
@@ -109,19 +109,19 @@ class StageTimer:
         row_shape = config.num_kv_heads, config.head_dim
         self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
         self._split = OffloadedMatmuls(self._stages, (FEW_ROWS,)) if decoder.has_splits else None
-        # The CPU's part in a layer's linear stages, as often as they were measured.
+        # The CPU's part in a layer's linear stages, one value per measurement.
         self.host_linear_ms: dict[Point, list[float]] = {}
         self._random = random.Random(0)
-        # An engine that has run for a while uses the memory of intermediate results again. Until malloc has
-        # seen a large piece freed, every such piece is new from the system, page fault by page fault.
+        # A running engine reuses the memory of intermediate results. Until malloc has seen a large piece
+        # freed, it gets each large piece new from the system, with page faults.
         torch.empty(FREED_BYTES, dtype=torch.uint8).zero_()
 
     def capacity_tokens(self, tier: KVTier) -> int:
-        """Return how many tokens' KV the attention of one layer can be measured over."""
+        """Return how many tokens the measured attention of one layer can cover."""
         return self._regions[tier].num_tokens
 
     def close(self) -> None:
-        """End the backend's threads."""
+        """Stop the backend's threads."""
         self._backend.close()
 
     @torch.inference_mode()
@@ -129,12 +129,12 @@ class StageTimer:
         """Measure a point once, in milliseconds.
 
         Args:
-            point: what to measure.
-            turn: number of this measurement; decides which layer and which blocks are used.
+            point: stage and size.
+            turn: number of this measurement; it selects the layer and the blocks.
 
         Raises:
-            torch.OutOfMemoryError: the GPU has not enough memory left for it.
-            StreamMemoryError, RelayStalledError: no flags can tell the CPU what to do.
+            torch.OutOfMemoryError: the GPU has too little free memory.
+            StreamMemoryError, RelayStalledError: flags do not work on this GPU.
         """
         if point.stage is Stage.OFFLOAD:
             return self._offload_ms(point.x)
@@ -157,7 +157,7 @@ class StageTimer:
 
     @torch.inference_mode()
     def offloaded_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
-        """Measure a layer's linear stages once, with offloaded matrices divided like this from now on."""
+        """Set the shares of the offloaded matrices, and measure a layer's linear stages once."""
         assert self._split is not None
         self._decoder.streamed_shares = shares
         return self._offloaded_linear_ms(self._split, tokens)[0]
@@ -167,8 +167,8 @@ class StageTimer:
         """Find and set the best division of offloaded matrices, then of experts in host memory.
 
         Args:
-            max_rows: of a product.
-            seconds: about how long it may take.
+            max_rows: of a matmul.
+            seconds: approximate duration.
         """
         assert self._split is not None
         split, decoder = self._split, self._decoder
@@ -185,7 +185,7 @@ class StageTimer:
 
     @torch.inference_mode()
     def iteration_ms(self) -> float:
-        """Measure once what an iteration costs beside its layers: inputs, embedding, launch, and its end."""
+        """Measure an iteration's time outside its layers once: inputs, embedding, launches, completion."""
         device, state = self._decoder.device, self._state(FEW_ROWS)
         staged = host_memory(lambda pin: torch.zeros(FEW_ROWS, dtype=torch.int32, pin_memory=pin), device)
         inputs = torch.empty_like(staged, device=device)
@@ -199,14 +199,14 @@ class StageTimer:
 
     @torch.inference_mode()
     def duplex(self) -> float:
-        """Measure how many times longer copies of swapped KV take both ways at once than one way: 1 to 2."""
+        """Measure the slowdown of streamed KV copies in both directions at once: 1 to 2."""
 
         def least_s(*lanes: Lane) -> float:
-            found = []
+            times_s = []
             for _ in range(REPEATS):
                 with self._run(self._copies.ways(lanes)) as seconds:
-                    found.append(seconds)
-            return min(found)
+                    times_s.append(seconds)
+            return min(times_s)
 
         one_way_s = max(least_s(Lane.SWAP_IN), least_s(Lane.SWAP_OUT))
         return min(max(least_s(Lane.SWAP_IN, Lane.SWAP_OUT) / one_way_s, 1.0), 2.0)
@@ -220,7 +220,7 @@ class StageTimer:
         return self._uses_gpu and fallbacks.level("graphs") == "host-flags"
 
     def _is_graph(self, point: Point) -> bool:
-        """Whether iterations have it in a graph."""
+        """True if iterations run this point in a graph."""
         if point.stage.is_prefill or not self._has_graphs:
             return False
         config = self._config
@@ -232,7 +232,7 @@ class StageTimer:
             torch.cuda.synchronize(self._decoder.device)
 
     def _on_gpu_ms(self, call: Callable[[int], object], in_graph: bool) -> float:
-        """Return the time of one call among those that follow each other without waiting."""
+        """Return the time per call of consecutive calls without waits between them."""
         start, end = timed_event(in_graph=in_graph), timed_event(in_graph=in_graph)
         calls = [partial(call, step) for step in range(LAYERS_AT_ONCE)]
         with self._run(_in_a_row([start.record, *calls, end.record]), in_graph=in_graph):
@@ -248,12 +248,12 @@ class StageTimer:
         transfers: Sequence[HostTransfer] = (),
         products: Sequence[HostWork] = (),
     ) -> Iterator[float]:
-        """Run a program; give the seconds until its end was seen.
+        """Run a program; yield the seconds until its end was observed.
 
         Args:
-            relays: do the CPU's part; None: threads do.
-            transfers: the CPU's part.
-            products: likewise.
+            relays: run the CPU's part; None: threads run it.
+            transfers: the CPU's copies.
+            products: the CPU's matmuls.
         """
         program, backend = SmallProgram("measured", record), self._backend
         try:
@@ -284,16 +284,16 @@ class StageTimer:
                 relays.close()
 
     def _offload_ms(self, requests: int) -> float:
-        """One round trip of a layer's q, k, v and output, without the attention."""
+        """Measure one round trip of a layer's q, k, v and output, without the attention."""
         config = self._config
-        row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # on average of both ways
+        row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # mean of both directions
         offload = OffloadTimer(self._decoder.device, self._backend, in_graph=self._has_flags)
         return offload.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
 
     def _transfer_ms(self, tokens: int, turn: int) -> float:
-        """The KV of a layer of `tokens` tokens in whole blocks; one way and next time the other.
+        """Measure the copy of a layer's KV in whole blocks; the direction alternates.
 
-        On a GPU those of all layers follow each other, as in an iteration; otherwise one tells of all.
+        On a GPU the layers' copies run back to back, as in an iteration; elsewhere one layer stands for all.
         """
         tiers = MEASURED_TIERS if turn % 2 == 0 else MEASURED_TIERS[::-1]
         regions = [self._regions[tier] for tier in tiers]
@@ -318,7 +318,7 @@ class StageTimer:
             return seconds * 1e3 / num_layers
 
     def _swap_ms(self, tokens: int, turn: int) -> float:
-        """K and V of a layer of so many tokens, in a piece each, from host memory to the device."""
+        """Measure the copy of a layer's K and V, contiguous, from host memory to the device."""
         count = min(tokens, self._hidden.shape[0])
         with self._run(self._copies.inward(count, turn)) as seconds:
             return seconds * 1e3 / IN_A_ROW
@@ -328,7 +328,7 @@ class StageTimer:
         return SwapCopies(self._kv, self._decoder.device)
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
-        """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
+        """Return the call to time; its argument is the number of layers after this turn's layer."""
         if point.stage.tier is not None:
             return self._decode(point.stage.tier, point.x, point.y, turn)
         if point.stage.is_prefill:
@@ -353,14 +353,14 @@ class StageTimer:
         return call
 
     def _offloaded_linear_ms(self, split: OffloadedMatmuls, tokens: int) -> tuple[float, float]:
-        """The linear stages of all layers, which differ in what the device has of them: the mean of one.
+        """Return the mean times of a layer's linear stages; layers differ in their resident weights.
 
         Returns:
-            What they take, and the CPU's part of that.
+            Time of the stages, and the CPU's part.
         """
         num_layers, state = self._config.num_layers, self._state(tokens)
         products = split.of_rows(0, tokens, range(num_layers + 1))
-        # Without flags threads do the CPU's part, which no graph holds.
+        # Without flags, threads do the CPU's part, and no graph contains them.
         in_graph = self._has_graphs and tokens <= MAX_DECODES and (self._has_flags or not products.on_host)
         start, end = (timed_event(in_graph=in_graph) if self.is_cuda else None for _ in range(2))
         self._fill(state, tokens)
@@ -453,7 +453,7 @@ class StageTimer:
         return call
 
     def _context_lens(self, requests: int, mean_context: int) -> list[int]:
-        """Contexts between half and one and a half times their mean: requests are never all alike."""
+        """Return contexts from half to one and a half times the mean: real requests differ."""
         if requests == 1:
             return [mean_context]
         shares = [0.5 + self._random.random() for _ in range(requests)]
@@ -462,7 +462,7 @@ class StageTimer:
 
 
 def _in_a_row(work: Sequence[Work]) -> Record:
-    """Return what gives work to the device's lane."""
+    """Return a recorder that adds the work to the device's lane."""
 
     def record(launcher: Launcher) -> None:
         for each in work:

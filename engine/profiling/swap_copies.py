@@ -1,4 +1,4 @@
-"""Copies of swapped KV apart from any iteration: what the profiler times."""
+"""Copies of streamed KV outside iterations, for the profiler."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,17 +11,17 @@ from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 
-IN_A_ROW = 4  # copies of a layer
+IN_A_ROW = 4  # copies of layers
 REGION_BYTES = 64 * 1024**2
 _MEASURED = Stage("measured", 0, NO_SUB_BATCH, 0)
 
 
 class SwapCopies:
-    """K and V of layers on their way to a device, and from there.
+    """K and V copies of layers to a device and back.
 
     Args:
-        kv: rows there, [2, tokens, kv_heads, head_dim]; what they hold is lost.
-        device: theirs.
+        kv: device rows, [2, tokens, kv_heads, head_dim]; their content is lost.
+        device: device of `kv`.
     """
 
     def __init__(self, kv: Tensor, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class SwapCopies:
         ]
 
     def inward(self, tokens: int, turn: int) -> Record:
-        """Return what brings K and V of so many tokens, layer after layer, each from other host memory."""
+        """Return a recorder that copies K and V to the device, each layer from other host memory."""
 
         def copy(step: int) -> None:
             for kind in range(2):
@@ -48,7 +48,7 @@ class SwapCopies:
         return record
 
     def ways(self, lanes: Sequence[Lane]) -> Record:
-        """Return what brings K on one lane and stores V on the other, as much each, or does one of the two.
+        """Return a recorder that copies K in and V out, or one of both, with equal amounts.
 
         Args:
             lanes: SWAP_IN, SWAP_OUT or both, which do not wait for each other.

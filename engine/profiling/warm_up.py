@@ -1,13 +1,14 @@
-"""What iterations take of a GPU's memory beside weights and KV, found by carrying the largest ones out.
+"""Measures the GPU memory of iterations beside weights and KV: it runs the largest ones.
 
-The first iterations also make what stays: kernels are compiled and loaded, libraries set themselves up. So
-they run once the weights are loaded, with a KV cache of a few blocks, and what is free then is what there is.
+The first iterations also allocate lasting memory: kernels are compiled and loaded, and libraries initialise.
+So they run after the weights are loaded, with a KV cache of a few blocks. The memory that is free afterwards
+is truly free.
 
-    weights | kernels, libraries | what an iteration takes, given back |    free    |
-                                                                         ^ KV, and what iterations take
+    weights | kernels, libraries | peak of an iteration, freed again |    free    |
+                                                                         ^ KV, and peaks of iterations
 
-One layer of each kind stands for all: layers follow each other in the same memory. Layers differ in what they
-attend to, and in what of their matrices lies in host memory.
+A single layer per kind is enough: layers reuse the same memory. Kinds differ in their attention, and in the
+part of their matrices that is in host memory.
 """
 
 import copy
@@ -35,23 +36,23 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.traced.decoder import TracedDecoder
 
-NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # of each tier; all requests share them, since nobody reads the answers
+NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # per tier; all requests share them, because the outputs are discarded
 
 
 class Gauge(Protocol):
-    """What this process has of a GPU's memory."""
+    """Measures this process's GPU memory."""
 
     def begin(self) -> int:
-        """Give back what nobody uses, and return the bytes that are taken; `most` counts from now on."""
+        """Free unused memory, return the allocated bytes and restart the peak of `most`."""
         ...
 
     def most(self) -> int:
-        """Return the most bytes that were taken since."""
+        """Return the peak of allocated bytes since `begin`."""
         ...
 
 
 class TorchGauge:
-    """Reads torch's allocator, of which everything that an iteration needs comes.
+    """Reads torch's allocator, which serves all memory of an iteration.
 
     Args:
         device: a GPU.
@@ -75,16 +76,16 @@ class TorchGauge:
 def warm_up(
     decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimits, streams: Streams, gauge: Gauge
 ) -> int:
-    """Carry out the largest iterations; return how many bytes they take at most beside weights and KV.
+    """Run the largest iterations; return their peak memory in bytes, beside weights and KV.
 
     Args:
         decoder: the loaded model.
-        tiers: where KV will live.
-        streams: what the work on the decoder's device runs on.
-        gauge: of the device's memory.
+        tiers: KV tiers in use.
+        streams: CUDA streams for the decoder's device.
+        gauge: measures the device's memory.
 
     Raises:
-        MemoryError: they find no room.
+        MemoryError: they do not fit.
     """
     before = gauge.begin()
     try:
@@ -97,7 +98,7 @@ def warm_up(
         taken = gauge.most() - before
         gauge.begin()
         return taken
-    gauge.begin()  # the error held frames, and they tensors
+    gauge.begin()  # the error held frames, and these held tensors
     raise MemoryError(
         f"with the weights loaded, the GPU has too little memory for iterations of {limits.max_batch_tokens} "
         "tokens: close other programs, choose a smaller model or smaller iterations (max_batch_tokens) "
@@ -121,7 +122,7 @@ def _carry_out(decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimit
     try:
         for plan in _largest_plans(tiers, limits, decoder.config.max_context_tokens):
             executor.execute(plan)
-            if isinstance(decoder, TracedDecoder):  # its graphs keep memory for tensors that its code makes
+            if isinstance(decoder, TracedDecoder):  # its graphs reserve memory for its tensors
                 executor.execute(plan)
     finally:
         executor.close()
@@ -130,7 +131,7 @@ def _carry_out(decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimit
 def _largest_plans(
     tiers: Sequence[KVTier], limits: SchedulerLimits, max_context_tokens: int
 ) -> Iterator[IterationPlan]:
-    """Yield many prompts at once, chunks of a long one, and decodes, as many as can be, of each tier."""
+    """Yield many prompts at once, chunks of a long prompt, and for each tier as many decodes as possible."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     for tier in tiers:
         each = min(tokens // requests, max_context_tokens)
@@ -138,7 +139,7 @@ def _largest_plans(
         chunk = min(tokens, max_context_tokens)
         yield _plan([_sequence(0, tier, 0, chunk)])
         yield _plan([_sequence(0, tier, min(chunk, max_context_tokens - chunk), chunk)])
-    # A graph at its second turn: the first one carries its work out piece by piece.
+    # A graph in its second run: the first run only executes the work piece by piece.
     context = min(max_context_tokens, NUM_BLOCKS * BLOCK_SIZE) - 1
     rows = min(requests, MAX_DECODES)
     decodes = [_sequence(index, tiers[index % len(tiers)], context, 1) for index in range(rows)]
@@ -155,7 +156,7 @@ def _sequence(index: int, tier: KVTier, start: int, tokens: int) -> ScheduledSeq
     no_tokens = IntArray().view()
     num_blocks = -(-(start + tokens) // BLOCK_SIZE)
     table = IntArray((index + number) % NUM_BLOCKS for number in range(num_blocks)).view()
-    # The sampler's longest way.
+    # The sampler's longest path.
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=1)
     sampling = SamplingInput(params, 0, 0, start + tokens, no_tokens, no_tokens)
     return ScheduledSequence(str(index), (0,) * tokens, start, tier, table, sampling)

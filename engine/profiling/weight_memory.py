@@ -1,11 +1,11 @@
-"""Where the weights of a model go: one plan of memory for them and for KV.
+"""Weight placement: one memory plan for weights and KV.
 
     GPU memory                                                    host memory
     | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
 
-If all weights fit beside the iteration and a little KV, they are all resident. Otherwise one chat of 4,096
-tokens decides: its KV is either where the GPU attends to it, or in host memory, where the CPU does, and then
-more weights are resident. Whichever is predicted to be faster says how much memory weights get.
+If all weights fit beside the iteration and a little KV, they are all resident. Otherwise the plan suits one
+chat of 4,096 tokens. Its KV is either on the GPU, or in host memory, where the CPU attends; then more weights
+are resident. The faster alternative, as predicted, decides the memory for weights.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
-CHAT_TOKENS = 4096  # of the chat that a plan is made for
+CHAT_TOKENS = 4096  # context of the chat that the plan is made for
 
 
 def plan_memory(
@@ -54,21 +54,21 @@ def plan_memory(
     rates: Callable[[], Rates],
     free: FreeMemory | None = None,
 ) -> WeightPlan | None:
-    """Decide before a model is loaded where its weights go; None: all of them where the device computes.
+    """Plan the placement of a model's weights before loading; None: all are on the compute device.
 
     Args:
-        form: of matrices on that device.
-        rates: gives those of this machine, if they matter.
-        free: memory, with no model loaded; None: what is.
+        form: weight format on that device.
+        rates: returns the rates of this machine; called only if needed.
+        free: free memory without a model; None: query it.
 
     Raises:
-        MemoryError: there is no room, with what would help.
+        MemoryError: the weights do not fit; the message suggests remedies.
     """
     free = free or FreeMemory.now(device)
     caps = MemoryCaps.of(options)
     weights = config.weight_bytes(dtype, form)
     forced = None if options.gpu_weights_gib is None else int(options.gpu_weights_gib * GIB)
-    if free.gpu_bytes is None:  # the GPU is imitated: all is host memory
+    if free.gpu_bytes is None:  # no GPU: all memory is host memory
         check_weights_fit(config, dtype, device, caps, free, form)
         if forced is None or forced >= weights:
             return None
@@ -88,7 +88,7 @@ def plan_memory(
 
 
 class _Memory:
-    """What there is, and what a plan makes of it; see `plan_memory`."""
+    """Available memory and its plans; see `plan_memory`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Memory:
         return self._find_rates()
 
     def best_plan(self) -> WeightPlan | None:
-        """Return the fastest for one chat; None: all weights fit."""
+        """Return the fastest plan for one chat; None: all weights fit."""
         if self._weights + self._least_gpu_kv() <= self._room:
             return None
         plans: list[tuple[float, WeightPlan]] = []
@@ -137,18 +137,18 @@ class _Memory:
         return min(plans, key=lambda each: each[0])[1]
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
-        """Return the one with so many bytes of weights at most."""
+        """Return the plan with at most `gpu_bytes` of weights on the GPU."""
         most = self._room - self._streaming - self._least_gpu_kv()
         if gpu_bytes > most:
             raise MemoryError(
-                f"{gpu_bytes / GIB:.2f} GiB of weights were asked for in GPU memory, but beside iterations "
-                f"and KV it has room for {max(most, 0) / GIB:.2f} GiB: ask for less, or for nothing: then "
-                "what is predicted to be fastest is taken"
+                f"{gpu_bytes / GIB:.2f} GiB of weights were requested for GPU memory, but beside iterations "
+                f"and KV it has room for {max(most, 0) / GIB:.2f} GiB: request less, or omit the option to "
+                "use the fastest placement as predicted"
             )
         return self._planned(gpu_bytes)
 
     def check_host(self, plan: WeightPlan) -> None:
-        """Check that host memory holds the others, and some KV where it is to be there."""
+        """Raise MemoryError unless host memory holds the other weights, and some KV if it is to store KV."""
         kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._places) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
@@ -161,7 +161,7 @@ class _Memory:
             )
 
     def _smaller(self, room: int) -> str:
-        """Say which quantisation GPU and host memory hold together, as the beginning of a sentence."""
+        """Suggest a quantisation that GPU and host memory hold together, as the start of a sentence."""
         for name, type_name in QUANTISATIONS.items():
             weights = self._config.weight_bytes(self._dtype, uniform_form(self._config, type_name))
             if weights < min(room, self._weights):
@@ -172,7 +172,7 @@ class _Memory:
         return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self._rates)
 
     def _gpu_kv(self, tier: KVTier) -> int:
-        """What KV takes on the GPU if the chat is in this tier."""
+        """Return the GPU memory for KV if the chat's KV is in this tier."""
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
         if tier.in_host_memory:
@@ -192,7 +192,7 @@ class _Memory:
         return min(SHORT_TOKENS, self._config.max_context_tokens) * self._token_bytes
 
     def _attention_ms(self, tier: KVTier) -> float:
-        """What reading the chat's KV takes per token of its answer."""
+        """Return the time to read the chat's KV per output token."""
         nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
         if tier.is_streamed:
             return 1e3 * nbytes / self._rates.bus_bytes_per_s

@@ -1,7 +1,8 @@
-"""Measures workers: what a layer's attention takes there, and what the way there and back.
+"""Measures workers: the attention of a layer, and the network round trip.
 
-Both are measured together, and divided by how they grow: attention with the context, the way with the rows
-alone. So what a worker does once for each message is part of the way, some tens of microseconds.
+Both are measured together, and separated by their growth: attention grows with the context, network time
+with the rows alone. The fixed cost per message in a worker, some tens of microseconds, counts as network
+time.
 """
 
 import logging
@@ -18,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 REQUESTS = (1, 4, 16, 64)
 CONTEXTS = (64, 1024)
-STORED_TOKENS = 4096  # that contexts consist of, again and again
+STORED_TOKENS = 4096  # contexts repeat these tokens
 REPEATS = 3
 MAX_SECONDS = 3.0
-# Of a worker that nobody could measure: a round trip of a millisecond.
+# For workers that no process could measure: a round trip of one millisecond.
 UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
 
 
 @torch.inference_mode()
 def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
-    """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
+    """Return the time of decode attention in a worker's memory per layer, in ms: over (requests, context).
 
-    Whatever the memory held is lost. What takes too long is left out, from the largest numbers of
-    requests on, but for the first two.
+    The content of the memory is lost. Measurements that would take too long are left out, from the largest
+    request counts down; the first two always run.
 
     Args:
         pool: the worker's.
-        num_heads: of queries.
-        dtype: of them.
+        num_heads: number of query heads.
+        dtype: of the queries.
 
     Raises:
         WorkerLostError: the worker does not answer.
@@ -47,9 +48,9 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
     started_s = time.perf_counter()
-    found: list[list[float]] = []
+    rows_ms: list[list[float]] = []
     for requests in REQUESTS:
-        if len(found) >= 2 and time.perf_counter() - started_s > MAX_SECONDS:
+        if len(rows_ms) >= 2 and time.perf_counter() - started_s > MAX_SECONDS:
             break
         if requests > num_tokens // pool.block_size:
             break
@@ -58,29 +59,29 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
             width = -(-context // pool.block_size)
             blocks = torch.arange(requests * width, dtype=torch.int32) % (num_tokens // pool.block_size)
             tables = blocks.view(requests, width)
-            # The newest tokens are stored, each in a block of its own.
+            # The newest tokens are stored, each in its own block.
             tables[:, -1] = torch.arange(requests, dtype=torch.int32)
             lens = torch.full((requests,), context, dtype=torch.int32)
             qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
             q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
             out = torch.empty(requests, num_heads, head_dim, dtype=dtype)
             times = []
-            for _ in range(1 + REPEATS):  # the first one sends the tables
+            for _ in range(1 + REPEATS):  # the first repetition sends the tables
                 begun_s = time.perf_counter()
                 layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
-        found.append(row)
-    logger.debug("%s: %s ms for %s requests of %s tokens", pool.worker, found, REQUESTS, CONTEXTS)
-    return Surface(REQUESTS[: len(found)], CONTEXTS, found)
+        rows_ms.append(row)
+    logger.debug("%s: %s ms for %s requests of %s tokens", pool.worker, rows_ms, REQUESTS, CONTEXTS)
+    return Surface(REQUESTS[: len(rows_ms)], CONTEXTS, rows_ms)
 
 
 def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
-    """Divide what a layer's attention takes, the network included, into attention and the way.
+    """Split the time of a layer's remote attention into attention and network.
 
     Args:
         measured: over (requests, context).
-        sent_share: of what crosses the network for a row, what goes to the worker.
+        sent_share: share of a row's network traffic that goes to the worker.
     """
     requests, (near, far) = measured.x, measured.y
     slopes = [(row[1] - row[0]) / (far - near) for row in measured.ms]
@@ -88,31 +89,31 @@ def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
     way = Curve(
         requests, [max(row[0] - slope * near, 0.0) for row, slope in zip(measured.ms, slopes, strict=True)]
     )
-    # A single row is on its way for as long as the network is long; more of them, as long as it is narrow.
+    # Latency dominates for a single row, bandwidth for many rows.
     return attention, Network(way, Curve(requests, [sent_share * (ms - way.ms[0]) for ms in way.ms]))
 
 
 def measured_workers(
     storage: KVStorage, decoder: Decoder
 ) -> tuple[dict[KVTier, Surface], dict[KVTier, Network]]:
-    """Return what attention takes in each worker, and the way; of absent ones, what others take."""
+    """Return the attention and network times per worker; absent workers get the times of others."""
     config = decoder.config
-    sent = config.num_heads + 2 * config.num_kv_heads  # heads of a row: q, k and v there, the output back
+    sent = config.num_heads + 2 * config.num_kv_heads  # heads per row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
-    found: dict[KVTier, Surface] = {}
+    surfaces: dict[KVTier, Surface] = {}
     absent = []
     for tier in storage.tiers:
         pool = storage[tier]
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[tier] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
+            surfaces[tier] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
         else:
             absent.append(tier)
-    typical = next(iter(found.values()), UNKNOWN)
+    typical = next(iter(surfaces.values()), UNKNOWN)
     parts = {
         tier: divided(surface, sent_share)
-        for tier, surface in (found | dict.fromkeys(absent, typical)).items()
+        for tier, surface in (surfaces | dict.fromkeys(absent, typical)).items()
     }
     return (
         {tier: attention for tier, (attention, _) in parts.items()},

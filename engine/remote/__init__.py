@@ -1,1 +1,1 @@
-"""Attention workers: other computers that hold KV and attend to it, layer by layer, over the network."""
+"""Attention workers: KV and decode attention on other computers, over the network."""

@@ -1,8 +1,8 @@
-"""Workers that Ray keeps: one for each computer that has joined with `neo-desktop worker --connect`.
+"""Workers managed by Ray: one per computer that joined with `neo-desktop worker --connect`.
 
-Ray knows who is there, and starts what has ended again. KV, queries and answers go through the workers' own
-connections, and their secret never through Ray: each computer has it in its environment. Ray talks to nobody
-who does not know a token, which is made of the secret.
+Ray tracks the computers and restarts workers that ended. KV, queries and outputs use the workers' own
+connections. The secret never passes through Ray: each computer has it in its environment. Ray accepts only
+peers with a token derived from the secret.
 """
 
 import hmac
@@ -22,26 +22,26 @@ from neo_desktop.engine.remote.trust import SECRET_VARIABLE, read_secret
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
 
 HEAD_PORT = 6379  # Ray's own default
-RESOURCE = "neo_desktop_worker"  # of which a computer that offers itself has one
-MEMORY_VARIABLE = "NEO_DESKTOP_WORKER_MEMORY"  # bytes for KV
-START_S = 120.0  # for a head to start
+RESOURCE = "neo_desktop_worker"  # a computer that offers itself has one
+MEMORY_VARIABLE = "NEO_DESKTOP_WORKER_MEMORY"  # memory for KV, in bytes
+START_S = 120.0  # timeout for the start of a head
 ANSWER_S = 3.0
-MIN_STORE_BYTES = 80_000_000  # Ray's object store, which nothing goes through
-# Ray is a program of many processes: nothing but what is needed.
+MIN_STORE_BYTES = 80_000_000  # of Ray's object store, which is unused
+# Ray starts many processes; disable all that are not needed.
 _START = ("-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=0", "--disable-usage-stats")
 
 
 def check_ray() -> None:
-    """Check that Ray is there; ValueError: it is not."""
+    """Raise ValueError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ValueError(
-            "a number of workers needs Ray: pip install 'neo-desktop[workers]', or name the workers' "
+            "a number of workers requires Ray: pip install 'neo-desktop[workers]', or list the workers' "
             "addresses"
         )
 
 
 class AttentionActor:
-    """An attention worker in a process that Ray has started on one of its computers."""
+    """An attention worker in a process that Ray started on one of its computers."""
 
     def __init__(self) -> None:
         import ray
@@ -53,15 +53,15 @@ class AttentionActor:
         threading.Thread(target=self._worker.serve, name="attention worker", daemon=True).start()
 
     def address(self) -> tuple[str, int]:
-        """Return where it listens."""
+        """Return the address it listens on."""
         return self._address
 
 
 class Cluster:
-    """Ray, as an engine uses it. Joins the cluster that RAY_ADDRESS names; else it is the head of a new one.
+    """The engine's view of Ray: it joins the cluster in RAY_ADDRESS, or starts a head for a new one.
 
     Args:
-        num_workers: that are asked for; they may come later.
+        num_workers: requested workers, which may join later.
         secret: the workers'.
 
     Raises:
@@ -71,7 +71,7 @@ class Cluster:
     def __init__(self, num_workers: int, secret: bytes) -> None:
         address = os.environ.get("RAY_ADDRESS")
         if address is None:
-            os.environ |= token_of(secret)  # Ray reads it as it is imported
+            os.environ |= token_of(secret)  # Ray reads it when imported
         import ray
 
         self._ray = ray
@@ -94,8 +94,8 @@ class Cluster:
         while time.monotonic() < until_s:
             if self._head is not None and self._head.poll() is not None:
                 raise RuntimeError(
-                    f"Ray's head has ended with status {self._head.returncode}: is port {HEAD_PORT} in use? "
-                    "RAY_ADDRESS names a cluster that is there"
+                    f"Ray's head ended with status {self._head.returncode}: is port {HEAD_PORT} in use? "
+                    "Set RAY_ADDRESS to use an existing cluster"
                 )
             try:
                 self._ray.init(address=address, logging_level="ERROR", log_to_driver=False)
@@ -104,20 +104,20 @@ class Cluster:
                 if self._head is None:
                     raise
             waiting.wait(1.0)
-        raise RuntimeError(f"Ray's head at {address} has not started within {START_S:.0f} s")
+        raise RuntimeError(f"Ray's head at {address} did not start within {START_S:.0f} s")
 
     @property
     def addresses(self) -> Sequence[Callable[[], Address]]:
-        """What tells where each worker listens now; ConnectionError: Ray has no computer for it."""
+        """Callables that return each worker's current address; ConnectionError: no computer runs it."""
         return [partial(self._address_of, actor) for actor in self._actors]
 
     def _address_of(self, actor: Any) -> Address:
         try:
             return Address(*self._ray.get(actor.address.remote(), timeout=ANSWER_S))
-        except SystemExit:  # so Ray ends threads that wait for it when it ends itself
-            raise ConnectionError("the cluster has ended") from None
+        except SystemExit:  # Ray raises it in waiting threads when it shuts down
+            raise ConnectionError("the cluster has shut down") from None
         except self._ray.exceptions.GetTimeoutError:
-            raise ConnectionError("no computer of the cluster has offered itself for it yet") from None
+            raise ConnectionError("no computer in the cluster is available for it yet") from None
         except self._ray.exceptions.RayError as error:
             raise ConnectionError(str(error).strip().partition("\n")[0]) from None
 
@@ -130,7 +130,7 @@ class Cluster:
 
 
 def token_of(secret: bytes) -> dict[str, str]:
-    """Return the environment in which Ray talks to nobody who does not know the secret."""
+    """Return the environment in which Ray accepts only peers that know the secret."""
     token = hmac.digest(secret, b"ray", "sha256").hex()
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
@@ -138,7 +138,7 @@ def token_of(secret: bytes) -> dict[str, str]:
 def start_node(
     *options: str, resources: Mapping[str, int], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start what makes this computer part of a cluster; it ends with a SIGTERM."""
+    """Start the process that joins this computer to a cluster; SIGTERM ends it."""
     stated = "{" + ", ".join(f'"{name}": {count}' for name, count in resources.items()) + "}"
     command = (sys.executable, *_START, f"--object-store-memory={MIN_STORE_BYTES}", *options)
     return subprocess.Popen(
@@ -150,7 +150,7 @@ def start_node(
 
 
 def offer(head: Address, secret: bytes, memory_bytes: int) -> "subprocess.Popen[bytes]":
-    """Let a cluster's engines have an attention worker on this computer."""
+    """Offer this computer to a cluster's engines for an attention worker."""
     return start_node(
         f"--address={head}",
         resources={RESOURCE: 1},

@@ -1,4 +1,4 @@
-"""KV of a worker in a GPU's memory: rows come from host memory, and the output goes back there."""
+"""Worker KV in GPU memory: inputs come from host memory, and outputs return to it."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,15 @@ from neo_desktop.engine.kv.layer import Partials, Rows
 
 
 class GpuLayer(DeviceLayer):
-    """One layer in a GPU's memory; all tensors that come and go are in host memory.
+    """One layer in GPU memory; tensors in arguments and results are in host memory.
 
-    All threads use the GPU's default stream: their work keeps its order.
+    All threads use the GPU's default stream, so their work runs in order.
     """
 
     __slots__ = ()
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put rows into slots."""
+        """Store rows in slots."""
         with _current(self.device):
             super().write(k.to(self.device), v.to(self.device), slots.to(self.device))
 
@@ -42,7 +42,7 @@ class GpuLayer(DeviceLayer):
         window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """Store and attend. The slots are those of the last tokens; a context of 0 tokens has none."""
+        """Store the new K and V, and attend. `slots` has one slot per request; a context of 0 has none."""
         assert k is not None
         assert v is not None
         last = context_lens.long() - 1
@@ -50,12 +50,12 @@ class GpuLayer(DeviceLayer):
         slots = torch.where(last < 0, -1, blocks * self.block_size + last % self.block_size)
         with _current(self.device):
             self.write(k, v, slots)
-            of_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
-            found = torch.empty_like(of_q, memory_format=torch.contiguous_format)
-            super().decode(of_q, None, None, None, tables, lens, found, scale, window, partials)
-            out.copy_(found)
+            device_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
+            device_out = torch.empty_like(device_q, memory_format=torch.contiguous_format)
+            super().decode(device_q, None, None, None, tables, lens, device_out, scale, window, partials)
+            out.copy_(device_out)
 
 
 def _current(device: torch.device) -> torch.cuda.device:
-    """Return a context in which a GPU is the thread's current one; of another device it does nothing."""
+    """Return a context in which the GPU is the thread's current device; a no-op for other devices."""
     return torch.cuda.device(device if device.type == "cuda" else -1)

@@ -1,4 +1,4 @@
-"""Engine and worker show each other that they know the same secret, which neither sends.
+"""Mutual authentication of engine and worker with a shared secret, which neither sends.
 
     engine                                        worker
     "NEO-WORK", version, nonce e    →
@@ -6,8 +6,8 @@
     HMAC(secret, "engine", e, w)    →
                                     ←             1, HMAC(secret, "worker", e, w); or 0
 
-The engine comes first: whoever knocks at a worker's port learns nothing to guess the secret with. What
-follows is neither encrypted nor signed, unless the connection is one of TLS.
+The engine proves itself first: a stranger at the worker's port learns nothing that helps to guess the secret.
+Later traffic is neither encrypted nor signed, unless the connection uses TLS.
 """
 
 import hashlib
@@ -26,21 +26,21 @@ _YES, _NO = b"\x01", b"\x00"
 
 
 class RefusedError(ConnectionError):
-    """The other side is none that one may talk to, or does not want to."""
+    """The peer is not trusted, or refuses the connection."""
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Return a secret that is long enough; ValueError: it is not."""
+    """Return the secret; raise ValueError if it is too short."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"the workers' secret must have at least {MIN_SECRET_BYTES} characters")
     return secret
 
 
 def greet(connection: socket.socket, secret: bytes) -> None:
-    """Greet a worker.
+    """Authenticate to a worker.
 
     Raises:
-        RefusedError: it is none, of another version, or has another secret.
+        RefusedError: the peer is no worker, has another version, or another secret.
         OSError: the connection failed.
     """
     mine = secrets.token_bytes(NONCE_BYTES)
@@ -51,14 +51,14 @@ def greet(connection: socket.socket, secret: bytes) -> None:
         raise RefusedError("the worker has another secret")
     proof = _exactly(connection, hashlib.sha256().digest_size)
     if not hmac.compare_digest(proof, _proof(secret, b"worker", mine, theirs)):
-        raise RefusedError("what answers is no worker: it does not know the secret")
+        raise RefusedError("the peer is no worker: it does not know the secret")
 
 
 def welcome(connection: socket.socket, secret: bytes) -> None:
-    """Answer an engine; raises as `greet`."""
+    """Authenticate an engine; raises the errors of `greet`."""
     hello = _exactly(connection, _HELLO.size)
     mine = secrets.token_bytes(NONCE_BYTES)
-    if hello.startswith(MAGIC):  # so that it can say what is wrong
+    if hello.startswith(MAGIC):  # so that the peer can report the error
         connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
     theirs = _checked(hello, "the engine")
     proof = _exactly(connection, hashlib.sha256().digest_size)
@@ -76,7 +76,7 @@ def _checked(hello: bytes, who: str) -> bytes:
     """Return the nonce."""
     magic, version, nonce = _HELLO.unpack(hello)
     if magic != MAGIC:
-        raise RefusedError(f"{who} speaks another language: is this the right port?")
+        raise RefusedError(f"{who} uses another protocol: is this the right port?")
     if version != VERSION:
         raise RefusedError(
             f"{who} speaks version {version} of the workers' protocol, and this program version {VERSION}: "
@@ -85,8 +85,8 @@ def _checked(hello: bytes, who: str) -> bytes:
     return bytes(nonce)
 
 
-def _proof(secret: bytes, side: bytes, of_engine: bytes, of_worker: bytes) -> bytes:
-    return hmac.digest(secret, side + of_engine + of_worker, "sha256")
+def _proof(secret: bytes, side: bytes, engine_nonce: bytes, worker_nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + engine_nonce + worker_nonce, "sha256")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -95,8 +95,8 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
         piece = connection.recv(count - len(data))
         if not piece:
             raise RefusedError(
-                "the other side has closed the connection before it said who it is; if it wants TLS, say who "
-                "signed its certificate"
+                "the peer closed the connection before it authenticated; if it requires TLS, name the "
+                "authority that signed its certificate"
             )
         data += piece
     return data

@@ -18,17 +18,17 @@ from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
 
 DEFAULT_PORT = 7455
-DEFAULT_TIMEOUT_S = 10.0  # for a worker to answer
+DEFAULT_TIMEOUT_S = 10.0  # for a worker's answer
 CPU = torch.device("cpu")
 
 
 class WorkerLostError(RuntimeError):
-    """A worker does not answer, and what it held is lost.
+    """A worker does not answer; its KV is lost.
 
     Args:
         worker: its name.
-        reason: why, without its name and address.
-        address: where it listened; empty: it is not known.
+        reason: without name and address.
+        address: its last address; empty: unknown.
     """
 
     def __init__(self, worker: str, reason: str, address: str = "") -> None:
@@ -43,20 +43,20 @@ class WorkerLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker listens."""
+    """Network address of a worker."""
 
     host: str
     port: int = DEFAULT_PORT
 
     @classmethod
     def parse(cls, text: str, least_port: int = 1, default_port: int = DEFAULT_PORT) -> "Address":
-        """Read `HOST`, `HOST:PORT` or `[IPv6]:PORT`; ValueError: it is none."""
+        """Parse `HOST`, `HOST:PORT` or `[IPv6]:PORT`; raise ValueError for anything else."""
         host, separator, port = text.rpartition(":")
         if not separator or text.endswith("]") or (":" in host and not host.endswith("]")):
             host, port = text, str(default_port)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not least_port <= int(port) <= 65535:
-            raise ValueError(f"{text!r} is no address of a worker: expected HOST or HOST:PORT")
+            raise ValueError(f"{text!r} is not a worker address: expected HOST or HOST:PORT")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What engine and worker know each other by."""
+    """Credentials that engine and worker use to authenticate each other."""
 
     secret: bytes = field(repr=False)
     tls: ssl.SSLContext | None = None
@@ -76,20 +76,20 @@ class Trust:
 
 
 class WorkerLink:
-    """Two connections to a worker: for attention, and for rows that come and go beside it.
+    """Two connections to a worker: one for attention, one for rows stored and read in parallel.
 
-    Each may be used by a thread of its own, that for attention by two: one asks, the other one takes answers.
-    The first failure ends both, and all waiting for them.
+    Each connection may have its own thread. The attention connection may have two: one sends requests, the
+    other receives answers. The first failure closes both connections and wakes all waiting threads.
 
     Args:
-        name: of the worker, for people.
-        find: returns where it listens; asked at each `open`.
-        trust: what it is known by.
+        name: of the worker, for messages.
+        find: returns its address; called at each `open`.
+        trust: credentials.
     """
 
     def __init__(self, name: str, find: Callable[[], Address], trust: Trust) -> None:
         self.name = name
-        self.address: Address | None = None  # None: nobody knows it yet
+        self.address: Address | None = None  # None: not known yet
         self._find = find
         self.num_blocks = 0
         self._trust = trust
@@ -99,25 +99,26 @@ class WorkerLink:
         self._rows: Channel | None = None
         self._asking, self._answering, self._moving = (threading.Lock() for _ in range(3))
         self._lost: WorkerLostError | None = None
-        self._tables: list[Tensor | None] = [None] * NUM_TABLES  # the context lengths of those that it has
-        self._by_use = list(range(NUM_TABLES))  # the one that was not used for longest first
+        # context lengths of the tables that the worker has
+        self._tables: list[Tensor | None] = [None] * NUM_TABLES
+        self._by_use = list(range(NUM_TABLES))  # least recently used first
         self._buffer = HostBuffer(CPU)
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has failed since `open`."""
+        """True if nothing has failed since `open`."""
         return self._attention is not None and self._lost is None
 
     def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
-        """Connect; how many blocks the worker has is known then.
+        """Connect; `num_blocks` is known afterwards.
 
         Args:
             shape: of the model's attention.
-            sinks: [layers, heads] fp32; None: there are none.
-            most_blocks: more are of no use.
+            sinks: [layers, heads] fp32; None: the model has none.
+            most_blocks: upper limit on useful blocks.
 
         Raises:
-            OSError: it cannot be reached, or refuses.
+            OSError: the worker is unreachable, or refuses.
         """
         self.close()
         self.address = self._find()
@@ -149,7 +150,7 @@ class WorkerLink:
             greet(connection, trust.secret)
         except ssl.SSLError as error:
             connection.close()
-            raise RefusedError(f"it is not encrypted as it should be: {error}") from None
+            raise RefusedError(f"TLS failed: {error}") from None
         except BaseException:
             connection.close()
             raise
@@ -158,12 +159,13 @@ class WorkerLink:
     def ask(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
     ) -> None:
-        """Send the rows that the worker is to attend for; arguments as of `KVLayer.decode`.
+        """Send rows for attention; the arguments are those of `KVLayer.decode`.
 
-        It takes `NUM_INPUTS` before the first is answered. Each answer must be taken, in order.
+        The worker accepts `NUM_INPUTS` messages before the first answer. Every answer must be received, in
+        order.
 
         Raises:
-            WorkerLostError: it does not answer.
+            WorkerLostError: the worker does not answer.
         """
         with self._using(self._attention, self._asking) as channel:
             table = self._table(channel, block_tables, context_lens)
@@ -171,22 +173,22 @@ class WorkerLink:
             channel.send(Kind.ATTEND, bytes_of(qkv), layer=layer, table=table, rows=len(q))
 
     def answer(self, out: Tensor) -> None:
-        """Wait for the output for the first rows that have none yet; raises as `ask`."""
+        """Wait for the output of the oldest unanswered rows; raises the errors of `ask`."""
         with self._using(self._attention, self._answering) as channel:
             channel.read_into(channel.answer(Kind.OUTPUT), out)
 
     def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return all in one piece, [requests, heads + 2 * kv_heads, head_dim]."""
+        """Return q, k and v in one array, [requests, heads + 2 * kv_heads, head_dim]."""
         heads, kv_heads = q.shape[1], k.shape[1]
         qkv = self._buffer.view((len(q), heads + 2 * kv_heads, q.shape[2]), q.dtype)
-        # By numpy: so few bytes are not worth the threads that torch would wake for them.
+        # With numpy: torch would wake its threads, which is not worth it for a few bytes.
         into = qkv.view(torch.uint8).numpy()
         for first, part in ((0, q), (heads, k), (heads + kv_heads, v)):
             into[:, first : first + part.shape[1]] = part.view(torch.uint8).numpy()
         return qkv
 
     def _table(self, channel: Channel, block_tables: Tensor, context_lens: Tensor) -> int:
-        """Return which block tables these are; they are sent if the worker has not got them."""
+        """Return the number of these block tables; send them first if the worker lacks them."""
         is_known = [known is context_lens for known in self._tables]
         number = is_known.index(True) if any(is_known) else self._by_use[0]
         if not any(is_known):
@@ -194,26 +196,26 @@ class WorkerLink:
             rows, width = block_tables.shape
             channel.send(Kind.TABLES, *payload, table=number, rows=rows, width=width)
             self._tables[number] = context_lens
-        # async decodes have a table for each layer: those of sub-batches outlast them.
+        # Async decodes have a table per layer, which must not evict the tables of sub-batches.
         self._by_use.remove(number)
         self._by_use.append(number)
         return number
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises as `ask`."""
+        """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises the errors of `ask`."""
         with self._using(self._rows, self._moving) as channel:
             payload = (bytes_of(each.contiguous()) for each in (slots, k, v))
             channel.send(Kind.STORE, *payload, layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.STORED))
 
     def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
-        """Read the rows of slots, to [2, rows, kv_heads, head_dim]; raises as `ask`."""
+        """Read the rows of slots into [2, rows, kv_heads, head_dim]; raises the errors of `ask`."""
         with self._using(self._rows, self._moving) as channel:
             channel.send(Kind.READ, bytes_of(slots.contiguous()), layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.ROWS), out)
 
     def ping(self) -> None:
-        """Wait for an answer, while nothing else is asked; raises as `ask`."""
+        """Wait for an answer while no other request is pending; raises the errors of `ask`."""
         with self._using(self._attention, self._asking) as channel:
             channel.send(Kind.PING)
             channel.read_into(channel.answer(Kind.PONG))
@@ -241,7 +243,7 @@ class WorkerLink:
         return lost
 
     def close(self) -> None:
-        """End both connections; may be called again, from any thread."""
+        """Close both connections; thread-safe, may be called again."""
         for channel in (self._attention, self._rows):
             if channel is not None:
                 channel.close()

@@ -1,4 +1,4 @@
-"""The engine's side: the KV of a worker as a pool like any other, whose layers attend over the network."""
+"""The engine's side: a worker's KV as an ordinary pool, whose layers attend over the network."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ AnyLink = WorkerLink | HeadGroup
 class RemoteLayer(KVLayer):
     """One layer of a worker's memory. All tensors are in this computer's host memory.
 
-    Raises WorkerLostError in all it does: the worker does not answer any more.
+    All methods raise WorkerLostError if the worker no longer answers.
     """
 
     __slots__ = ("_index", "_link")
@@ -35,7 +35,7 @@ class RemoteLayer(KVLayer):
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return nothing: the memory is the worker's."""
+        """Return no tensors: the memory belongs to the worker."""
         return ()
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -57,23 +57,23 @@ class RemoteLayer(KVLayer):
         window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """See `KVLayer`; the worker knows the scale and the windows."""
+        """Attend on the worker, which knows scale and windows; see `KVLayer`."""
         assert k is not None
         assert v is not None
         self.ask(q, k, v, block_tables, context_lens)
         self.answer(out)
 
     def ask(self, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
-        """Send what `decode` takes, and do not wait; the answer must be taken, in order."""
+        """Send the inputs of `decode` without waiting; the answers must be received, in order."""
         self._link.ask(self._index, q, k, v, block_tables, context_lens)
 
     def answer(self, out: Tensor) -> None:
-        """Wait for the output for the first rows that have none yet, [requests, heads, head_dim]."""
+        """Wait for the output of the oldest unanswered rows, [requests, heads, head_dim]."""
         self._link.answer(out)
 
 
 class RemotePool(KVPool):
-    """K and V of all blocks of a worker, or of several that divide the heads.
+    """K and V in all blocks in a worker's memory, or of several workers that divide the heads.
 
     Args:
         tier: the worker's.
@@ -91,11 +91,11 @@ class RemotePool(KVPool):
         dtype: torch.dtype,
         link: AnyLink,
     ) -> None:
-        # Nothing of what another pool takes is here: no memory, and no parts.
+        # Do not call the base constructor: this pool has no memory and no parts.
         self.worker = tier.name
         self.link = link
         self.kind = RemoteLayer
-        # When it was made: another number may come back with the worker.
+        # At construction: a worker may return with another number.
         self.num_blocks = link.num_blocks
         self.block_size = block_size
         self.dtype = dtype

@@ -1,6 +1,6 @@
-"""What a worker does for one engine: it keeps KV in blocks, and attends to it, as it is told.
+"""A worker's session with one engine: it stores KV in blocks and attends to it on request.
 
-Which block holds whose KV is known to the engine alone.
+Only the engine knows the owners of the blocks.
 """
 
 import queue
@@ -20,21 +20,21 @@ from neo_desktop.engine.remote.gpu_layer import GpuLayer
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
 
-NUM_TABLES = 4  # block tables that are kept: of two sub-batches, of this iteration and of the last one
-NUM_INPUTS = 2  # messages of a connection that are not answered yet: the next rows come while it attends
+NUM_TABLES = 4  # block tables to keep: two sub-batches each of this and the previous iteration
+NUM_INPUTS = 2  # unanswered messages per connection: the next rows arrive while the worker attends
 MAX_ROWS = 1 << 20
 CPU = torch.device("cpu")
 
 
 class Session:
-    """The KV of one engine, and all connections to it.
+    """One engine's KV and connections.
 
     Args:
         names: of the engine, and of the session.
         shape: of the model's attention.
-        sinks: [layers, heads] fp32; None: there are none.
+        sinks: [layers, heads] fp32; None: the model has none.
         num_blocks: in each layer.
-        device: whose memory it is, and what attends.
+        device: stores the KV and attends.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Session:
         self._is_over = False
 
     def serve(self, channel: Channel) -> None:
-        """Do what comes over a connection, until it ends.
+        """Process the messages of a connection until it closes.
 
         Raises:
-            OSError: the connection failed, or said what it must not say.
+            OSError: the connection failed, or the engine violated the protocol.
         """
         with self._changes:
             if self._is_over:
@@ -76,7 +76,7 @@ class Session:
         _Desk(self, self._layers, channel).serve()
 
     def end(self) -> None:
-        """End all connections; what was kept is lost."""
+        """Close all connections; the KV is lost."""
         with self._changes:
             self._is_over = True
             for channel in self._channels:
@@ -85,29 +85,29 @@ class Session:
 
 
 class _Desk:
-    """One connection: a thread takes in the next messages while this one carries out what came before.
+    """One connection: a reader thread receives the next messages while this thread executes earlier ones.
 
-        reader   |rows 0     |rows 1     |                |rows 0, next layer|
-        this one             |attend to 0  |o 0|attend to 1  |o 1|attend to 0 ..
+        reader        |rows 0     |rows 1     |                |rows 0, next layer|
+        this thread               |attend to 0  |o 0|attend to 1  |o 1|attend to 0 ..
 
-    It answers in order, and what is wrong with a message is said when those before it are answered.
+    It answers in order; an error in a message is reported after the answers to earlier messages.
     """
 
     def __init__(self, session: Session, layers: Sequence[KVLayer], channel: Channel) -> None:
         self._shape = session.shape
         self._layers = layers
         self._channel = channel
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # context lengths, block tables
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # number -> (context lengths, block tables)
         self._outputs = HostBuffer(CPU)
         self._jobs: queue.SimpleQueue[_Job | Exception] = queue.SimpleQueue()
-        self._inputs: queue.SimpleQueue[HostBuffer | None] = queue.SimpleQueue()  # None: it is over
+        self._inputs: queue.SimpleQueue[HostBuffer | None] = queue.SimpleQueue()  # None: end of input
         for _ in range(NUM_INPUTS):
             self._inputs.put(HostBuffer(CPU))
 
     def serve(self) -> None:
-        """Do what comes, until the connection ends; raises as `Session.serve`."""
-        # Python waits for it before it ends: the connection is closed by then.
-        threading.Thread(target=self._take_in_all, name="takes in what engines send").start()
+        """Process messages until the connection closes; raises the errors of `Session.serve`."""
+        # Not a daemon, so Python waits for it at exit; the connection is closed by then.
+        threading.Thread(target=self._take_in_all, name="receives messages of an engine").start()
         try:
             while True:
                 job = self._jobs.get()
@@ -139,7 +139,7 @@ class _Desk:
         return header
 
     def _taken_in(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
-        """Take the bytes of a message in; return what it asks for."""
+        """Receive the payload of a message; return the work that it requests."""
         if header.kind == Kind.ATTEND:
             return self._attend(header, inputs)
         if header.kind == Kind.STORE:
@@ -157,7 +157,8 @@ class _Desk:
         lens = torch.empty(header.rows, dtype=torch.int32)
         tables = torch.empty(header.rows, header.width, dtype=torch.int32)
         self._channel.read_into(header, lens, tables)
-        self._tables[header.table] = lens, tables  # those of before are kept by whoever attends by them
+        # pending attention keeps its own reference to the old tables
+        self._tables[header.table] = lens, tables
 
     def _attend(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
         shape = self._shape
@@ -203,13 +204,13 @@ class _Desk:
 
 
 class _Job(NamedTuple):
-    """A message that has come."""
+    """A received message."""
 
-    inputs: HostBuffer  # where its bytes are
-    carry_out: Callable[[], None]  # and answer
+    inputs: HostBuffer  # its payload
+    carry_out: Callable[[], None]  # executes and answers it
 
 
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:
-    """Return how many blocks fit into so much memory, in whole runs."""
-    of_block = shape.num_layers * block_bytes(shape, shape.block_size, shape.kv_dtype)
-    return memory_bytes // (of_block * BLOCKS_PER_RUN) * BLOCKS_PER_RUN
+    """Return the number of blocks that fit into `memory_bytes`, in whole runs."""
+    bytes_per_block = shape.num_layers * block_bytes(shape, shape.block_size, shape.kv_dtype)
+    return memory_bytes // (bytes_per_block * BLOCKS_PER_RUN) * BLOCKS_PER_RUN

@@ -1,4 +1,4 @@
-"""What a worker has to know of a model to attend for it."""
+"""Model shape for a worker's attention."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -22,18 +22,18 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     scale: float  # the factor on q·k
-    windows: tuple[int | None, ...]  # of each layer; None: it attends to all tokens
+    windows: tuple[int | None, ...]  # per layer; None: full attention
     attention_sinks: bool
-    attention_softcap: float | None  # scores s become softcap * tanh(s / softcap)
+    attention_softcap: float | None  # softcap: score s becomes softcap * tanh(s / softcap)
     block_size: int  # tokens
     dtype: torch.dtype  # of q, k, v and the output
-    kv_dtype: torch.dtype  # as K and V lie in memory
+    kv_dtype: torch.dtype  # of K and V in memory
 
     @classmethod
     def of(
         cls, config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> Self:
-        """Return a model's; KV lies in the model's dtype, unless another one is given."""
+        """Return a model's shape; KV has the model's dtype unless `kv_dtype` is given."""
         return cls(
             config.num_heads,
             config.num_kv_heads,
@@ -49,19 +49,19 @@ class AttentionShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers that attend."""
+        """Number of attention layers."""
         return len(self.windows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` understands."""
+        """Return plain data for `from_json`."""
         return asdict(self) | {"dtype": str(self.dtype), "kv_dtype": str(self.kv_dtype)}
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Read what another computer sent.
+        """Parse the JSON of another computer.
 
         Raises:
-            ProtocolError: something is missing, or cannot be.
+            ProtocolError: a value is missing or invalid.
         """
         try:
             dtypes = {name: _DTYPES[data[name]] for name in ("dtype", "kv_dtype")}
@@ -77,11 +77,11 @@ class AttentionShape:
             if not all(isinstance(size, int) and 1 <= size <= most for size, most in limits):
                 raise ValueError("a size is out of range")
             if not isinstance(shape.scale, float) or not isinstance(shape.attention_sinks, bool):
-                raise ValueError("the scale is no number, or it is not said whether there are sinks")
+                raise ValueError("the scale is not a number, or the sinks flag is missing")
             if shape.attention_softcap is not None and not 0 < shape.attention_softcap < math.inf:
-                raise ValueError("the cap of scores is no positive number")
+                raise ValueError("the softcap is not a positive number")
             if shape.num_heads % shape.num_kv_heads or shape.dtype is torch.int8:
-                raise ValueError("the sizes do not go together")
+                raise ValueError("the sizes do not match")
             return shape
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"the model's shape cannot be used: {error!r}") from None

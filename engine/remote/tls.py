@@ -1,4 +1,4 @@
-"""A TLS connection that one thread reads while another one writes."""
+"""A TLS connection for one reader thread and one writer thread."""
 
 import select
 import ssl
@@ -8,13 +8,13 @@ from functools import partial
 
 
 class SharedTls:
-    """What a channel needs of a socket, over an SSLSocket.
+    """The socket interface that `Channel` needs, over an SSLSocket.
 
-    OpenSSL's connections are not safe for two threads at once. So each call into it takes a lock and never
-    blocks, and what waits for the network does so without the lock.
+    OpenSSL connections are not safe for two concurrent threads. So each call into OpenSSL takes a lock and
+    never blocks; threads wait for the network without the lock.
 
     Args:
-        connection: connected, and greeted; not to be used by others from now on.
+        connection: connected and authenticated; owned by this object from now on.
     """
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
@@ -24,22 +24,22 @@ class SharedTls:
         connection.setblocking(False)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Let whoever begins to wait from now on wait for so long at most; None: for ever."""
+        """Set the timeout of later waits; None: wait for ever."""
         self._timeout_s = timeout_s
 
     def sendall(self, data: memoryview | bytes) -> None:
-        """Send all bytes; TimeoutError: nobody takes them."""
+        """Send all bytes; raise TimeoutError if the peer does not receive them."""
         view = memoryview(data)
         while view:
             count = self._without_blocking(partial(self._connection.send, view))
             view = view[count:]
 
     def recv_into(self, view: memoryview) -> int:
-        """Wait for bytes; return how many there are, 0 at the end of the connection."""
+        """Wait for bytes; return their number, 0 at the end of the connection."""
         return self._without_blocking(partial(self._connection.recv_into, view))
 
     def recv(self, most: int) -> bytes:
-        """Wait for bytes, and return them; nothing at the end of the connection."""
+        """Wait for bytes and return them; empty at the end of the connection."""
         data = bytearray(most)
         return bytes(data[: self.recv_into(memoryview(data))])
 
@@ -59,15 +59,14 @@ class SharedTls:
         try:
             poll.register(self._connection, event)
         except ValueError:  # another thread has closed it
-            raise ConnectionError("the connection has ended") from None
+            raise ConnectionError("the connection is closed") from None
         if not poll.poll(None if self._timeout_s is None else 1e3 * self._timeout_s):
             raise TimeoutError("timed out")
 
     def shutdown(self, how: int) -> None:
-        """End one direction, or both, whoever waits for it."""
+        """End one direction or both; waiting threads wake up."""
         with self._lock:
             self._connection.shutdown(how)
 
     def close(self) -> None:
-        """Close it."""
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Where the secret comes from that engine and workers know each other by, and the certificates, if any."""
+"""Sources of the shared secret, and of TLS certificates."""
 
 import os
 import secrets
@@ -8,19 +8,19 @@ from pathlib import Path
 from neo_desktop.engine.remote.greeting import check_secret
 
 SECRET_VARIABLE = "NEO_DESKTOP_WORKER_SECRET"
-HOW = f"give both sides the same: with --worker-secret FILE, or in the variable {SECRET_VARIABLE}"
+HOW = f"give both sides the same secret, with --worker-secret FILE or in the variable {SECRET_VARIABLE}"
 
 
 def default_path() -> Path:
-    """Return where the secret is kept, if nobody says anything else."""
+    """Return the default path of the secret."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "neo-desktop", "worker.secret").expanduser()
 
 
 def read_secret(path: Path | None) -> bytes:
-    """Return the secret: of a file, of the environment, or of the user's own file.
+    """Return the secret from a file, the environment, or the user's default file.
 
     Raises:
-        ValueError: there is none, or it is too short.
+        ValueError: the secret is missing or too short.
     """
     named = os.environ.get(SECRET_VARIABLE)
     if path is None and named:
@@ -29,13 +29,13 @@ def read_secret(path: Path | None) -> bytes:
     try:
         return check_secret(path.read_bytes().strip())
     except FileNotFoundError:
-        raise ValueError(f"engine and workers need a secret, and {path} is not there: {HOW}") from None
+        raise ValueError(f"engine and workers need a secret, but {path} does not exist: {HOW}") from None
     except ValueError as error:
         raise ValueError(f"{error}: {path}") from None
 
 
 def make_secret(path: Path | None) -> Path | None:
-    """Make a secret where there is none yet, readable for its owner alone; return the file, if it is new."""
+    """Create a secret if none exists, readable only by its owner; return the file if it is new."""
     if path is None and os.environ.get(SECRET_VARIABLE):
         return None
     path = path or default_path()
@@ -50,7 +50,7 @@ def make_secret(path: Path | None) -> Path | None:
 
 
 def engine_tls(authority: Path | None) -> ssl.SSLContext | None:
-    """Return how to check workers' certificates, by who signed them; None: there are none.
+    """Return a TLS context that verifies workers' certificates with this authority; None: no TLS.
 
     Raises:
         ValueError: the file cannot be used.
@@ -60,11 +60,11 @@ def engine_tls(authority: Path | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=str(authority))
     except OSError as error:
-        raise ValueError(f"{authority} is no file of certificates: {error}") from None
+        raise ValueError(f"{authority} is not a certificate file: {error}") from None
 
 
 def worker_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return what a worker shows; None: it has no certificate. Raises as `engine_tls`."""
+    """Return a worker's TLS context; None: it has no certificate. Raises the errors of `engine_tls`."""
     if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,9 +1,9 @@
-"""How an engine and a worker talk: messages of a fixed header and raw bytes, the lowest first.
+"""The protocol between engine and worker: messages of a fixed header and raw bytes, little-endian.
 
     engine                              worker
     SET_UP   JSON: shapes; sinks   →
-                                   ←    READY     JSON: how many blocks there are
-    TABLES   context lens, tables  →              once for all layers of an iteration; no answer
+                                   ←    READY     JSON: number of blocks
+    TABLES   context lens, tables  →              once per iteration for all layers; no answer
     ATTEND   q, k, v of a layer    →
                                    ←    OUTPUT    the attention's output
     STORE    slots, k and v        →
@@ -11,10 +11,10 @@
     READ     slots                 →
                                    ←    ROWS      k and v
 
-Each side may send while it receives: an engine need not wait for an OUTPUT before it sends the next rows. A
-worker answers in order, and has room for a few messages that it has not answered.
+Both sides may send while they receive: an engine need not wait for an OUTPUT before it sends the next rows. A
+worker answers in order, and buffers a few unanswered messages.
 
-Whatever goes wrong with a worker is a sentence in a FAILED message, behind which it closes the connection.
+A worker reports any error as a sentence in a FAILED message, and then closes the connection.
 """
 
 import json
@@ -31,20 +31,20 @@ from torch import Tensor
 
 from neo_desktop.engine.remote.tls import SharedTls
 
-VERSION = 4  # of all of this; both sides must have the same
+VERSION = 4  # of this protocol; both sides must have the same
 MAX_TEXT_BYTES = 1 << 20
-MAX_BYTES = 1 << 31  # of a message
-LAST_S = 1.0  # for the other side to hang up, once it was told why
-AT_ONCE_BYTES = 1 << 16  # shorter messages leave in one piece with their header
+MAX_BYTES = 1 << 31  # per message
+LAST_S = 1.0  # for the peer to close the connection after a FAILED message
+AT_ONCE_BYTES = 1 << 16  # shorter messages are sent in one piece with their header
 _HEADER = struct.Struct("<BxHHxxIIQ")
 
 
 class ProtocolError(ConnectionError):
-    """The other side says what it must not say, or says that something failed."""
+    """The peer violated the protocol, or reported a failure."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Types of messages."""
 
     SET_UP = 1
     READY = 2
@@ -61,18 +61,18 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """What precedes the bytes of a message."""
+    """Header of a message."""
 
     kind: int
     layer: int
-    table: int  # which of the block tables that were sent
+    table: int  # number of the block tables
     rows: int
-    width: int  # blocks of a row of the block tables
+    width: int  # blocks per row of the block tables
     num_bytes: int
 
 
 class Channel:
-    """A connection, once both sides trust each other. Raises OSError for all that can go wrong.
+    """An authenticated connection. Methods raise OSError for every failure.
 
     One thread may send while another one receives.
     """
@@ -90,7 +90,6 @@ class Channel:
         rows: int = 0,
         width: int = 0,
     ) -> None:
-        """Send a message."""
         num_bytes = sum(len(each) for each in payload)
         header = _HEADER.pack(kind, layer, table, rows, width, num_bytes)
         if num_bytes <= AT_ONCE_BYTES:
@@ -101,41 +100,41 @@ class Channel:
             self._socket.sendall(each)
 
     def send_json(self, kind: Kind, value: Any) -> None:
-        """Send plain data."""
+        """Send JSON data."""
         self.send(kind, json.dumps(value).encode())
 
     def header(self) -> Header:
         """Wait for the next message.
 
         Raises:
-            ProtocolError: it is longer than any may be, or says what failed.
-            ConnectionError: the other side has closed the connection.
+            ProtocolError: it exceeds the size limit, or reports a failure.
+            ConnectionError: the peer has closed the connection.
         """
-        found = Header(*_HEADER.unpack(self._exactly(_HEADER.size)))
-        if found.kind == Kind.FAILED:
-            raise ProtocolError(self._exactly(min(found.num_bytes, MAX_TEXT_BYTES)).decode(errors="replace"))
-        if found.num_bytes > MAX_BYTES:
-            raise ProtocolError(f"a message of {found.num_bytes} bytes is too long")
-        return found
+        header = Header(*_HEADER.unpack(self._exactly(_HEADER.size)))
+        if header.kind == Kind.FAILED:
+            raise ProtocolError(self._exactly(min(header.num_bytes, MAX_TEXT_BYTES)).decode(errors="replace"))
+        if header.num_bytes > MAX_BYTES:
+            raise ProtocolError(f"a message of {header.num_bytes} bytes is too long")
+        return header
 
     def answer(self, kind: Kind) -> Header:
         """Wait for an answer of this kind."""
-        found = self.header()
-        if found.kind != kind:
-            raise ProtocolError(f"message {found.kind} came where {kind.name} was expected")
-        return found
+        header = self.header()
+        if header.kind != kind:
+            raise ProtocolError(f"received message {header.kind}, expected {kind.name}")
+        return header
 
     def json(self, header: Header) -> Any:
-        """Return the data of a message."""
+        """Return the JSON data of a message."""
         if header.num_bytes > MAX_TEXT_BYTES:
             raise ProtocolError(f"a text of {header.num_bytes} bytes is too long")
         try:
             return json.loads(self._exactly(header.num_bytes))
         except ValueError as error:
-            raise ProtocolError(f"a message is no JSON: {error}") from None
+            raise ProtocolError(f"a message is not valid JSON: {error}") from None
 
     def read_into(self, header: Header, *tensors: Tensor) -> None:
-        """Take the bytes of a message in; the tensors are contiguous, in host memory, and as long as it."""
+        """Receive the payload of a message into contiguous host tensors of the same total size."""
         views = [bytes_of(each) for each in tensors]
         expected = sum(map(len, views))
         if header.num_bytes != expected:
@@ -152,16 +151,16 @@ class Channel:
         while view:
             count = self._socket.recv_into(view)
             if not count:
-                raise ConnectionError("the other side has closed the connection")
+                raise ConnectionError("the peer closed the connection")
             view = view[count:]
 
     def fail(self, error: Exception) -> None:
-        """Say why nothing more will come.
+        """Report the error that ends the connection.
 
-        What the other side still sends is read for a moment: a connection that is closed before that is
-        reset, and what was said last is lost.
+        Input is drained for a moment: if a connection closes with unread input, it is reset, and the peer
+        loses the last message.
         """
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the peer is gone
             self.send(Kind.FAILED, str(error).encode())
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(LAST_S)
@@ -170,13 +169,13 @@ class Channel:
                 pass
 
     def close(self) -> None:
-        """End the connection, whoever waits for it; may be called again, from any thread."""
+        """Close the connection and wake waiting threads; thread-safe, may be called again."""
         end(self._socket)
 
 
 def end(connection: socket.socket | SharedTls) -> None:
-    """End a connection or a listener, whoever waits for it in another thread."""
-    with suppress(OSError):  # it has ended, or was never there
+    """Close a connection or listener, and wake threads that wait for it."""
+    with suppress(OSError):  # already closed, or never connected
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
@@ -190,9 +189,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def tune(connection: socket.socket) -> None:
-    """Let small messages leave at once, and find out within half a minute that nobody is there any more."""
+    """Send small messages at once, and detect a dead peer within half a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # Linux has them
+        if hasattr(socket, name):  # available on Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

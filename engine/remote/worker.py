@@ -1,4 +1,4 @@
-"""The worker's side: waits for an engine, and attends for it; for one at a time."""
+"""The worker's side: it waits for an engine and attends for it, one engine at a time."""
 
 import logging
 import socket
@@ -16,26 +16,26 @@ from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tu
 
 logger = logging.getLogger(__name__)
 
-GREETING_S = 10.0  # for whoever connects, to say who it is
-MAX_GREETINGS = 16  # at once
-END_S = 5.0  # for a connection that is closed, to end what it has begun
+GREETING_S = 10.0  # for a peer to authenticate
+MAX_GREETINGS = 16  # concurrently
+END_S = 5.0  # for a closed connection to finish running work
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker gives."""
+    """Resources that a worker offers."""
 
     memory_bytes: int  # for KV
-    device: torch.device = CPU  # whose memory it is, and what attends
+    device: torch.device = CPU  # stores the KV and attends
 
 
 class AttentionWorker:
     """Listens for engines.
 
     Args:
-        listener: bound, and listening.
-        secret: that engines have to know.
-        limits: what it gives.
+        listener: bound and listening.
+        secret: shared with engines.
+        limits: resources offered.
         tls: of connections; None: they are neither encrypted nor signed.
 
     Raises:
@@ -49,16 +49,16 @@ class AttentionWorker:
         self._secret = check_secret(secret)
         self._limits = limits
         self._tls = tls
-        self._session: Session | None = None  # with one engine
+        self._session: Session | None = None  # with the current engine
         self._changes = threading.Lock()
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
         self._answering: set[threading.Thread] = set()
         self._is_closed = False
 
     def serve(self) -> None:
-        """Answer whoever connects, until `close`, and until nobody attends any more.
+        """Accept connections until `close`, and return once no thread attends.
 
-        A thread that is in a native function when Python ends would end the process with an error.
+        If Python exits while a thread is in a native function, the process ends with an error.
         """
         while True:
             try:
@@ -72,12 +72,12 @@ class AttentionWorker:
                 continue
             name = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._answer, args=(connection, name), daemon=True).start()
-        # Without the lock, which a signal's handler in this thread may want.
+        # Without the lock, which a signal handler in this thread may need.
         for thread in list(self._answering):
             thread.join(END_S)
 
     def close(self) -> None:
-        """End all connections, and `serve`."""
+        """Close all connections, and end `serve`."""
         self._is_closed = True
         end(self._listener)
         with self._changes:
@@ -99,7 +99,7 @@ class AttentionWorker:
             logger.info("the engine at %s is gone: %s", name, error)
             channel.fail(error)
         except Exception as error:
-            logger.exception("what the engine at %s asked for failed", name)
+            logger.exception("a request of the engine at %s failed", name)
             channel.fail(error)
         finally:
             channel.close()
@@ -107,7 +107,7 @@ class AttentionWorker:
                 self._answering.discard(threading.current_thread())
 
     def _welcomed(self, connection: socket.socket, name: str) -> Channel | None:
-        """Return the connection to somebody who knows the secret; None: it is a stranger's."""
+        """Return the channel of an authenticated peer; None: authentication failed."""
         try:
             connection.settimeout(GREETING_S)
             tune(connection)
@@ -139,10 +139,10 @@ class AttentionWorker:
                     self._session = None
 
     def _session_of(self, asked: Any, channel: Channel) -> Session:
-        """Return the session that an engine asks for: a new one, or the one that it has."""
+        """Return the session for an engine's request: a new one, or its current one."""
         names = asked.get("engine"), asked.get("session")
         if not all(isinstance(name, str) for name in names):
-            raise ProtocolError("no session is asked for")
+            raise ProtocolError("the session is missing")
         if asked.get("joins"):
             with self._changes:
                 joined = self._session
@@ -151,7 +151,7 @@ class AttentionWorker:
             raise ProtocolError("the session is over")
         shape, most = AttentionShape.from_json(asked.get("shape")), asked.get("most_blocks")
         if not isinstance(most, int) or most < 1:
-            raise ProtocolError("it is not said how many blocks are of use")
+            raise ProtocolError("the number of useful blocks is missing")
         num_blocks = min(fitting_blocks(shape, self._limits.memory_bytes), most)
         sinks = None
         if shape.attention_sinks:
@@ -159,7 +159,7 @@ class AttentionWorker:
             channel.read_into(channel.answer(Kind.SET_UP), sinks)
         with self._changes:
             if self._is_closed:
-                raise RefusedError("this worker ends")
+                raise RefusedError("this worker is shutting down")
             if (lost := self._session) is not None:
                 if lost.names[0] != names[0]:
                     raise RefusedError("this worker attends for another engine")

@@ -1,4 +1,4 @@
-"""All workers of an engine: which are there, which are lost, and which come back."""
+"""All workers of an engine: connected, lost and returning ones."""
 
 import logging
 import threading
@@ -19,36 +19,36 @@ from neo_desktop.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-GLANCE_S = 0.05  # for which the engine's thread waits at once
-RETRIES_S = (0.5, 1.0, 2.0, 5.0)  # between two tries to reach a lost worker; the last one again and again
+GLANCE_S = 0.05  # first wait of the engine's thread for a lost worker
+RETRIES_S = (0.5, 1.0, 2.0, 5.0)  # between attempts to reach a lost worker; the last value repeats
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What people are told of a worker."""
+    """State of a worker, for display."""
 
     address: str
-    lost: str | None  # why it is lost, without its name and address; None: it attends
+    lost: str | None  # reason of the loss, without name and address; None: connected
     num_losses: int
 
 
 class Workers:
-    """The workers of an engine. `connect` comes first; the engine's thread makes all calls but `close`.
+    """The workers of an engine. Call `connect` first; only `close` may be called from other threads.
 
     Args:
-        addresses: what tells where each listens.
-        trust: what they are known by.
+        addresses: return each worker's current address.
+        trust: credentials.
         config: of the model.
         shape: of its attention.
-        sinks: [layers, heads] fp32; None: there are none.
-        most_blocks: in a worker's memory; more are of no use.
+        sinks: [layers, heads] fp32; None: the model has none.
+        most_blocks: useful blocks per worker.
         retries_s: see `RETRIES_S`.
-        cluster: that the workers belong to; closed with them.
-        by_heads: whether all of them are one tier, and each has some of the heads of all requests; else
-            each is a place of its own.
+        cluster: cluster of the workers; closed with them.
+        by_heads: all workers form one tier, each with some heads of every request; otherwise each worker is
+            its own tier.
 
     Raises:
-        ValueError: the heads cannot be divided among so many.
+        ValueError: the heads cannot be divided among the workers.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Workers:
         self._retries_s = retries_s
         self._cluster = cluster
         self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
-        self._reasons: dict[KVTier, str] = {}  # why those are lost that are
+        self._reasons: dict[KVTier, str] = {}  # reasons of the current losses
         self._losses = dict.fromkeys(self._links, 0)
-        self._returned: list[KVTier] = []  # whom nobody has taken back yet
+        self._returned: list[KVTier] = []  # not taken yet by `take_returned`
         self._last_loss_s = 0.0
         self._changes = threading.Lock()
-        self._news = threading.Event()  # that somebody has returned since the last loss
+        self._news = threading.Event()  # set if a worker has returned since the last loss
         self._closing = threading.Event()
 
     def _apart(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[KVTier, AnyLink]:
@@ -93,10 +93,10 @@ class Workers:
         return [WorkerLink(name, find, trust) for name, find in zip(names, addresses, strict=True)]
 
     def connect(self) -> None:
-        """Reach all; who does not answer is tried again in the background.
+        """Connect to all workers; retry unreachable ones in the background.
 
         Raises:
-            ConnectionError: one answers, and refuses.
+            ConnectionError: a worker refuses.
         """
         for tier, link in self._links.items():
             try:
@@ -106,7 +106,7 @@ class Workers:
                 raise RefusedError(f"{tier} at {link.address}: {error}") from None
             except OSError as error:
                 where = "" if link.address is None else f" at {link.address}"
-                logger.warning("%s%s cannot be reached, and is tried again: %s", tier, where, error)
+                logger.warning("%s%s cannot be reached; retrying in the background: %s", tier, where, error)
                 self._await(tier, str(error))
 
     def _open(self, link: AnyLink) -> None:
@@ -114,7 +114,7 @@ class Workers:
 
     @property
     def pools(self) -> dict[KVTier, RemotePool]:
-        """`tier -> its memory`, of all of them."""
+        """Memory per worker, by tier."""
         shape = self._shape
         return {
             tier: RemotePool(tier, self._config, shape.block_size, shape.dtype, link)
@@ -123,7 +123,7 @@ class Workers:
 
     @property
     def num_blocks(self) -> dict[KVTier, int]:
-        """`tier -> blocks`; none of those that are lost."""
+        """Blocks per tier; lost workers are left out."""
         with self._changes:
             return {
                 tier: 0 if tier in self._reasons else link.num_blocks for tier, link in self._links.items()
@@ -131,7 +131,7 @@ class Workers:
 
     @property
     def states(self) -> Mapping[KVTier, WorkerState]:
-        """What people are told."""
+        """States of the workers, for display."""
         with self._changes:
             return {
                 tier: WorkerState(
@@ -141,22 +141,22 @@ class Workers:
             }
 
     def lose(self, error: WorkerLostError) -> KVTier:
-        """Take in that a worker is lost, and try to reach it again; return its tier."""
+        """Record the loss of a worker and start to reconnect; return its tier."""
         (tier,) = (tier for tier in self._links if tier.name == error.worker)
         link = self._links[tier]
-        # Several workers may be one tier: the reason says which of them.
+        # Several workers may form one tier: the reason names the lost one.
         which = "" if error.address in ("", str(link.address)) else f" ({error.address})"
         reason = error.reason + which
         link.close()
-        logger.warning("%s is lost: %s; its requests are computed again", error.worker, reason)
+        logger.warning("%s is lost: %s; its requests will be recomputed", error.worker, reason)
         with self._changes:
             self._losses[tier] += 1
         self._await(tier, reason)
         return tier
 
     def take_returned(self) -> dict[KVTier, int]:
-        """Return `tier -> blocks` of those that have come back since the last call, empty."""
-        if not self._returned:  # nearly always
+        """Return `tier -> blocks` of the workers that returned since the last call; they are empty."""
+        if not self._returned:  # the common case
             return {}
         with self._changes:
             returned, self._returned = self._returned, []
@@ -165,10 +165,10 @@ class Workers:
             return {tier: self._links[tier].num_blocks for tier in returned}
 
     def wait_for_return(self, longest_s: float) -> bool:
-        """Wait a moment for a lost worker; return whether it is worth going on to wait.
+        """Wait a moment for a lost worker; return False if waiting is no longer worthwhile.
 
         Args:
-            longest_s: after the last loss; then it is not.
+            longest_s: limit on the time since the last loss.
         """
         if not self._reasons:
             return False
@@ -200,7 +200,7 @@ class Workers:
             link.close()
 
     def close(self) -> None:
-        """End all connections; may be called again, from any thread."""
+        """Close all connections; thread-safe, may be called again."""
         self._closing.set()
         for link in self._links.values():
             link.close()

@@ -1,1 +1,1 @@
-"""Who computes which tokens next, and where their KV lies: bookkeeping without tensors."""
+"""Scheduling without tensors: tokens per request and iteration, KV tiers, preemption."""

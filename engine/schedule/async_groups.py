@@ -1,4 +1,4 @@
-"""CPU async decodes: each turn of the device over the layers takes them one layer further."""
+"""CPU async decodes: each async step advances them by one layer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -9,19 +9,17 @@ R = TypeVar("R", bound=RequestState)
 
 
 class AsyncGroups(Generic[R]):
-    """Decodes of the host on their way through the layers, by the layer whose attention they wait for.
+    """Async decodes in flight, grouped by the layer whose attention is pending.
 
-    A turn is an iteration that takes them along: those at layer l join the linear stages between layers l and
-    l + 1, and the host has until the next turn to attend for layer l + 1. A decode that begins in one turn
-    has its token `num_layers` turns later. It keeps its slot, its tier among those of its layer.
-
-    Args:
-        num_layers: of the model.
+    An async step is an iteration that advances them. Decodes at layer l join the linear stages between
+    layers l and l + 1; the host then has until the next async step to attend for layer l + 1. A decode
+    produces its token `num_layers` async steps after its start. Until then it keeps its slot, the position in
+    its group.
     """
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.num_waits = 0  # iterations since the last turn
+        self.num_waits = 0  # iterations since the last async step
         self._at: list[list[R | None]] = [[] for _ in range(num_layers)]
         self._members: dict[str, R] = {}
 
@@ -35,13 +33,13 @@ class AsyncGroups(Generic[R]):
         return iter(self._members.values())
 
     def stages(self, new_async: Sequence[R]) -> list[tuple[R | None, ...]]:
-        """Return who would join each linear stage in a turn: first who begins, last who gets a token."""
+        """Return the requests at each linear stage of an async step: new ones first, finishing ones last."""
         stages: list[list[R | None]] = [list(new_async), *self._at]
         num_slots = max(map(len, stages))
         return [(*stage, *[None] * (num_slots - len(stage))) for stage in stages]
 
     def turn(self, new_async: Sequence[R]) -> list[R]:
-        """Take everybody one layer further; return those who have passed the last one."""
+        """Advance all decodes by one layer; return those that have passed the last layer."""
         self.num_waits = 0
         self._at.insert(0, list(new_async))
         self._members.update((request.request_id, request) for request in new_async)
@@ -51,7 +49,7 @@ class AsyncGroups(Generic[R]):
         return ended
 
     def drop(self, request: R) -> None:
-        """Forget how far a request has come, if it is one of them: its token begins again."""
+        """Discard a request's progress, if it is in flight: its token must be computed from layer 0."""
         if self._members.pop(request.request_id, None) is None:
             return
         for group in self._at:
@@ -59,6 +57,5 @@ class AsyncGroups(Generic[R]):
                 group[group.index(request)] = None
 
     def clear(self) -> None:
-        """Forget all."""
         self._members.clear()
         self._at = [[] for _ in range(self.num_layers)]

@@ -1,4 +1,4 @@
-"""An iteration in the making, in numbers: what it may hold, what it holds, who could still join."""
+"""A batch under construction, in numbers: its limits, its contents and the decodes that may still join."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class SchedulerLimits:
 
     max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
     max_batch_requests: int  # requests that run at the same time
-    max_token_ms: float = MAX_TOKEN_MS  # of a decode at its own pace, per token, as predicted
+    max_token_ms: float = MAX_TOKEN_MS  # limit on the predicted time per token of async decodes
 
     def __post_init__(self) -> None:
         if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
@@ -31,15 +31,16 @@ class SchedulerLimits:
 
 
 class HostQueue:
-    """Decodes that the host attends for, in the order in which iterations take them.
+    """Decodes whose attention runs on the host, in the order in which iterations take them.
 
     Args:
-        contexts: (where its KV lies, its context tokens) of each.
+        contexts: (KV tier, context tokens) per decode.
     """
 
     def __init__(self, contexts: Sequence[tuple[KVTier, int]]) -> None:
         self.contexts = contexts
-        self._sums: list[tuple[KVTier, Sequence[int], Sequence[int]]] = []  # (tier, decodes, tokens before)
+        # (tier, number of decodes before i, tokens before i)
+        self._sums: list[tuple[KVTier, Sequence[int], Sequence[int]]] = []
         if not contexts:
             return
         tiers, tokens = zip(*contexts, strict=True)
@@ -56,24 +57,24 @@ class HostQueue:
         return len(self.contexts)
 
     def decodes(self, positions: Sequence[int]) -> dict[KVTier, Decodes]:
-        """Return `tier -> those of these decodes whose KV lies there`."""
-        found: dict[KVTier, Decodes] = {}
+        """Return `tier -> decodes` for the given positions of the queue."""
+        decodes: dict[KVTier, Decodes] = {}
         if isinstance(positions, range):
             for tier, counts, tokens in self._sums:
                 requests = counts[positions.stop] - counts[positions.start]
                 if requests:
-                    found[tier] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
-            return found
+                    decodes[tier] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
+            return decodes
         for position in positions:
             tier, context_tokens = self.contexts[position]
-            requests, before = found.get(tier, (0, 0))
-            found[tier] = Decodes(requests + 1, before + context_tokens)
-        return found
+            requests, before = decodes.get(tier, (0, 0))
+            decodes[tier] = Decodes(requests + 1, before + context_tokens)
+        return decodes
 
     def host_ms(self, cost: CostModel, begin: int, end: int) -> float:
-        """Return what the decodes `begin .. end - 1` take the host; see `estimate.host_ms`.
+        """Return the host time of the decodes `begin .. end - 1`; `estimate.host_ms` defines it.
 
-        Most of what is decided is found out by this number, for one part of the queue after the other.
+        The scheduler's hot path: it calls this for many ranges of the queue in each iteration.
         """
         ms, num_all, worker_ms = 0.0, 0, 0.0
         for tier, counts, tokens in self._sums:
@@ -96,41 +97,41 @@ class Chunk(NamedTuple):
     """Some tokens of a prompt."""
 
     tokens: int
-    prefill_ms: float  # T_pf of one layer; 0 where a single token is a decode
-    rows: int  # to be sampled: 1 if it is the prompt's last
+    prefill_ms: float  # T_pf of one layer; 0 for a single token, which is a decode
+    rows: int  # rows to sample: 1 if this is the prompt's last chunk
 
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """What an iteration holds so far."""
+    """Contents of the batch so far."""
 
     cost: CostModel
     limits: SchedulerLimits
     budget: int  # tokens that may still be added
     shape: BatchShape  # of sub-batch 0, without the queue
     queue: HostQueue = field(default_factory=lambda: HostQueue(()))
-    num_starved: int = 0  # how many at the front of the queue waited so long that they join at any price
-    moved_tokens: int = 0  # whose KV crosses the bus beside the computation; see `iteration_ms`
-    num_waiting: int = 0  # prompts that live nowhere yet
+    num_starved: int = 0  # decodes at the front of the queue that join at any cost
+    moved_tokens: int = 0  # tokens whose KV crosses the bus during the iteration; see `iteration_ms`
+    num_waiting: int = 0  # prompts without KV
     mean_prompt_tokens: float = 0.0
-    num_running: int = 0  # requests that live somewhere
-    num_on_host: int = 0  # those whose decodes the host attends for
-    most_on_device: int = 0  # requests like those that came, that the preferred tier has memory for
-    num_streamed: int = 0  # those whose KV comes from host memory to the device
-    residents: Mapping[KVTier, Decodes] = field(default_factory=dict)  # who lives where, as typical decodes
-    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # async decodes, under way
-    steady_state: SteadyState | None = None  # what is best in the long run; None: nobody asked
+    num_running: int = 0  # requests with KV in some tier
+    num_on_host: int = 0  # requests whose decode attention runs on the host;
+    most_on_device: int = 0  # requests of average length that fit in the preferred tier
+    num_streamed: int = 0  # requests whose KV is streamed to the device
+    residents: Mapping[KVTier, Decodes] = field(default_factory=dict)  # typical decodes by tier
+    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # async decodes in flight
+    steady_state: SteadyState | None = None  # best in the long run; None: the policy does not use it
     chunks: list[Chunk] = field(default_factory=list)
-    most_per_prompt: int | None = None  # tokens of a prompt; None: any number
+    most_per_prompt: int | None = None  # token limit per prompt; None: no limit
 
     def add_chunk(self, tier: KVTier, tokens: int, start: int, num_tokens: int) -> None:
         """Add tokens of a request.
 
         Args:
-            tier: where it lives.
-            tokens: how many, within the budget.
-            start: how many are computed already.
-            num_tokens: how many the request has.
+            tier: KV tier of the request.
+            tokens: at most the budget.
+            start: tokens computed before.
+            num_tokens: tokens of the request.
         """
         shape = self.shape
         is_last = start + tokens == num_tokens
@@ -142,11 +143,11 @@ class BatchBuilder:
                 shape.rows + is_last,
                 shape.prefill_ms + prefill_ms,
                 shape.decodes,
-                # It attends to what is before it, which comes, and its own leaves.
+                # A streamed prompt fetches the KV before the chunk and stores the chunk's own.
                 shape.fetched + (start if tier.is_streamed else 0),
                 shape.stored + (tokens if tier.is_streamed else 0),
             )
-        else:  # for the kernels, a single token is a decode
+        else:  # a single token runs through the decode kernels
             self.shape = shape.plus({tier: Decodes(1, start + 1)})._replace(rows=shape.rows + is_last)
         self.budget -= tokens
         self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
@@ -155,5 +156,5 @@ class BatchBuilder:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Of prompts."""
+        """Prompt tokens in the batch."""
         return sum(chunk.tokens for chunk in self.chunks)

@@ -1,4 +1,4 @@
-"""What an iteration does: which tokens of whom it computes, where their KV lies, in which sub-batch."""
+"""Decisions of the scheduler: tokens, KV tiers and sub-batches per iteration."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -21,74 +21,71 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.steady_state import SteadyState, SteadyStateFinder, Workload
 from neo_desktop.engine.schedule.workload_stats import WorkloadStats
 
-TIMEOUT = 128  # iterations that a decode on the host waits before it joins at any price
-MOST_WAITS = 16  # iterations that take nobody along who goes at their own pace; then their tokens begin again
-USED_SHARE = 0.95  # of a tier's memory: requests leave room for others to grow
-BUDGET_GROWTH = 1 + 1 / 32  # of the tokens of an iteration, after the device had no memory for more
+TIMEOUT = 128  # iterations that a host decode waits before it joins at any cost
+MOST_WAITS = 16  # iterations without an async step before async decodes in flight are restarted
+USED_SHARE = 0.95  # of a tier's memory; the rest lets requests grow
+BUDGET_GROWTH = 1 + 1 / 32  # per iteration, after an iteration failed for lack of device memory
 
 R = TypeVar("R", bound=RequestState)
 
 
 @dataclass(slots=True)
 class Decision(Generic[R]):
-    """What one iteration is to do, in terms of requests."""
+    """The content of one iteration, in terms of requests."""
 
-    sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
-    host_decodes: list[R]  # those of them that the host attends for
-    waiting_decodes: list[R]  # that neither host nor bus had time for: they wait for the next iteration
+    sub_batches: list[list[tuple[R, int]]]  # (request, tokens to compute)
+    host_decodes: list[R]  # scheduled decodes attended by the host
+    waiting_decodes: list[R]  # decodes without host or bus time, left for the next iteration
     copies: list[BlockCopy]
     shapes: tuple[BatchShape, ...]  # of the sub-batches
-    moved_tokens: int  # whose KV crosses the bus beside them
+    moved_tokens: int  # tokens whose KV crosses the bus meanwhile
     predicted: IterationTiming
-    new_async: list[R] = field(default_factory=list)  # who begins to go at his own pace
-    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # all who go on by a layer
+    new_async: list[R] = field(default_factory=list)  # decodes that become async decodes
+    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # all that advance by a layer
 
     @property
     def is_async_step(self) -> bool:
-        """Whether anybody does."""
         return bool(self.async_decodes)
 
 
 @dataclass(slots=True)
 class _Chosen(Generic[R]):
-    """Those who take part, or may."""
+    """Candidates for the iteration, and those chosen."""
 
-    decodes: list[R] = field(default_factory=list)  # that the device attends for
-    queue: list[R] = field(default_factory=list)  # that the host attends for, who waited longest first
-    streamed: list[R] = field(default_factory=list)  # whose KV comes to the device: who may join, as above
-    unfinished: list[R] = field(default_factory=list)  # prompts that live somewhere
-    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, old and new
+    decodes: list[R] = field(default_factory=list)  # attended by the device
+    queue: list[R] = field(default_factory=list)  # attended by the host, longest wait first
+    streamed: list[R] = field(default_factory=list)  # candidates with streamed KV, longest wait first
+    unfinished: list[R] = field(default_factory=list)  # running requests with prompt tokens left
+    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, running and new
 
 
 class Decider(Generic[R]):
     """Continuous batching over several tiers, as in NEO (section 3.2).
 
-    NOTE on the algorithm. There is no prefill phase and no decode phase: a request has some tokens (prompt
-    and output), some of them have their KV computed, and an iteration computes more of the rest. Each one:
+    NOTE on the algorithm. There is no prefill phase and no decode phase: a request has tokens (prompt and
+    output), the KV of some is computed, and an iteration computes more of the rest. Each iteration:
 
-    1. Room: every decode needs a slot for its new token. Where a tier is full, its youngest request moves
-       to another tier that has room, or is preempted: its blocks are freed and it waits again, to be
-       recomputed.
-    2. The decodes that the device attends for join sub-batch 0. If there is ample room in the preferred
-       tier, the oldest requests of others move there, as many as the bus can bring behind the linear stages,
-       at least one.
-    3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
-       stays in the preferred tier if it fits, else it goes to another one layer by layer.
-       So do decodes whose KV lies in host memory, if it comes to the device behind the layers' work.
-    4. Decodes that the host attends for join sub-batch 0 or 1, run asynchronously (`AsyncGroups`) or wait.
-       The decodes that waited longest come first.
-    5. As long as the host has more decodes than it can do, no prompt joins it.
-    6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
+    1. Room: every decode needs a slot for its new token. If a tier is full, its youngest request moves to
+       another tier with room, or is preempted: its blocks are freed, and it waits to be recomputed.
+    2. Decodes attended by the device join sub-batch 0. If the preferred tier has ample room, the oldest
+       requests of other tiers move there: as many as the bus can transfer behind the linear stages, but at
+       least one.
+    3. Prompts join sub-batch 0 in order of arrival, cut into chunks by the token budget. Their KV stays in
+       the preferred tier if it fits. Otherwise it goes to another tier, layer by layer. Streamed decodes join
+       sub-batch 0 if the bus can transfer their KV behind the layers' work.
+    4. Decodes attended by the host join sub-batch 0 or 1, run asynchronously (`AsyncGroups`) or wait. The
+       decodes that waited longest come first.
+    5. While the host has more decodes than it has time for, no prompt is admitted to its tier.
+    6. The plan competes with others by predicted throughput: the device alone, a single batch, …
 
-    What is not the same for all is up to the `Policy`: who moves in step 1, how much of the prompts joins in
-    step 3, steps 4 to 6.
+    The `Policy` decides what differs between papers: victims in step 1, prefill tokens in step 3, steps 4-6.
 
-    Pure bookkeeping: no tensors here, and blocks are counted by `KVCache` alone. `Scheduler` gives it the
-    form that executors need; the simulator uses it as it is.
+    The decider does bookkeeping only: no tensors, and `KVCache` alone counts blocks. `Scheduler` turns
+    decisions into plans for executors; the simulator uses them directly.
 
     Args:
-        kv_cache: has memory in the places of the policy; what it does not know of is not used.
-        num_layers: of the model; None: as many as the cost model was measured with.
+        kv_cache: tiers of the policy that it lacks are not used.
+        num_layers: of the model; None: the cost model's.
     """
 
     def __init__(
@@ -109,46 +106,43 @@ class Decider(Generic[R]):
         self._limits = limits
         self._steady_states = SteadyStateFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
-        self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
-        self.waits_for_prompt = (
-            False  # whether a request waits for what another computes, which it will share
-        )
-        self._is_behind = False  # whether decodes had to wait for host or bus in the last iteration
+        self._refused: tuple[int, ...] | None = None  # cache key of the last admission the policy refused
+        # True if a request waits for a prefix that another request computes.
+        self.waits_for_prompt = False
+        self._is_behind = False  # decodes had to wait for host or bus in the last iteration
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether iterations are smaller than they may be, since the device had no memory for more."""
+        """True if the batch limit is reduced because the device ran out of memory."""
         return self._batch_tokens < self._limits.max_batch_tokens
 
     def add(self, request: R) -> None:
-        """Let a request wait for memory."""
         self.queues.add(request)
         self._workload_stats.add(request.num_prompt_tokens)
 
     def remove(self, request: R) -> None:
-        """Forget a request that has ended, and free its blocks."""
+        """Remove a finished request and free its blocks."""
         self.queues.remove(request)
         self.async_groups.drop(request)
         self._workload_stats.end()
 
     def set_limit(self, tier: KVTier, num_blocks: int) -> None:
-        """Use only the first blocks of a tier."""
         self.queues.set_limit(tier, num_blocks, self._may_spill)
         self._refused = None
 
     def shrink_to(self, num_tokens: int) -> None:
-        """Make iterations smaller for a while: the device had no memory for more."""
+        """Reduce the batch limit for a while, because the device ran out of memory."""
         self._batch_tokens = max(num_tokens, 1)
 
     def decide(self) -> Decision[R] | None:
-        """Choose what the next iteration does; None when there is nothing to do.
+        """Choose the work of the next iteration; return None if there is none.
 
-        A decision that is not carried out is replaced by the next one: moves and admissions stay.
+        The next call replaces a decision that was not carried out. Its moves and admissions remain.
         """
         queues = self.queues
         self.waits_for_prompt = False
         has_room = queues.make_room(self._may_spill)  # 1
-        # Requests that wait take free room first, unless host or bus have more to do than they can.
+        # Waiting requests take free room first, unless host or bus have more work than time.
         if has_room and (self._is_behind or not queues.waiting):
             self._promote()  # 2
         self._check_async_groups()
@@ -157,14 +151,14 @@ class Decider(Generic[R]):
         self._join_streamed(chosen, builder)
         if not builder.shape.tokens and not chosen.queue:
             if not len(self.async_groups):
-                # Who had to give way for want of room begins again, if nobody else is there.
+                # Nothing is running: retry admission of the requests just preempted.
                 return None if has_room or not self.queues.waiting else self.decide()
-            self.async_groups.clear()  # nothing is left that they could go along with
+            self.async_groups.clear()  # no iteration is left for them to join
             chosen, builder = self._collect_decodes()
         return self._decision(chosen, builder, self._policy.partition(builder))  # 4, 6
 
     def advance(self, decision: Decision[R]) -> list[R]:
-        """Book an iteration as carried out; return those who get their next token by it, already counted."""
+        """Record a decision as carried out; return the requests that get a token, counted already."""
         self.queues.start_moves()
         for request in decision.waiting_decodes:
             request.iterations_waited += 1
@@ -193,7 +187,7 @@ class Decider(Generic[R]):
         return sampled
 
     def _check_async_groups(self) -> None:
-        """Let tokens begin again of those whose KV is elsewhere now, or of all if nobody takes them along."""
+        """Restart async decodes whose KV moved; restart all after `MOST_WAITS` iterations without a step."""
         if self.async_groups.num_waits >= MOST_WAITS:
             self.async_groups.clear()
         moved = {request.request_id for request in self.queues.moved}
@@ -202,7 +196,7 @@ class Decider(Generic[R]):
                 self.async_groups.drop(request)
 
     def _steady_state(self) -> SteadyState:
-        """Return what is best in the long run for requests like those that there were."""
+        """Return the best steady state for requests of average length."""
         queues, most = self.queues, self._most_in
         context_tokens = self._workload_stats.context_tokens
         there = min(queues.num_running + len(queues.waiting), self._limits.max_batch_requests)
@@ -231,7 +225,7 @@ class Decider(Generic[R]):
         )
 
     def _most_in(self, tier: KVTier | None) -> int:
-        """Return how many requests like those that came a tier has memory for."""
+        """Return how many requests of average length a tier has memory for."""
         if tier is None or not self._kv.capacity_tokens(tier):
             return 0
         return max(int(USED_SHARE * self._kv.capacity_tokens(tier) / self._workload_stats.context_tokens), 1)
@@ -241,7 +235,7 @@ class Decider(Generic[R]):
         return sum(len(requests) for tier, requests in running.items() if tier.host_attends)
 
     def _may_spill(self, victim: R, tier: KVTier) -> bool:
-        """Whether a request may go on in a less preferred tier; one that fits nowhere else must."""
+        """Return True if a request may move to a less preferred tier; it must if it fits nowhere else."""
         best = self.queues.tiers[0]
         if victim.num_tokens >= self._kv.capacity_tokens(best):
             return True
@@ -251,9 +245,9 @@ class Decider(Generic[R]):
         return self._policy.spills(builder, tier, victim.num_tokens)
 
     def _promote(self) -> None:
-        """Move requests to the preferred tier, if it has room, as long as that hides their way there.
+        """Move requests to the preferred tier, while it has room and the linear stages hide the copies.
 
-        If nothing moves, one that the host attends for moves to where KV is swapped, if it will hide there.
+        If nothing moves, one request of the host moves to the streamed tier, if its KV can stream unnoticed.
         """
         best, *others = self.queues.tiers
         layer_ms, num_tokens = self._cost.linear_ms(self.queues.num_running), 0
@@ -274,7 +268,7 @@ class Decider(Generic[R]):
         return self._policy.admits(builder, tier, request.num_tokens)
 
     def _builder(self, decodes: dict[KVTier, Decodes]) -> BatchBuilder:
-        """Return an iteration with decodes that the device attends for."""
+        """Return a batch builder with these decodes, which the device attends for."""
         shape = BatchShape().plus(decodes)
         moved_tokens = len(self.queues.copies) * self._kv.block_size
         return BatchBuilder(
@@ -293,7 +287,7 @@ class Decider(Generic[R]):
         )
 
     def _collect_decodes(self) -> tuple[_Chosen[R], BatchBuilder]:
-        """Step 2: sub-batch 0 gets what the device attends for; the rest of what can be decoded queues up."""
+        """Step 2: decodes attended by the device join sub-batch 0, all other decodes queue up."""
         chosen: _Chosen[R] = _Chosen()
         queue: list[tuple[KVTier, R]] = []
         streamed: list[R] = []
@@ -324,10 +318,10 @@ class Decider(Generic[R]):
         return chosen, builder
 
     def _join_streamed(self, chosen: _Chosen[R], builder: BatchBuilder) -> None:
-        """Let those swapped decodes join whose KV comes while the device is busy.
+        """Add the streamed decodes whose KV the bus can transfer while the device is busy.
 
-        Those at the front of the memory come first, once nobody has waited too long: so the blocks that come
-        lie together, and few copies bring them.
+        Starved requests come first, then requests in order of their last block. The streamed blocks are thus
+        close together in memory, and few copies transfer them.
         """
         if not chosen.streamed:
             return
@@ -341,7 +335,7 @@ class Decider(Generic[R]):
         chosen.streamed = [request for i, request in enumerate(chosen.streamed) if i not in positions]
 
     def _join_chunks(self, chosen: _Chosen[R], builder: BatchBuilder, may_admit: bool) -> None:
-        """Step 3: chunks of running prompts, then of waiting ones."""
+        """Step 3: add chunks of running prompts, then of waiting ones."""
         queues = self.queues
         chosen.unfinished.sort(key=attrgetter("arrival"))
         may_admit = may_admit and bool(queues.waiting) and queues.may_have_room(queues.waiting[0])
@@ -366,7 +360,7 @@ class Decider(Generic[R]):
             builder.add_chunk(tier, num_tokens, request.num_computed_tokens, request.num_tokens)
 
     def _admit(self, builder: BatchBuilder, request: R) -> bool:
-        """Let the request that waited longest live in the first place that has room for it."""
+        """Admit the longest-waiting request to the first tier that has room."""
         builder.num_waiting = len(self.queues.waiting)
         builder.num_on_host = self._num_on_host()
         best = self.queues.tiers[0]
@@ -386,7 +380,7 @@ class Decider(Generic[R]):
         return any(self._admit_to(tier) for tier in others)
 
     def _admit_to(self, tier: KVTier) -> bool:
-        """Let it live there, unless another is about to compute its beginning there or in a tier before."""
+        """Admit to this tier, unless another request is computing the prefix there or in an earlier tier."""
         self.waits_for_prompt = self.waits_for_prompt or self.queues.is_mostly_coming(tier)
         return not self.waits_for_prompt and self.queues.admit(tier)
 
@@ -399,7 +393,7 @@ class Decider(Generic[R]):
         sub_batches = [chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
         if second or second_chunks:
             sub_batches.append(second_chunks + [(r, 1) for r in second])
-        # What a prompt's last token is asked for may be more than the next one.
+        # The last token of a prompt may need more than the next token, for example log-probabilities.
         may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
         new_async = self._new_async(may_begin, partition, builder.async_decodes)
         async_decodes = NO_DECODES
@@ -421,7 +415,7 @@ class Decider(Generic[R]):
     def _predicted(
         self, partition: Partition, builder: BatchBuilder, async_decodes: Mapping[KVTier, Decodes]
     ) -> IterationTiming:
-        """Predict it as it is: a split reckons with as many at their own pace as there could be."""
+        """Predict with the actual async decodes: a partition assumes the highest possible number."""
         if async_decodes:
             return predict(
                 self._cost, *partition.shapes, moved_tokens=builder.moved_tokens, async_decodes=async_decodes
@@ -431,7 +425,7 @@ class Decider(Generic[R]):
     def _new_async(
         self, requests: Iterable[R], partition: Partition, under_way: Mapping[KVTier, Decodes]
     ) -> list[R]:
-        """Return who joins those at their own pace, so that all layers have about as many of them."""
+        """Return the decodes that become async decodes, spread evenly over the layers."""
         room = {
             tier: count - under_way[tier].requests if tier in under_way else count
             for tier, count in partition.async_decodes.items()
@@ -448,17 +442,17 @@ class Decider(Generic[R]):
         return new_async
 
     def _decodes_of(self, requests: Iterable[R]) -> Mapping[KVTier, Decodes]:
-        found: dict[KVTier, Decodes] = {}
+        decodes: dict[KVTier, Decodes] = {}
         for request in requests:
             tier = self.queues.tier_of(request)
-            count, context_tokens = found.get(tier, (0, 0))
-            found[tier] = Decodes(count + 1, context_tokens + request.num_tokens)
-        return found
+            count, context_tokens = decodes.get(tier, (0, 0))
+            decodes[tier] = Decodes(count + 1, context_tokens + request.num_tokens)
+        return decodes
 
     def _grow_budget(self) -> None:
-        """After memory was short, return to the full budget: in 23 steps to twice as much.
+        """Raise a reduced batch limit again: it doubles in 23 steps.
 
-        If the memory does not come back, so many iterations pass between two that fail.
+        If the memory stays short, 23 iterations pass between two failures.
         """
         self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)
 

@@ -1,4 +1,4 @@
-"""Which of the host's decodes join an iteration, and in which sub-batch: candidates, and the best of them."""
+"""Partitions: the assignment of host decodes to sub-batches, candidates and their comparison."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,53 +25,53 @@ from neo_desktop.engine.predict.estimate import (
 from neo_desktop.engine.schedule.batch_builder import Chunk, HostQueue
 
 NOTHING = BatchShape()
-# A plan that is predicted to be this little better is not worth being different: predictions err by more.
+# A candidate must be better by more than this to win: predictions have larger errors.
 TOLERANCE = 0.01
 MOST_GUESSES = 6
-MOST_MISSES = 8  # decodes in a row that fit neither sub-batch: nothing much shorter will come
+MOST_MISSES = 8  # consecutive decodes that fit neither sub-batch: shorter ones are unlikely to follow
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What an iteration takes from the queue, as positions in it."""
+    """Positions in the host queue that an iteration takes, by sub-batch."""
 
-    second: Sequence[int]  # those in sub-batch 1
-    first: Sequence[int]  # those in sub-batch 0
+    second: Sequence[int]  # in sub-batch 1
+    first: Sequence[int]  # in sub-batch 0
     queue: HostQueue
-    shape: BatchShape  # of sub-batch 0 without them
+    shape: BatchShape  # of sub-batch 0, without the queue's decodes
     predicted_ms: float
-    num_chunks_second: int = 0  # chunks of prompts, the last ones, that are in sub-batch 1
-    shape_second: BatchShape = NOTHING  # theirs
-    # async decodes that this iteration could take along, by where their KV lies.
+    num_chunks_second: int = 0  # the last chunks of prompts, which join sub-batch 1
+    shape_second: BatchShape = NOTHING  # of these chunks
+    # Async decodes that this iteration could advance, by KV tier.
     async_decodes: Mapping[KVTier, int] = field(default_factory=dict)
 
     @property
     def num_taken(self) -> int:
-        """Decodes of the queue in both."""
+        """Queue decodes in both sub-batches."""
         return len(self.second) + len(self.first)
 
     @property
     def num_async(self) -> int:
-        """async decodes, of all tiers."""
+        """Async decodes in all tiers."""
         return sum(self.async_decodes.values())
 
     @property
     def shapes(self) -> tuple[BatchShape, ...]:
-        """What the sub-batches hold."""
+        """Shapes of the sub-batches, with the queue's decodes."""
         shape = self.shape.plus(self.queue.decodes(self.first))
         second = self.shape_second.plus(self.queue.decodes(self.second))
         return (shape, second) if second.tokens else (shape,)
 
 
 class CandidateGenerator:
-    """What an iteration could hold; each of its methods is a way to divide that.
+    """Generates candidate partitions of an iteration; each method is one strategy.
 
     Args:
-        load: of sub-batch 0 without the queue.
-        queue: decodes that the host attends for.
+        shape: of sub-batch 0, without the queue.
+        queue: decodes whose attention runs on the host.
         moved_tokens: see `iteration_ms`.
-        chunks: of prompts, which are part of the load.
-        async_decodes: async decodes that are under way.
+        chunks: of prompts; `shape` includes them.
+        async_decodes: async decodes in flight.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class CandidateGenerator:
         self.queue = queue
         self._cost = cost
         self._copies_ms = copies_ms(cost, (shape,), moved_tokens)
-        # A prompt's last token alone is a decode, wherever it lives.
+        # The last token of a prompt alone is a decode in every tier.
         self._at_host = {tier: each for tier, each in shape.decodes.items() if tier.host_attends}
         self._attention_ms = device_attention_ms(cost, shape)
 
     def front(self, num_second: int, num_taken: int) -> Partition:
-        """The front of the queue: first those of sub-batch 1, then those of sub-batch 0."""
+        """Return the front of the queue: `num_second` decodes for sub-batch 1, the rest for sub-batch 0."""
         return self._partition(range(num_second), range(num_second, num_taken))
 
     def together(self) -> Partition:
-        """Everything in one."""
+        """Return a single sub-batch with all decodes."""
         return self.front(0, len(self.queue))
 
     def halves(self) -> Partition:
-        """All in two sub-batches of about equal context; prompts are in the first (FastDecode)."""
+        """Return two sub-batches of about equal context, with all prompts in the first (FastDecode)."""
         n, tokens = len(self.queue), self.queue.tokens
         half = tokens(0, n) / 2
         num_second = bisect_left(range(n + 1), half, key=lambda i: tokens(0, i))
@@ -111,17 +111,17 @@ class CandidateGenerator:
         return self.front(max(num_second, 0), n)
 
     def hidden(self, num_starved: int = 0) -> Partition:
-        """What hides behind the device: NEO's step 4, see `fill`."""
+        """Return the decodes whose attention hides behind the device: NEO's step 4, see `fill`."""
         return self._partition(*self.fill(num_starved))
 
     def fill(self, num_starved: int = 0) -> tuple[Sequence[int], Sequence[int]]:
-        """Let each join a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold.
+        """Add decodes to a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold.
 
         Args:
-            num_starved: how many at the front join sub-batch 1 in any case.
+            num_starved: decodes at the front that join sub-batch 1 in any case.
 
         Returns:
-            The positions of those in sub-batch 1, and of those in sub-batch 0.
+            Positions in sub-batch 1, positions in sub-batch 0.
         """
         linear_ms, queue = self._cost.linear_ms, self.queue
         num_second = max(self._fitting(0, linear_ms(self.shape.tokens)), num_starved)
@@ -136,7 +136,7 @@ class CandidateGenerator:
             self._at_host, queue.decodes(range(num_second, num_taken))
         )
         misses = 0
-        for position in range(num_taken, len(queue)):  # what is shorter than the next one may still fit
+        for position in range(num_taken, len(queue)):  # a shorter decode may still fit
             tier, context_tokens = queue.contexts[position]
             one = {tier: Decodes(1, context_tokens)}
             longer = joined(in_second, one)
@@ -155,7 +155,7 @@ class CandidateGenerator:
         return second, first
 
     def candidates(self) -> Iterator[Partition]:
-        """Yield all that is worth a thought, the simplest first."""
+        """Yield plausible candidates, the simplest first."""
         n, tokens, linear_ms = len(self.queue), self.shape.tokens, self._cost.linear_ms
         if tokens:
             yield self.front(0, 0)
@@ -172,7 +172,7 @@ class CandidateGenerator:
                 limit_ms = linear_ms(second) + self._attention_ms
                 yield self.front(second, second + self._fitting(second, limit_ms))
         if n > 1:
-            # All of them, bound by the host: sub-batch 0 takes as many as hide the other's linear stages.
+            # Host-bound, all decodes: sub-batch 0 takes enough to hide the linear stages of sub-batch 1.
             limit_ms = linear_ms(n) + self._attention_ms
             first = min(self._fitting(0, limit_ms) + 1, n // 2) if tokens else n // 2
             yield self.front(n - first, n)
@@ -180,9 +180,9 @@ class CandidateGenerator:
                 yield self.front(n, n)
 
     def with_prompts_in_both(self) -> Iterator[Partition]:
-        """Yield ways to give each sub-batch about half of the prompts' tokens, and some of the decodes.
+        """Yield partitions with about half of the prompt tokens in each sub-batch, and some decodes.
 
-        Chunks stay whole: those of a prompt may follow each other only within a sub-batch.
+        Chunks stay whole: the chunks of one prompt must be in order within one sub-batch.
         """
         chunks, count = self._chunks, len(self.queue)
         if count < 2 or len(chunks) < 2 or self._at_host:
@@ -204,14 +204,14 @@ class CandidateGenerator:
         )
         cost, attention_ms = self._cost, device_attention_ms(self._cost, shape)
         for num_taken in sorted({count, 3 * count // 4, count // 2, count // 4} - {0, 1}, reverse=True):
-            # The host attends for each sub-batch while the device works for the other.
+            # The host attends for one sub-batch while the device computes the other.
             first_ms = cost.linear_ms(shape.tokens + num_taken // 2) + second.prefill_ms
             second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             in_second, in_first = range(num_second), range(num_second, num_taken)
             times = times_of(cost, shape.tokens + len(in_first), attention_ms, self._on_host(in_first))
-            of_second = second.tokens + num_second
-            others = times_of(cost, of_second, second.prefill_ms, self._on_host(in_second))
+            second_tokens = second.tokens + num_second
+            others = times_of(cost, second_tokens, second.prefill_ms, self._on_host(in_second))
             rows = self.shape.rows + num_taken
             predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
             yield Partition(in_second, in_first, self.queue, shape, predicted_ms, num_chunks, second)
@@ -219,13 +219,13 @@ class CandidateGenerator:
     def with_async(
         self, partition: Partition, max_token_ms: float, *, workers_only: bool = False
     ) -> Iterator[Partition]:
-        """Yield a split with async decodes beside it: as many as each tier has time for.
+        """Yield the partition with as many async decodes as each tier has time for.
 
-        Those that are under way can always go on, whatever that takes.
+        Async decodes in flight may always advance, at any cost.
 
         Args:
             max_token_ms: see `SchedulerLimits`.
-            workers_only: whether only those of workers may begin.
+            workers_only: start new async decodes on workers only.
         """
         cost = self._cost
         if not (self._async_decodes or len(self.queue)) or not cost.overlaps or partition.num_chunks_second:
@@ -251,7 +251,7 @@ class CandidateGenerator:
         )
         layer_ms = partition.predicted_ms - cost.head_ms(partition.shape.rows + partition.num_taken)
         layer_ms /= cost.num_layers
-        # The network is all workers' together, a tier's time its own.
+        # All workers share the network; each tier has its own compute time.
         network_ms = layer_ms - first.on_host.sending - (second.on_host.sending if second else 0.0)
         cpu_ms = first.host_linear + (second.host_linear if second else 0.0)
         under_way = {tier: requests for tier, (requests, _) in self._async_decodes.items()}
@@ -292,11 +292,11 @@ class CandidateGenerator:
             yield with_so_many(under_way)
 
     def _fitting_beside(self, tier: KVTier, decodes: Decodes, idle_ms: float, network_ms: float) -> int:
-        """Return how many of these decodes a tier can attend for in a layer at their own pace.
+        """Return how many of these async decodes a tier can attend for within one layer.
 
         Args:
-            idle_ms: what it has time for.
-            network_ms: likewise the network.
+            idle_ms: idle time of the tier.
+            network_ms: idle time of the network.
         """
 
         def is_too_much(count: int) -> bool:
@@ -306,7 +306,7 @@ class CandidateGenerator:
         return bisect_left(range(1, decodes.requests + 1), True, key=is_too_much)
 
     def _partition(self, second: Sequence[int], first: Sequence[int]) -> Partition:
-        """Predict a split; sub-batch 0 is never empty."""
+        """Predict a partition; sub-batch 0 is never empty."""
         shape = self.shape
         tokens = shape.tokens + len(first)
         if second and not tokens:
@@ -325,7 +325,7 @@ class CandidateGenerator:
         return off_device_times(self._cost, joined(others, self.queue.decodes(positions)))
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
-        """Return how many decodes from `begin` on the host can do in that time."""
+        """Return how many decodes from `begin` on the host can attend for within `limit_ms`."""
         queue, cost = self.queue, self._cost
         if begin == len(queue):
             return 0
@@ -336,7 +336,7 @@ class CandidateGenerator:
         low_ms = queue.host_ms(cost, begin, begin + low)
         if low_ms > limit_ms:
             return 0
-        for _ in range(MOST_GUESSES):  # about linear in the count
+        for _ in range(MOST_GUESSES):  # host time is about linear in the count
             if high - low < 2:
                 break
             guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
@@ -350,31 +350,31 @@ class CandidateGenerator:
 
 
 def _share(decodes: Decodes, count: int) -> Decodes:
-    """Return so many of these decodes, of their mean context."""
+    """Return `count` decodes with the mean context of these."""
     return Decodes(count, max(decodes.context_tokens * count // decodes.requests, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an iteration brings: a unit for each decode of the queue that it takes, and the rest.
+    """Value of an iteration: `decode` per decode taken from the queue, plus `rest`.
 
-    Worth over time is what candidates are compared by.
+    Candidates are compared by value per time.
     """
 
     decode: float
-    rest: float  # of what is in the iteration anyway
+    rest: float  # value of the work that every candidate contains
     num_layers: int = 1
 
     def rate(self, partition: Partition) -> float:
-        """Return the worth per ms; of a decode at its own pace, a layer's share of it."""
+        """Return the value per ms; an async decode counts for one layer's share."""
         worth = self.rest + (partition.num_taken + partition.num_async / self.num_layers) * self.decode
         return worth / partition.predicted_ms if partition.predicted_ms else float(partition.num_taken)
 
     def best(self, partitions: Iterable[Partition]) -> tuple[Partition, float]:
-        """Return the best one and its rate; of those that are about as good, the first.
+        """Return the best partition and its rate; of partitions within `TOLERANCE`, the first.
 
         Raises:
-            ValueError: there is none.
+            ValueError: `partitions` is empty.
         """
         best: tuple[Partition, float] | None = None
         for partition in partitions:
@@ -382,5 +382,5 @@ class Objective:
             if best is None or rate > best[1] * (1 + TOLERANCE):
                 best = partition, rate
         if best is None:
-            raise ValueError("there is nothing to do")
+            raise ValueError("no partition to choose from")
         return best

@@ -1,10 +1,10 @@
-"""Policies: where requests may live, and the decisions that are not the same for all.
+"""Scheduling policies: the KV tiers of requests and the decisions that differ between papers.
 
-admits   whether a prompt for which the preferred tier has no room may live in another
-spills   whether a request that must leave the preferred tier may go on in another, or waits
-pace     how many tokens of prompts join an iteration beside the host's decodes
-swap     which decodes whose KV lies in host memory the device attends for
-divide   which decodes of the queue join which sub-batch
+admits           may a prompt live in another tier when the preferred one is full?
+spills           may a request that must leave the preferred tier continue in another, or must it wait?
+prefill_budget   prompt tokens of the iteration
+swap             streamed decodes of the iteration
+partition        assignment of the queue's decodes to sub-batches
 """
 
 import math
@@ -19,63 +19,66 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder
 from neo_desktop.engine.schedule.partition import CandidateGenerator, Objective, Partition
 from neo_desktop.engine.schedule.steady_state import Kind, SteadyState
 
-SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-SURPLUS = 1.25  # how many more requests than it needs may live in host memory
-FILLING_ITERATIONS = 32  # in which the device's free memory gets its prompts
-MAX_READING_SHARE = 0.15  # by which tokens of an iteration with prompts may take longer than in a large one
+SMALLEST_CHUNK_TOKENS = 64  # smallest prefill budget beside CPU decodes;
+SURPLUS = 1.25  # admitted requests, relative to the steady state's, in host memory;
+FILLING_ITERATIONS = 32  # iterations in which prompts fill the device's free memory
+MAX_READING_SHARE = 0.15  # time per token may exceed a full iteration's by this share, for weight reads
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Everything that has room in one batch; the tiers come with the most preferred one first."""
+    """Baseline: all requests with memory in one batch. `tiers` are in order of preference."""
 
     name: str
     tiers: tuple[KVTier, ...]
-    needs_predictions = False  # whether its decisions depend on a cost model
-    needs_steady_state = False  # whether drafts tell what is best in the long run
+    needs_predictions = False  # decisions depend on a cost model
+    needs_steady_state = False  # the batch builder must know the steady state
 
     @property
     def swaps(self) -> bool:
-        """Whether KV of host memory may come to the device to be attended to."""
+        """True if KV in host memory may be streamed to the device."""
         return any(tier.is_streamed for tier in self.tiers)
 
     def with_tiers(self, more: Iterable[KVTier]) -> Self:
-        """Return the policy with further tiers, behind its own."""
+        """Return the policy with further, less preferred tiers."""
         return replace(self, tiers=(*self.tiers, *more))
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens may live in a tier that is not the preferred one."""
+        """Return True if a prompt of `num_tokens` may live in a tier other than the preferred one."""
         return True
 
     def spills(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """Whether a request may go on in such a tier; the draft is what the preferred one would keep."""
+        """Return True if a request may move to that tier.
+
+        Args:
+            builder: the decodes that would remain in the preferred tier.
+        """
         return True
 
     def prefill_budget(self, builder: BatchBuilder) -> int:
-        """Return how many tokens of prompts join."""
+        """Return the number of prompt tokens to add."""
         return builder.budget
 
     def swap(
         self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
     ) -> Sequence[int]:
-        """Return the positions of those that join; see `streamed.hidden`."""
+        """Return the positions of the streamed decodes that join; see `streamed.hidden`."""
         return range(len(decodes))
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Divide the queue."""
+        """Assign the decodes of the queue to sub-batches."""
         return _generator(builder).together()
 
 
 class Swapping(Policy):
-    """The device attends for all, and KV in host memory comes to it layer by layer: Pie.
+    """Pie: the device attends for all requests and streams KV from host memory, layer by layer.
 
-    As much of it as hides behind the device's work, as predicted and corrected by what the bus really takes.
+    It streams as much as hides behind the device's work. Measured bus times correct the prediction.
     """
 
     needs_predictions = True
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """As long as nobody waits for copies."""
         return streamed.admits(builder, tier, num_tokens)
 
     def swap(
@@ -85,20 +88,19 @@ class Swapping(Policy):
 
 
 class Halves(Policy):
-    """Two sub-batches with equal attention on the host: FastDecode."""
+    """FastDecode: two sub-batches with equal attention on the host."""
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Divide the queue."""
         return _generator(builder).halves()
 
 
 class Hidden(Policy):
-    """NEO's six steps: the host hides behind the device, or waits."""
+    """NEO's six steps: host attention hides behind the device, or waits."""
 
     needs_predictions = True
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-        """Step 5: nobody joins while the host has more to do than hides, unless more hides beside it."""
+        """Step 5: admit no prompt while the host has more decodes than can hide, unless it lets more hide."""
         generator = _generator(builder)
         num_hidden = sum(map(len, generator.fill(builder.num_starved)))
         if num_hidden == len(builder.queue):
@@ -109,11 +111,11 @@ class Hidden(Policy):
         return sum(map(len, beside.fill(builder.num_starved))) > num_hidden
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Steps 4 and 6, with NEO's measure: requests over time."""
+        """Steps 4 and 6, by NEO's criterion: requests per time."""
         generator = _generator(builder)
         partition = generator.hidden(builder.num_starved)
         if not builder.shape.tokens:
-            # Where nothing hides, waiting would not help anybody.
+            # No device work to overlap with, so run all CPU decodes now.
             return partition if partition.num_taken else generator.halves()
         if builder.num_starved or not partition.num_taken:
             return partition
@@ -122,13 +124,12 @@ class Hidden(Policy):
 
 
 class Apart(Hidden):
-    """APEX: NEO's two sub-batches, or one, beside which the host's decodes go at their own pace.
+    """APEX: NEO's two sub-batches, or one sub-batch with async decodes of the host.
 
-    Beside prompts as NEO. Without them, whatever brings more requests forward per time.
+    Iterations with prompts follow NEO. Iterations of decodes alone take the one with more requests per time.
     """
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Compare the two, for decodes alone."""
         pipelined = super().partition(builder)
         if builder.chunks or builder.num_starved or not builder.shape.tokens:
             return pipelined
@@ -139,11 +140,11 @@ class Apart(Hidden):
 
 
 class Fastest(Policy):
-    """Whatever is predicted to bring the most per time, the device alone included.
+    """Takes the candidate with the highest predicted throughput, the device alone included.
 
-    The best steady state for the load decides lasting things: the tier of each request and the prompt tokens
-    of an iteration. The value of tokens in that steady state decides which decodes join an iteration. (NEO's
-    step 6 compares requests over time, which cannot tell how much of a prompt is right.)
+    The best steady state of the workload decides long-term questions: the requests' tiers and the prompt
+    tokens of an iteration. The value of tokens in that steady state decides which decodes join an iteration.
+    (NEO's step 6 compares requests per time. That criterion cannot weigh prompt tokens.)
 
     No steady state has async decodes of workers: it would have to fill the workers' memory first, which runs
     of some hundred requests do not pay back. Requests in a worker's memory may still run asynchronously when
@@ -169,13 +170,12 @@ class Fastest(Policy):
     def swap(
         self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
     ) -> Sequence[int]:
-        """As many as hide."""
         return streamed.hidden(builder, decodes, num_starved)
 
     def prefill_budget(self, builder: BatchBuilder) -> int:
-        """As much of prompts as the steady state has, and no less than makes up for reading the weights.
+        """Return the steady state's prompt tokens, but at least enough to justify reading the weights.
 
-        Where the device has memory for everybody, what counts is that answers begin.
+        If all requests fit on the device, there is no limit: a short TTFT matters more.
         """
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
@@ -191,7 +191,7 @@ class Fastest(Policy):
         return min(tokens, builder.budget)
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Take the best of all candidates."""
+        """Return the candidate with the highest value per time."""
         steady_state, num_layers = _steady_state(builder), builder.cost.num_layers
         worth = Objective(1.0, builder.shape.num_decodes, num_layers)
         if builder.chunks:
@@ -233,7 +233,7 @@ def _steady_state(builder: BatchBuilder) -> SteadyState:
 
 
 def _worthwhile_tokens(builder: BatchBuilder) -> int:
-    """Return how many tokens an iteration should have, so that reading the weights is not most of it."""
+    """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
     cost, large = builder.cost, builder.limits.max_batch_tokens
     fixed_ms = cost.iteration_ms / cost.num_layers
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
@@ -256,10 +256,10 @@ POLICIES = {
 
 
 def get_policy(name: str) -> Policy:
-    """Return the policy of that name.
+    """Return the policy with that name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: unknown name; the message lists the valid ones.
     """
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""Which requests wait and which live where: admission, moves, preemption."""
+"""Request queues: admission, moves between KV tiers, preemption."""
 
 from bisect import insort
 from collections import deque
@@ -18,25 +18,25 @@ R = TypeVar("R", bound=RequestState)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened since the start."""
+    """Counters since the start."""
 
     num_preemptions: int = 0
-    num_moves: int = 0  # requests whose KV was brought to another tier
+    num_moves: int = 0  # moves of a request's KV to another tier
     num_prompt_tokens: int = 0  # computed or reused
     num_cached_tokens: int = 0  # reused
     num_output_tokens: int = 0
     num_cpu_decodes: int = 0  # output tokens whose attention the host computed
-    num_async_decodes: int = 0  # those of them that came at their own pace
+    num_async_decodes: int = 0  # the async decodes among them
     num_double_iterations: int = 0  # with two sub-batches
 
 
 class RequestQueues(Generic[R]):
-    """A queue of requests that wait for memory, and those that live in each tier, all by arrival.
+    """Waiting requests, and running requests per KV tier, each in order of arrival.
 
-    The oldest request is never preempted for others, so every request ends.
+    The oldest request is never preempted, so every request finishes.
 
     Args:
-        tiers: the most preferred one first.
+        tiers: in order of preference.
     """
 
     def __init__(self, kv_cache: KVCache, tiers: tuple[KVTier, ...]) -> None:
@@ -44,9 +44,9 @@ class RequestQueues(Generic[R]):
         self.tiers = tiers
         self.waiting: deque[R] = deque()
         self.running: dict[KVTier, list[R]] = {tier: [] for tier in tiers}
-        self.copies: list[BlockCopy] = []  # that the moves need which are in no iteration yet
-        self.moved: list[R] = []  # whom they concern
-        self._moving: list[R] = []  # whom those concern that are part of the iteration under way
+        self.copies: list[BlockCopy] = []  # block copies for the next iteration
+        self.moved: list[R] = []  # requests moved by `copies`
+        self._moving: list[R] = []  # requests whose block copies run in the current iteration
         self.counters = SchedulerCounters()
 
     @property
@@ -56,12 +56,12 @@ class RequestQueues(Generic[R]):
 
     @property
     def has_moves(self) -> bool:
-        """Whether moves are part of the iteration under way."""
+        """True if the current iteration contains moves."""
         return bool(self._moving)
 
     @property
     def num_running_at(self) -> dict[KVTier, int]:
-        """Requests that own KV, by where it lives."""
+        """Number of running requests per KV tier."""
         return {tier: len(requests) for tier, requests in self.running.items()}
 
     @property
@@ -70,7 +70,7 @@ class RequestQueues(Generic[R]):
         return max(self.kv.capacity_tokens(tier) for tier in self.tiers)
 
     def typical_decodes(self, output_tokens: float) -> dict[KVTier, Decodes]:
-        """Return who lives where as decodes, each with half of such an output at least."""
+        """Return the running requests per tier as decodes, each at least halfway through a mean output."""
         half = int(output_tokens / 2)
         return {
             tier: Decodes(len(running), sum(max(r.num_tokens, r.num_prompt_tokens + half) for r in running))
@@ -80,22 +80,20 @@ class RequestQueues(Generic[R]):
 
     @property
     def less_preferred(self) -> list[KVTier]:
-        """All tiers but the most preferred one: in order, but of workers the one with the least KV first."""
+        """All tiers except the first, in order of preference; the worker with the least KV comes first."""
         return sorted(self.tiers[1:], key=self._fullness)
 
     def _fullness(self, tier: KVTier) -> int:
         return 1 + self.kv.num_used_blocks(tier) if tier.is_remote else 0
 
     def add(self, request: R) -> None:
-        """Let a request wait for memory."""
         self.waiting.append(request)
 
     def tier_of(self, request: R) -> KVTier:
-        """Return where the request's KV lives."""
         return self.kv.tier_of(request.request_id)
 
     def remove(self, request: R) -> None:
-        """Forget a request and free its blocks."""
+        """Remove a request and free its blocks."""
         if request.request_id in self.kv:
             self.running[self.tier_of(request)].remove(request)
             self.kv.free(request.request_id)
@@ -103,12 +101,12 @@ class RequestQueues(Generic[R]):
             self.waiting.remove(request)
 
     def start_moves(self) -> None:
-        """Book the moves so far as part of an iteration that starts now; those of the last one have ended."""
+        """Assign the pending moves to the iteration that starts now; moves of the last one are complete."""
         self._moving = self.moved
         self.copies, self.moved = [], []
 
     def end_moves(self) -> None:
-        """Take in that the iteration under way has ended well: what moved can be shared by anybody."""
+        """Mark the KV moved by the current iteration, which succeeded, as complete and shareable."""
         moved_again = {request.request_id for request in self.moved}
         for request in self._moving:
             if request.request_id in self.kv and request.request_id not in moved_again:
@@ -116,15 +114,15 @@ class RequestQueues(Generic[R]):
         self._moving = []
 
     def make_room(self, may_spill: Callable[[R, KVTier], bool]) -> bool:
-        """Give every request blocks for all its tokens, at the cost of the youngest where a tier is full.
+        """Allocate blocks for all tokens of every running request; evict the youngest where a tier is full.
 
-        The youngest moves to another tier that has room, or is preempted.
+        An evicted request moves to another tier that has room, or is preempted.
 
         Args:
-            may_spill: whether it may move to a less preferred tier.
+            may_spill: returns True if the request may move to the given, less preferred tier.
 
         Returns:
-            Whether nobody had to be preempted.
+            True if no request had to be preempted.
         """
         num_preemptions = self.counters.num_preemptions
         has_evicted = False
@@ -132,7 +130,7 @@ class RequestQueues(Generic[R]):
             for request in tuple(self.running[tier]):
                 if request.is_complete:
                     continue
-                # One behind others may have been moved or preempted for their sake.
+                # An eviction for an earlier request may have moved or preempted this one.
                 while (not has_evicted or request.request_id in self.kv) and not self.kv.extend(
                     request.request_id, request.num_tokens
                 ):
@@ -147,39 +145,38 @@ class RequestQueues(Generic[R]):
         return min(oldest, key=attrgetter("arrival"), default=None)
 
     def promote(self, request: R, tier: KVTier) -> bool:
-        """Move a request to a more preferred tier, if there is ample room.
+        """Move a request to a more preferred tier if one free block per running request remains there.
 
-        Ample is a block left for everybody there, so that it will not have to go back within the next
-        `block_size` iterations; it is what admission asks for, too.
+        Admission requires the same. The request then stays for at least `block_size` iterations.
         """
         return self._move(request, tier, reserve_blocks=len(self.running[tier]))
 
     def may_have_room(self, request: R) -> bool:
-        """Whether some tier may have room for a waiting request; quick, and wrong on the hopeful side."""
+        """Return False if no tier has room for a waiting request; True is a quick, optimistic guess."""
         num_blocks = self.kv.blocks_for(request.num_tokens)
         return any(
             num_blocks + len(self.running[tier]) <= self.kv.num_free_blocks(tier) for tier in self.tiers
         ) or bool(request.block_hashes(self.kv.block_size))
 
     def is_mostly_coming(self, tier: KVTier) -> bool:
-        """Whether the request that waited longest had better wait until another has computed its beginning.
+        """True if another request is computing most of the prefix of the longest-waiting request.
 
-        The n answers of a prompt come one after the other, and share what the first of them computes.
+        Waiting pays off then: the n outputs of a prompt arrive together and share the prefix.
         """
         request = self.waiting[0]
         hashes = request.block_hashes(self.kv.block_size)
         return self.kv.is_mostly_coming(request.num_tokens, hashes, tier)
 
     def admit(self, tier: KVTier) -> bool:
-        """Give the request that waited longest blocks in a tier; False if there are not enough."""
+        """Allocate blocks for the longest-waiting request in a tier; return False if there are too few."""
         request = self.waiting[0]
         num_cached = self.kv.admit(
             request.request_id,
             request.num_tokens,
             request.block_hashes(self.kv.block_size),
             tier,
-            # Each request there may need one more block soon: admitting the last block away would only
-            # preempt somebody in the next iteration.
+            # Each request in the tier may need one more block soon. If admission took the last one,
+            # the next iteration would preempt a request.
             reserve_blocks=len(self.running[tier]),
         )
         if num_cached is None:
@@ -194,20 +191,20 @@ class RequestQueues(Generic[R]):
         return True
 
     def give_up_moved(self) -> None:
-        """After a failed iteration nobody knows whether moved KV has arrived: it is computed again."""
+        """Preempt all requests that a failed iteration was moving: their KV may be incomplete."""
         for request in (*self._moving, *self.moved):
             if request.request_id in self.kv:
                 self._preempt(request)
         self.copies, self.moved, self._moving = [], [], []
 
     def close(self, tier: KVTier) -> None:
-        """Give a tier up: what it held is lost, and who lived there waits."""
+        """Close a tier: its KV is lost and its requests wait."""
         for request in tuple(self.running[tier]):
             self._preempt(request)
         self.kv.resize(tier, 0)
 
     def set_limit(self, tier: KVTier, num_blocks: int, may_spill: Callable[[R, KVTier], bool]) -> None:
-        """Use only the first blocks of a tier: who has others moves to another tier, or is preempted."""
+        """Use only the first blocks of a tier; move or preempt the requests that hold others."""
         if self.kv.set_limit(tier, num_blocks):
             return
         for request in reversed(tuple(self.running[tier])):
@@ -215,7 +212,7 @@ class RequestQueues(Generic[R]):
                 self._evict(request, may_spill)
 
     def is_drained(self, tier: KVTier, num_blocks: int) -> bool:
-        """Whether nobody needs what lies behind the first blocks, no move that is to come either."""
+        """True if no request and no pending move uses blocks from `num_blocks` on."""
         return self.kv.is_drained(tier) and not any(
             (copy.source == tier and copy.source_block >= num_blocks)
             or (copy.target == tier and copy.target_block >= num_blocks)
@@ -223,7 +220,7 @@ class RequestQueues(Generic[R]):
         )
 
     def open(self, tier: KVTier, num_blocks: int) -> None:
-        """Let requests live in a tier that nobody lives in."""
+        """Give an empty tier its blocks."""
         self.kv.resize(tier, num_blocks)
 
     def _evict(self, victim: R, may_spill: Callable[[R, KVTier], bool]) -> None:
@@ -238,7 +235,7 @@ class RequestQueues(Generic[R]):
     def _move(self, request: R, tier: KVTier, reserve_blocks: int) -> bool:
         source = self.tier_of(request)
         if source.host_attends and tier.host_attends:
-            return False  # rows go to the device or come from there
+            return False  # a copy has the device at one end
         hashes = request.block_hashes(self.kv.block_size)
         copies = self.kv.move(request.request_id, tier, request.num_tokens, hashes, reserve_blocks)
         if copies is None:
@@ -251,7 +248,7 @@ class RequestQueues(Generic[R]):
         return True
 
     def _preempt(self, request: R) -> None:
-        """Free a request's blocks and let it wait, before everybody who came later."""
+        """Free a request's blocks and put it back into the waiting queue, in order of arrival."""
         self._release(request)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1

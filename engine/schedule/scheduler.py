@@ -1,4 +1,4 @@
-"""From requests to plans, and from results back to requests."""
+"""The scheduler: from requests to plans, and from results back to requests."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,21 +24,21 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-MOST_SHRINKS = 32  # far more than halvings lead to a single token
+MOST_SHRINKS = 32  # many more than halvings down to a single token need
 
 
 class _Scheduled(NamedTuple):
-    """A request's share of an iteration under way."""
+    """A request's share of a running iteration."""
 
     request: Request
     sequence: ScheduledSequence
     num_preemptions: int  # of the request, when the iteration started
-    is_last: bool  # whether it computes the last of the tokens there are, so that something new comes of it
-    is_on_its_way: bool  # whether its tokens go on in later iterations, at their own pace
+    is_last: bool  # it computes the request's last known token: a token or the pooled states follow
+    is_on_its_way: bool  # its async decode continues in later iterations
 
 
 class Scheduler:
-    """What a `Decider` decides, in the form that the engine needs: plans out, results in."""
+    """Turns the decisions of a `Decider` into plans, and applies results to requests."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Scheduler:
         self._queues: RequestQueues[Request] = self._decider.queues
         self.counters = self._queues.counters
         self._requests: dict[str, Request] = {}
-        self._under_way: deque[list[_Scheduled]] = deque()  # one iteration, or two
-        self._stays_on_device = False  # the newest of them
+        self._under_way: deque[list[_Scheduled]] = deque()  # the current iterations: one, or two
+        self._stays_on_device = False  # the newest one
         self._ahead: Decision[Request] | None = None
-        self._num_shrinks = 0  # iterations in a row that the device had no memory for
+        self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether iterations are smaller than they may be, since the device had no memory for more."""
+        """True if the batch limit is reduced because the device ran out of memory."""
         return self._decider.is_short_of_memory
 
     @property
@@ -80,52 +80,50 @@ class Scheduler:
 
     @property
     def num_running_at(self) -> dict[KVTier, int]:
-        """Requests that own KV, by where it lives."""
+        """Number of running requests per KV tier."""
         return self._queues.num_running_at
 
     @property
     def running(self) -> list[tuple[KVTier, Request]]:
-        """Requests that own KV, and where it lives."""
+        """Running requests with their KV tiers."""
         running = self._queues.running
         return [(tier, request) for tier, requests in running.items() for request in requests]
 
     @property
     def async_case_engine(self) -> frozenset[str]:
-        """The ids of the requests whose next token is under way at its own pace."""
+        """IDs of the requests with an async decode in flight."""
         return frozenset(request.request_id for request in self._decider.async_groups)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self._requests[request.request_id] = request
         self._decider.add(request)
-        self._ahead = None  # so that it need not wait for the iteration after that
+        self._ahead = None  # otherwise the request would miss the next iteration
 
     def remove(self, request: Request) -> None:
-        """Forget a request and free its blocks."""
         del self._requests[request.request_id]
         self._decider.remove(request)
 
     def schedule(self) -> IterationPlan | None:
-        """Plan the iteration that starts next; None when there is nothing to do.
+        """Plan the next iteration; return None if there is nothing to do.
 
-        From then on its tokens count as computed, and the next ones as under way. Before another iteration is
-        planned, `update`, `fail` or `shrink` must be called.
+        From now on its tokens count as computed, and its outputs as pending. Call `update`, `fail` or
+        `shrink` before the next plan.
         """
         decision, self._ahead = self._without_ended(self._ahead), None
         decision = decision or self._decider.decide()
         return None if decision is None else self._plan(decision, is_ahead=False)
 
     def look_ahead(self, *, may_start: bool = False) -> IterationPlan | None:
-        """Decide on the next iteration while one is under way, as if no token of that one ended a request.
+        """Decide on the next iteration during the current one, as if no request finished in it.
 
         Args:
-            may_start: whether the next one can start before that one has ended, if both stay on the device
-                and no token has to be known to choose another.
+            may_start: the next iteration may start before the current one ends, if both run on the device
+                alone and no sampler needs a pending token.
 
         Returns:
-            Its plan, if it is to start now: one of decodes alone. Prompts wait for those who may arrive until
-            then, and their iterations are so long that it does not matter when they start. Who turns out to
-            have ended takes part in it for nothing.
+            The plan if the iteration is to start now; only decodes qualify. Prompts wait: more requests may
+            arrive, and the start hardly matters for iterations that long. Requests that turn out to have
+            finished are computed in vain.
         """
         self._ahead = decision = self._without_ended(self._ahead) or self._decider.decide()
         if not may_start or decision is None or len(self._under_way) != 1 or not self._can_start(decision):
@@ -179,7 +177,7 @@ class Scheduler:
         return plan
 
     def _without_ended(self, decision: Decision[Request] | None) -> Decision[Request] | None:
-        """Take those out of a decision that ended since; None if nothing is left, or nothing was."""
+        """Remove finished requests from a decision; return None if nothing remains."""
         if decision is None:
             return None
         batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
@@ -193,7 +191,7 @@ class Scheduler:
         return decision if decision.sub_batches else None
 
     def _async_decodes(self, decision: Decision[Request]) -> tuple[AsyncGroup, ...]:
-        """Return those who go on by a layer, by the linear stage that they join."""
+        """Return the decodes that advance by a layer, grouped by the linear stage that they join."""
         stages = self._decider.async_groups.stages(decision.new_async)
         return tuple(
             tuple(
@@ -204,7 +202,7 @@ class Scheduler:
         )
 
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
-        """Yield a sub-batch in the one order for all readers: by tier; there, prompts before decodes."""
+        """Yield a sub-batch in the order that all readers expect: by tier, then prompts before decodes."""
         rank = {tier: index for index, tier in enumerate(self._queues.tiers)}
         placed = [(self._queues.tier_of(request), request, num_tokens) for request, num_tokens in batch]
         placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
@@ -227,10 +225,10 @@ class Scheduler:
         )
 
     def update(self, result: IterationResult) -> list[Request]:
-        """Take in what the first iteration under way brought; return those who gained something by it."""
+        """Apply the result of the oldest iteration; return the requests that gained a token or finished."""
         gained = []
         self._queues.end_moves()
-        moving = {request.request_id for request in self._queues.moved}  # their KV has not arrived yet
+        moving = {request.request_id for request in self._queues.moved}  # their KV is still incomplete
         block_size = self._kv.block_size
         for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():
             if is_on_its_way:
@@ -252,7 +250,7 @@ class Scheduler:
             is_there = request.num_preemptions == num_preemptions and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
-                if self._decider.waits_for_prompt:  # perhaps for this
+                if self._decider.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
             if request.is_finished:
                 self.remove(request)
@@ -260,19 +258,19 @@ class Scheduler:
         return gained
 
     def _end_iteration(self) -> "list[_Scheduled]":
-        """Forget the first iteration under way; return what it had of requests that have not ended since."""
+        """Remove the oldest iteration; return its parts whose requests have not finished since."""
         ended = self._under_way.popleft() if self._under_way else []
         return [scheduled for scheduled in ended if not scheduled.request.is_finished]
 
     def abort(self, owner_id: str) -> list[RequestOutput]:
-        """End all outputs of a request now and free their blocks; nothing happens if there are none left."""
+        """End all outputs of a request now and free their blocks; do nothing if none is left."""
         requests = [request for request in self._requests.values() if request.owner_id == owner_id]
         for request in requests:
             self._finish(request, FinishReason.ABORT)
         return [request.take_output() for request in requests]
 
     def fail(self, error: str) -> list[RequestOutput]:
-        """End the requests of the iteration under way, which could not be carried out."""
+        """End the requests of the current iteration, which failed."""
         requests = [scheduled.request for scheduled in self._end_iteration()]
         for request in requests:
             self._finish(request, FinishReason.ERROR, error)
@@ -280,10 +278,10 @@ class Scheduler:
         return [request.take_output() for request in requests]
 
     def shrink(self) -> bool:
-        """Book the one iteration under way as not done, for want of memory: smaller ones follow.
+        """Discard the current iteration, which ran out of memory, and plan smaller ones.
 
         Returns:
-            Whether there is something smaller to try; if not, it must `fail`.
+            False if no smaller iteration is possible; the caller must `fail` then.
         """
         num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way[0])
         self._num_shrinks += 1
@@ -295,39 +293,39 @@ class Scheduler:
         return True
 
     def lose(self, tier: KVTier) -> None:
-        """Book the iteration under way as not done, since what a tier held is lost.
+        """Discard the current iteration and close a tier whose KV is lost.
 
-        Who lived there waits, and is computed again, elsewhere until the tier is open again.
+        Its requests wait and are recomputed, in other tiers until this one is open again.
         """
         self.take_back()
         self._give_up_moves()
         self._queues.close(tier)
 
     def open(self, tier: KVTier, num_blocks: int) -> None:
-        """Use a tier that was lost again; it is empty."""
+        """Reopen a lost tier, which is empty."""
         self._ahead = None
         self._queues.open(tier, num_blocks)
 
     def set_limit(self, tier: KVTier, num_blocks: int) -> None:
-        """Use only the first blocks of a tier, while no iteration is under way.
+        """Use only the first blocks of a tier; no iteration may be running.
 
-        Who has others moves to another tier in the next iteration, or waits and is computed again.
+        Requests that hold other blocks move to another tier in the next iteration, or wait to be recomputed.
 
         Args:
-            num_blocks: whole runs, or all blocks that the tier was made with.
+            num_blocks: whole runs, or all blocks of the tier.
         """
         assert not self._under_way
         self._ahead = None
         self._decider.set_limit(tier, num_blocks)
 
     def is_drained(self, tier: KVTier) -> bool:
-        """Whether nobody needs what lies behind those blocks any more, while no iteration is under way."""
+        """True if the blocks beyond the limit are unused; no iteration may be running."""
         return self._queues.is_drained(tier, self._kv.size(tier).limit)
 
     def least_blocks(self, tier: KVTier) -> int:
-        """Return the blocks that a tier must keep for the oldest request, so that it goes on.
+        """Return the number of blocks a tier must keep so that the oldest request can continue.
 
-        It is that of all which is never preempted for others; it has some room to grow.
+        That request is never preempted. The number includes some room to grow.
         """
         oldest = min(self._requests.values(), key=attrgetter("arrival"), default=None)
         if oldest is None:
@@ -341,13 +339,13 @@ class Scheduler:
         return num_blocks + room_to_grow if tier == largest else 0
 
     def refuse_first(self, why: str) -> list[RequestOutput]:
-        """End the request that has waited longest, since no place that is left can hold it."""
+        """End the longest-waiting request, because no remaining tier can hold it."""
         request = self._queues.waiting[0]
         self._finish(request, FinishReason.ERROR, why)
         return [request.take_output()]
 
     def take_back(self) -> None:
-        """Book the newest iteration under way as not done: its requests are where they were before it."""
+        """Discard the newest iteration: its requests return to their state before it."""
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
             self._decider.async_groups.clear()

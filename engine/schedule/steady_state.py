@@ -1,15 +1,15 @@
 """Finds the steady state with the highest rate: the tiers of requests and the prompt tokens per iteration.
 
 In the long run each decoded token brings some prompt tokens of later requests with it. A steady state is an
-iteration that computes both in this proportion. The best one depends on what would idle otherwise:
+iteration that computes both in this proportion. The best one depends on the resource that would be idle:
 
-- iterations without enough tokens read weights for little: prompts fill them up, in small chunks;
-- the CPU attends only beside the device's work: with the prompts of an iteration in two sub-batches, each of
-  which is large enough to be worth reading the weights for, both always have something to do;
-- where two sub-batches are too small for that, async decodes (see `async_groups`) keep the CPU busy
-  beside a single one;
-- the bus brings KV to the device beside all of that: as much as hides, of requests that then need neither its
-  memory nor the CPU's time.
+- An iteration with few tokens reads the weights for little work. Small prompt chunks fill it up.
+- The CPU attends only while the device computes. If prompts in two sub-batches make each large enough to
+  justify reading the weights, neither CPU nor device waits.
+- If two sub-batches are too small for that, async decodes (see `async_groups`) keep the CPU busy beside a
+  single batch.
+- The bus streams KV to the device while both compute. Streamed requests need neither device memory nor CPU
+  time.
 """
 
 import math
@@ -31,14 +31,14 @@ from neo_desktop.engine.predict.estimate import (
     times_of,
 )
 
-COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
-KEY_STEP = 1.1  # a load that has changed by less has the same steady state
-# A steady state with the host must be this much better: filling its memory takes long, and predictions err.
+COUNT_STEP = 1.3  # ratio of consecutive counts of CPU decodes to try
+KEY_STEP = 1.1  # workloads that differ by less share a steady state
+# Filling host memory takes long, and predictions err: a steady state with the host must win by this factor.
 WORTH_FILLING = 1.03
 
 
 class Kind(Enum):
-    """How an iteration divides its work."""
+    """Partition of an iteration's work."""
 
     ONE = auto()  # one sub-batch
     DECODES_APART = auto()  # NEO's two: all prompts in sub-batch 0, the CPU's decodes in sub-batch 1
@@ -47,38 +47,38 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A load, and the memory for it. Counts are of requests."""
+    """Request sizes, and the number of requests that memory allows per tier."""
 
-    device: KVTier | None  # the first place whose decodes the device attends for; None: there is none
-    host: KVTier | None  # likewise the host
+    device: KVTier | None  # first tier attended by the device; None: there is no device tier
+    host: KVTier | None  # tier attended by the CPU; None: there is no CPU tier
     most_on_device: int
     most_on_host: int
-    prompt_tokens: float  # of one
-    context_tokens: float  # of one, as a decode
-    prompts_per_decode: float  # tokens
+    prompt_tokens: float  # mean prompt length
+    context_tokens: float  # mean context of a decode
+    prompts_per_decode: float  # prompt tokens per decoded token
     max_chunk_tokens: int
     max_token_ms: float  # see `SchedulerLimits`
-    workers: tuple[tuple[KVTier, int], ...] = ()  # the requests that each may have
-    most_streamed: int = 0  # requests whose KV may come to the device in each iteration
-    most_elsewhere: float = math.inf  # of these, and those on the host and workers, together
+    workers: tuple[tuple[KVTier, int], ...] = ()  # (tier, most requests) per worker
+    most_streamed: int = 0  # streamed requests per iteration
+    most_elsewhere: float = math.inf  # streamed, host and worker requests together
 
     @property
     def most_beside_device(self) -> int:
-        """Requests that the host and workers may have."""
+        """Limit on requests of host and workers together."""
         return self.most_on_host + sum(most for _, most in self.workers)
 
     def beside_device(self, count: int) -> Mapping[KVTier, Decodes]:
-        """Return so many decodes on the host and workers; each has its share, by its memory."""
+        """Return `count` decodes divided among host and workers in proportion to their memory."""
         tiers = [*self.workers, *([] if self.host is None else [(self.host, self.most_on_host)])]
-        found = {}
+        decodes = {}
         for tier, most in tiers:
             if share := -(-count * most // self.most_beside_device) if count else 0:
-                found[tier] = Decodes(share, share * int(self.context_tokens))
-        return found
+                decodes[tier] = Decodes(share, share * int(self.context_tokens))
+        return decodes
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What similar ones have in common."""
+        """Rounded logarithms of the sizes: similar workloads have equal keys."""
         sizes = (
             self.most_on_device,
             self.most_on_host,
@@ -93,37 +93,33 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """An iteration that could go on for ever; see above."""
+    """An iteration that can repeat for ever, at the workload's proportion of prompts and decodes."""
 
     kind: Kind
-    num_device: int  # decodes that the device attends for
-    num_host: int  # decodes that the host or workers attend for within the iteration
-    num_async: int  # async decodes, of the host; see `policies.Fastest` for those of workers
+    num_device: int  # decodes attended by the device
+    num_host: int  # decodes attended by the host or workers within the iteration
+    num_async: int  # async decodes of the host; `policies.Fastest` explains why workers have none
     chunk_tokens: float
     ms: float
-    num_decoded: float  # tokens
-    # What a token is worth, in ms: prompts what more of them would take, decodes the rest.
+    num_decoded: float  # tokens decoded per iteration
+    # Value of a token in ms: marginal prefill time for prompt tokens, the remaining time for decoded tokens.
     prompt_ms: float = 0.0
     decode_ms: float = 1.0
-    num_streamed: int = 0  # of the device's, those whose KV comes from host memory
+    num_streamed: int = 0  # streamed decodes, which are part of `num_device`
 
     @property
     def num_on_host(self) -> int:
-        """Requests that live in host memory."""
+        """Requests whose KV is in host memory for the CPU or in a worker."""
         return self.num_host + self.num_async
 
     @property
     def rate(self) -> float:
-        """Tokens decoded per ms."""
+        """Decoded tokens per ms."""
         return self.num_decoded / self.ms if self.ms else self.num_decoded
 
 
 class SteadyStateFinder:
-    """Finds the best steady state, again when the load has changed.
-
-    Args:
-        cost: predicts.
-    """
+    """Finds the best steady state, and again after the workload has changed."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -131,7 +127,6 @@ class SteadyStateFinder:
         self._best: SteadyState | None = None
 
     def best(self, workload: Workload) -> SteadyState:
-        """Return the steady state with the highest rate."""
         if self._best is None or self._key != workload.key:
             self._key, self._best = workload.key, self._find(workload)
         return self._best
@@ -140,8 +135,8 @@ class SteadyStateFinder:
         alone = self._steady_state(workload, Kind.ONE, 0, 0)
         if not workload.most_streamed:
             return self._priced(workload, self._better(alone, self._others(workload, 0)))
-        # One thing after the other: without the host; what is best with it, and swapped beside that; then the
-        # host's beside what is swapped.
+        # Greedy: the best without the host; the best with it, then with streamed KV; then host decodes
+        # beside streamed ones.
         without = self._better(alone, self._with_streamed(workload, alone))
         best = self._better(alone, self._others(workload, 0))
         best = self._better(best, self._with_streamed(workload, best))
@@ -155,7 +150,7 @@ class SteadyStateFinder:
         return max((best, *others), key=lambda steady_state: steady_state.rate)
 
     def _with_streamed(self, workload: Workload, steady_state: SteadyState) -> Iterator[SteadyState]:
-        """Yield steady states with any number of streamed decodes, and fewer of the CPU's."""
+        """Yield steady states with each possible number of streamed decodes, and fewer CPU decodes."""
         num_host, num_async = steady_state.num_host, steady_state.num_async
         for count in _counts(workload.most_streamed):
             left = int(min(workload.most_elsewhere - count, workload.most_beside_device))
@@ -197,7 +192,7 @@ class SteadyStateFinder:
         return replace(steady_state, ms=self._ms(workload, steady_state))
 
     def _priced(self, workload: Workload, steady_state: SteadyState) -> SteadyState:
-        """Find out what tokens are worth: together as much as the iteration takes."""
+        """Assign a value to tokens, so that together they are worth the time of the iteration."""
         chunk_tokens, ms = steady_state.chunk_tokens, steady_state.ms
         if not steady_state.num_decoded or not ms:
             return steady_state
@@ -210,7 +205,7 @@ class SteadyStateFinder:
         return replace(steady_state, prompt_ms=prompt_ms, decode_ms=decode_ms)
 
     def _ms(self, workload: Workload, steady_state: SteadyState) -> float:
-        """Predict the iteration; what exceeds the longest chunk makes another one."""
+        """Predict the iteration time; prompt tokens beyond the longest chunk run in further iterations."""
         cost, num_device, num_host = self._cost, steady_state.num_device, steady_state.num_host
         chunk_tokens = min(steady_state.chunk_tokens, workload.max_chunk_tokens)
         context_tokens = int(workload.context_tokens)
@@ -242,11 +237,11 @@ class SteadyStateFinder:
             first = times_of(cost, tokens, attention_ms + prefill_ms)
             second = times_of(cost, num_host, 0.0, beside(num_host))
         else:
-            half, of_host = (tokens + num_host) // 2, num_host - num_host // 2
-            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(of_host))
+            half, num_first = (tokens + num_host) // 2, num_host - num_host // 2
+            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(num_first))
             second = times_of(cost, half, prefill_ms / 2, beside(num_host // 2))
         sampled = num_device + num_host + rows
-        # Prompts of those who will live in host memory go there over the bus.
+        # The KV of prompts that will decode on the host crosses the bus.
         on_host = num_host + steady_state.num_async / cost.num_layers
         moved_tokens = int(chunk_tokens * on_host / steady_state.num_decoded) if on_host else 0
         streamed_rows = (
@@ -262,7 +257,7 @@ class SteadyStateFinder:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """Yield 0, 1, 2, ... up to `most`, in growing steps."""
+    """Yield 0, 1, 2, ..., `most`, in growing steps."""
     count = 0
     while count < most:
         yield count

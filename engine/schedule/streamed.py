@@ -1,8 +1,8 @@
-"""Decodes whose KV comes from host memory to the device: as many as hide behind what the device does anyway.
+"""Streamed KV: as many decodes as the bus can serve while the device computes.
 
-Beyond that an iteration takes as much longer as more of them join: the others are better off without them.
-(Pie, section 3.4, finds its "expansion" by trial. Here it is predicted anew for every iteration, and what the
-bus truly takes corrects the prediction.)
+Each further streamed decode lengthens the iteration, which slows every request down. (Pie, section 3.4, finds
+its "expansion" by trial. This module predicts it anew for every iteration, and measured bus times correct
+the prediction.)
 """
 
 from bisect import bisect_right
@@ -15,9 +15,9 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 
 
 def hides(cost: CostModel, shape: BatchShape, moved_tokens: int = 0) -> bool:
-    """Whether the bus brings all of an iteration's KV in the time that its layers take anyway.
+    """True if the bus transfers all streamed KV of a layer within the layer's compute time.
 
-    Where nothing overlaps, nothing hides, and it makes no difference who joins.
+    Always true if transfers and computation do not overlap: the choice of decodes then makes no difference.
 
     Args:
         moved_tokens: see `iteration_ms`.
@@ -30,14 +30,14 @@ def hides(cost: CostModel, shape: BatchShape, moved_tokens: int = 0) -> bool:
 
 
 def hidden(builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int) -> list[int]:
-    """Return the positions of those swapped decodes that hide behind an iteration.
+    """Return the positions of the streamed decodes whose transfer hides behind the iteration.
 
     Args:
-        decodes: (where its KV lies, its context tokens) of each, in the order in which they join.
-        num_starved: how many at the front join in any case; one does where there is nothing else to do.
+        decodes: (KV tier, context tokens) per decode, in the order in which they join.
+        num_starved: decodes at the front that join in any case. At least one joins an empty batch.
     """
     cost, moved_tokens, beside = builder.cost, builder.moved_tokens, len(builder.queue)
-    # Whoever the CPU attends for takes part in the linear stages.
+    # Decodes attended by the CPU take part in the linear stages.
     shape = builder.shape._replace(tokens=builder.shape.tokens + beside)
     queue = HostQueue(decodes)
 
@@ -50,7 +50,7 @@ def hidden(builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_sta
 
 
 def admits(builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
-    """Whether one more request of so many tokens hides, once all who are there are decodes."""
+    """True if the transfer of one more request still hides once all running requests are decodes."""
     there = {each: decodes for each, decodes in builder.residents.items() if not each.host_attends}
     shape = BatchShape(tokens=builder.num_on_host).plus(there).plus({tier: Decodes(1, num_tokens)})
     return hides(builder.cost, shape)

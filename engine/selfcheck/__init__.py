@@ -1,1 +1,1 @@
-"""The program of `engine.doctor`'s child process: the checks, which use the whole engine."""
+"""The program of `engine.doctor`'s child process: its checks use the whole engine."""

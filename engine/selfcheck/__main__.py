@@ -1,4 +1,4 @@
-"""`python -m neo_desktop.engine.selfcheck`: see `engine.doctor.trials`."""
+"""Entry point of `python -m neo_desktop.engine.selfcheck`; `engine.doctor.trials` runs it."""
 
 import os
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from neo_desktop.engine.selfcheck.rig import Rig
 
 
 def checks_of(subject: Subject) -> Iterator[Check]:
-    """Yield all checks of a subject, in order."""
+    """Yield the checks of a subject in order."""
     rig = Rig(subject)
-    rig.dtype  # noqa: B018  what cannot be read or had is told before the first check
+    rig.dtype  # noqa: B018  report an unusable subject before the first check
     is_gpu = rig.device.type == "cuda"
     if is_gpu:
         yield from kernel_checks(rig)
@@ -28,5 +28,5 @@ def checks_of(subject: Subject) -> Iterator[Check]:
 
 
 if __name__ == "__main__":
-    os.environ.pop("NEO_DESKTOP_ISA", None)  # every instruction set has its turn
+    os.environ.pop("NEO_DESKTOP_ISA", None)  # the checks try every instruction set
     serve(checks_of)

@@ -1,4 +1,4 @@
-"""Short answers of the model, token for token the same on every level."""
+"""Short outputs of the model, which must be identical, token for token, at every fallback level."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,23 +23,23 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.tokenizer import ByteTokenizer
 
-LOADING_DEADLINE_S = 900.0  # large weights from a slow disk; the first answers on a slow computer
-LEAST_DEADLINE_S = 60.0  # for all other answers: what is compiled then takes a while
-DEADLINE_FACTOR = 10  # and so many times what the first ones took
-QUICK_LAYERS = 2  # of a quick check, likewise the next: it has to fit beside other programs
+LOADING_DEADLINE_S = 900.0  # large weights on a slow disk; first outputs on a slow computer
+LEAST_DEADLINE_S = 60.0  # for other outputs: compilation takes a while
+DEADLINE_FACTOR = 10  # limit relative to the time of the first outputs
+QUICK_LAYERS = 2  # of a quick check, which must fit beside other programs
 QUICK_EXPERTS, QUICK_VOCABULARY, QUICK_INTERMEDIATE = 8, 32_768, 8192
 PROMPT_TOKENS = (1, 17, 40, 200)
 ANSWER_TOKENS = 12
 CACHE_TOKENS = 2048
 MAX_REQUESTS = 8
-POLICIES = ("gpu-only", "fastdecode")  # KV in the device's memory, and in the host's
-# Two tokens whose log-probabilities are as close as that are a tie, which roundings may decide.
+POLICIES = ("gpu-only", "fastdecode")  # KV in device memory, and in host memory
+# Two tokens whose log-probabilities differ by less are a tie, which rounding may decide.
 TIES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 class AnswerChecks:
-    """The model, loaded once, and its answers on the lowest levels."""
+    """The model, loaded once, and its outputs at the lowest fallback levels."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -48,14 +48,14 @@ class AnswerChecks:
 
     @property
     def mechanisms(self) -> list[str]:
-        """Those that matter on this device."""
+        """The mechanisms that matter on this device."""
         is_gpu = self._rig.device.type == "cuda"
         return [m.name for m in MECHANISMS.values() if is_gpu or not m.is_for_gpu]
 
     def checks(self) -> Iterator[Check]:
-        """Yield the checks: the model is loaded, the reference, each level alone, all as they stand."""
+        """Yield the checks: loading, the reference, each level alone, and all levels as configured."""
         yield Check(MODEL, "Loading the model", None, None, LOADING_DEADLINE_S, self._load, is_needed=True)
-        if not self.is_loaded:  # for want of memory, say: that is told, and no level is to blame
+        if not self.is_loaded:  # too little memory, for example: reported already, and no level is at fault
             return
         title = "Answers with everything on its lowest level"
         yield Check(
@@ -78,13 +78,13 @@ class AnswerChecks:
         yield Check(ANSWERS, title, None, None, deadline_s, self._compare)
 
     def _levels_to_try(self) -> Sequence[str]:
-        if self._rig.subject.is_quick:  # a first start: kernels have been checked alone
+        if self._rig.subject.is_quick:  # a first start: the kernels have been checked separately
             return ["graphs"] if "graphs" in self.mechanisms else []
         return self.mechanisms
 
     @cached_property
     def model(self) -> LoadedModel:
-        """The model; for a quick check few layers of its shape, with random weights."""
+        """The model; for a quick check, few layers of its shape with random weights."""
         subject, rig = self._rig.subject, self._rig
         if not subject.is_quick:
             return load(
@@ -104,12 +104,12 @@ class AnswerChecks:
 
     @cached_property
     def reference(self) -> list[Completion]:
-        """The answers on the lowest levels, with the most probable tokens at each place."""
+        """Outputs at the lowest levels, with the most probable tokens per position."""
         with on_levels(lowest(self.mechanisms)):
             return self.answer("gpu-only", replace(GREEDY, logprobs=20))
 
     def answer(self, policy: str, params: SamplingParams = GREEDY) -> list[Completion]:
-        """Return the answers to all prompts, on the levels that hold now."""
+        """Return the outputs for all prompts at the current levels."""
         config = self.model.config
         longest = min(config.max_context_tokens, CACHE_TOKENS) - ANSWER_TOKENS - 1
         generator = torch.Generator().manual_seed(0)
@@ -143,9 +143,9 @@ class AnswerChecks:
     def _compare(self, levels: Mapping[str, str] | None = None) -> Figures:
         reference = self.reference
         with on_levels(levels or {}):
-            found = [answer for policy in POLICIES for answer in self.answer(policy)]
+            answers = [answer for policy in POLICIES for answer in self.answer(policy)]
         figures: dict[str, Figure] = {"same_tokens": 0, "ties": 0}
-        for index, (answer, expected) in enumerate(zip(found, reference * len(POLICIES), strict=True)):
+        for index, (answer, expected) in enumerate(zip(answers, reference * len(POLICIES), strict=True)):
             same = _same(answer.token_ids, expected.token_ids)
             figures["same_tokens"] = int(figures["same_tokens"]) + same
             if same == len(expected.token_ids):
@@ -153,7 +153,7 @@ class AnswerChecks:
             margin = _margin(expected, same, answer.token_ids[same])
             if not margin <= TIES[self._rig.dtype]:
                 raise CheckError(
-                    f"token {same + 1} of answer {index % len(reference) + 1} is another one than with the "
+                    f"token {same + 1} of answer {index % len(reference) + 1} differs from the answer at the "
                     f"lowest levels ({POLICIES[index // len(reference)]})",
                     figures,
                 )
@@ -161,8 +161,8 @@ class AnswerChecks:
         return figures
 
     def memory_check(self) -> Check:
-        """Return the check of a GPU's memory: what was promised against what is used."""
-        return Check(MEMORY, "GPU memory: promised and used", None, None, LOADING_DEADLINE_S, self._measure)
+        """Return the check of the GPU memory budget: planned against actual use."""
+        return Check(MEMORY, "GPU memory: planned and used", None, None, LOADING_DEADLINE_S, self._measure)
 
     def _measure(self) -> Figures:
         device, config = self._rig.device, self.model.config
@@ -186,7 +186,7 @@ class AnswerChecks:
 
 
 def quick_shape(config: ModelConfig) -> ModelConfig:
-    """Return a shape whose weights are few, and on which attention and the hand-overs have as much to do."""
+    """Return a shape with few weights, whose attention and offload transfers are as demanding."""
     layers = min(QUICK_LAYERS, config.num_layers)
     experts = config.experts
     if experts is not None:
@@ -209,17 +209,17 @@ def quick_shape(config: ModelConfig) -> ModelConfig:
 
 
 def lowest(mechanisms: Iterable[str]) -> dict[str, str]:
-    """Return the lowest level of each mechanism."""
+    """Return the lowest level of every mechanism."""
     return {name: MECHANISMS[name].levels[-1].name for name in mechanisms}
 
 
 def alone(mechanism: str, level: str, mechanisms: Iterable[str]) -> dict[str, str]:
-    """Return levels of all mechanisms: this one, what it cannot do without, and otherwise the lowest."""
+    """Return levels for all mechanisms: the given one, its requirements, and otherwise the lowest."""
     return lowest(mechanisms) | dict(NEEDS.get(mechanism, {})) | {mechanism: level}
 
 
 def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """With how many equal tokens both begin."""
+    """Return the number of equal tokens at the start."""
     return next(
         (place for place, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b),
         min(len(tokens), len(others)),
@@ -227,7 +227,7 @@ def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _margin(expected: Completion, place: int, token: int) -> float:
-    """By how much a token was less probable than the one that was chosen; infinite if it is not listed."""
+    """Return how much less probable a token was than the chosen one; infinite if it is not listed."""
     chosen = expected.tokens[place]
     logprobs = {top.token_id: top.logprob for top in chosen.top_logprobs}
     best = max(logprobs.values(), default=0.0)

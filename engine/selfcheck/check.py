@@ -1,4 +1,4 @@
-"""Checks, and the child process that carries them out; see `engine.doctor.trials`."""
+"""Checks, and the child process that runs them; `engine.doctor.trials` is the parent."""
 
 import json
 import os
@@ -18,24 +18,24 @@ from neo_desktop.engine.fallbacks import fallbacks
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that is tried."""
+    """One check."""
 
     name: str  # unique
     title: str
-    mechanism: str | None  # of the fallbacks; None: nothing serves in its place
+    mechanism: str | None  # of the fallbacks; None: no fallback exists
     level: str | None
     deadline_s: float
-    run: Callable[[], Figures]  # raises CheckError, or whatever the mechanism raises
-    is_needed: bool = False  # by those after it: a child that goes on after another one does it again
+    run: Callable[[], Figures]  # raises CheckError, or any error of the mechanism
+    is_needed: bool = False  # later checks need it: a new child process repeats it
 
 
 def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
-    """Be the child process: read what is to be checked from stdin, say on stdout what happens.
+    """Run as the child process: read the request from stdin, write events to stdout.
 
     Args:
-        checks_of: the checks of a subject, in order. What raises before the first of them ends all.
+        checks_of: the checks of a subject, in order. An error before the first check ends the run.
     """
-    # Libraries print, too: what is said to the parent has a descriptor of its own.
+    # Libraries may print to stdout, so events use their own descriptor.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     request: Mapping[str, Any] = json.loads(sys.stdin.readline())
@@ -73,7 +73,7 @@ def _carry_out(check: Check, out: TextIO) -> None:
         figures = check.run()
     except CheckError as failure:
         result, figures, error = Result.FAILED, failure.figures, str(failure)
-    except Exception as failure:  # whatever it is, it is what the mechanism does here
+    except Exception as failure:  # any error counts as the mechanism's result
         is_full = is_out_of_memory(failure)
         result = Result.NO_MEMORY if is_full else Result.FAILED
         error = f"there was too little GPU memory: {_clause(failure)}" if is_full else _clause(failure)
@@ -84,13 +84,13 @@ def _carry_out(check: Check, out: TextIO) -> None:
 
 
 def _give_up(mechanism: str, level: str, reason: str) -> None:
-    """Let later checks do without what has failed."""
+    """Make later checks avoid the failed level."""
     if fallbacks.level(mechanism) == level:
         fallbacks.descend(mechanism, reason)
 
 
 def _clause(error: BaseException) -> str:
-    """Return an error's first line: what follows are addresses and hints for programmers."""
+    """Return an error's first line; the rest contains addresses and hints for programmers."""
     lines = str(error).replace(str(Path.home()), "~").strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Checks of CPU attention: every instruction set, and how its memory and its threads are had."""
+"""Checks of CPU attention: every instruction set, memory type and thread mode."""
 
 from collections.abc import Iterator
 from functools import partial

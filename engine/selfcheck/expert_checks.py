@@ -1,4 +1,4 @@
-"""A mixture of experts of the GPU, on each of its levels, against float64."""
+"""Checks of MoE layers on the GPU, at each fallback level, against float64."""
 
 from functools import partial
 
@@ -17,13 +17,13 @@ from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
 EXPERTS, PER_TOKEN = 6, 2
 INTERMEDIATE = 64
-MOST_HIDDEN = 1024  # of a check: all sizes are computed alike
+MOST_HIDDEN = 1024  # limit for checks: larger sizes use the same code
 ROWS = (1, 3, 40)
-KINDS = (None, "Q8_0", "Q4_1")  # of weights; None: floats
+KINDS = (None, "Q8_0", "Q4_1")  # weight formats; None: floats
 
 
 def check_experts(rig: Rig) -> Figures:
-    """The choice among experts, and what they make of few rows and of many."""
+    """Check the choice of experts, and their outputs for few and many rows."""
     figures: dict[str, Figure] = {}
     hidden = min(-(-rig.config.hidden_size // 64) * 64, MOST_HIDDEN)
     errors, work, nbytes = [0.0], None, 0
@@ -45,7 +45,7 @@ def check_experts(rig: Rig) -> Figures:
 
 
 def _experts(rig: Rig, kind: str | None, hidden: int) -> tuple[StackedExperts, list[Tensor]]:
-    """Return experts, and gates, ups and downs of each in float64."""
+    """Return experts, and their gate, up and down weights in float64."""
     stacked, exact = [], []
     for rows, columns in ((INTERMEDIATE, hidden), (INTERMEDIATE, hidden), (hidden, INTERMEDIATE)):
         weight: Tensor | Grouped
@@ -65,14 +65,14 @@ def _experts(rig: Rig, kind: str | None, hidden: int) -> tuple[StackedExperts, l
 
 
 def _chosen(rig: Rig, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose on the device; CheckError for others than the best."""
+    """Choose experts on the device; raise CheckError unless they are the best."""
     ids = torch.full((len(logits), PER_TOKEN), -1, dtype=torch.int32, device=rig.device)
     weights = torch.empty(len(logits), PER_TOKEN, device=rig.device)
     choose_experts(logits.to(rig.device), True, ids, weights)
-    found, best = ids.cpu().long(), logits.double().topk(PER_TOKEN)
-    if found.min() < 0 or found.max() >= EXPERTS:
-        raise CheckError("experts were chosen that there are not")
-    scores = logits.double().gather(1, found)
+    chosen, best = ids.cpu().long(), logits.double().topk(PER_TOKEN)
+    if chosen.min() < 0 or chosen.max() >= EXPERTS:
+        raise CheckError("experts were chosen that do not exist")
+    scores = logits.double().gather(1, chosen)
     if not torch.equal(scores, best.values):
         raise CheckError("other experts than the best were chosen")
     require(error_of(weights.cpu(), scores.softmax(-1)), BOUNDS[torch.float32], {})

@@ -1,6 +1,6 @@
-"""Each kernel of the GPU's half, on each of its levels, against float64, with the model's shapes.
+"""Checks of every GPU kernel at every fallback level, against float64, with the model's shapes.
 
-What is right is computed on the CPU: the card is what is in question.
+References are computed on the CPU, because the GPU is under test.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,17 +38,17 @@ from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
 
-DEADLINE_S = 90.0  # the first launch compiles, on a computer that may be slow
+DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
-KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantised weights: one of each kind of coding
-QUANTISED_ROWS = 80  # of a matrix: a tile, and a part of one
-CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompts' chunks
+KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantised weights: one per coding scheme
+QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
+CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
 
 Kernel = Callable[[Rig], Figures]
 
 
 def kernel_checks(rig: Rig) -> Iterator[Check]:
-    """Yield the checks of every kernel on every level; the highest come first."""
+    """Yield the checks of every kernel at every level, the highest first."""
     kernels: dict[str, Kernel] = {
         "row_copy": check_copies,
         "paged_decode": lambda rig: check_decode(rig, rig.dtype, kind=DeviceLayer),
@@ -60,7 +60,7 @@ def kernel_checks(rig: Rig) -> Iterator[Check]:
         "prompt_attention": check_prompts,
     }
     for name, check in kernels.items():
-        # What one kernel's check needs of another is not to blame on this one.
+        # Errors in other kernels that the check needs must not count against this kernel.
         others = {"paged_decode": "torch"} if name == "row_copy" else {}
         for level in MECHANISMS[name].levels:
             yield Check(
@@ -79,12 +79,12 @@ def _on_levels(rig: Rig, check: Kernel, levels: dict[str, str]) -> Figures:
 
 
 def check_copies(rig: Rig) -> Figures:
-    """Rows come out of their slots as they were put in."""
+    """Check that rows read from slots equal the rows stored."""
     return check_rows(rig, rig.dtype, kind=DeviceLayer)
 
 
 def check_norm(rig: Rig) -> Figures:
-    """The sum of x and the residual, and its norm."""
+    """Check the sum of x and the residual, and its norm."""
     figures: dict[str, Figure] = {}
     hidden, eps = rig.config.hidden_size, rig.config.rms_norm_eps
     weight = _random(rig, hidden).abs() + 0.1
@@ -105,7 +105,7 @@ def check_norm(rig: Rig) -> Figures:
 
 
 def check_activation(rig: Rig) -> Figures:
-    """Gated SiLU."""
+    """Check gated SiLU."""
     figures: dict[str, Figure] = {}
     errors = [0.0]
     for rows in ROWS:
@@ -121,7 +121,7 @@ def check_activation(rig: Rig) -> Figures:
 
 
 def check_rope(rig: Rig) -> Figures:
-    """Norms of heads where the model has them, rotation, and KV into the cache."""
+    """Check the norms of heads, if the model has them, rotation, and KV writes to the cache."""
     config, figures = rig.config, dict[str, Figure]()
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     errors = [0.0]
@@ -131,7 +131,7 @@ def check_rope(rig: Rig) -> Figures:
         angles = 100 * torch.rand(rows, 1, head_dim // 2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
         num_blocks = rows // BLOCK_SIZE + 2
-        # The slots of a batch begin at any address, and some tokens are stored nowhere.
+        # Slots may start at any address, and some tokens are not stored.
         slots = torch.randperm(num_blocks * BLOCK_SIZE)[: rows + 1].int()
         slots[2::4] = -1
         caches = [
@@ -167,17 +167,19 @@ def check_rope(rig: Rig) -> Figures:
             config.rms_norm_eps,
         )
         work()
-        found = rows_there.cpu().view(qkv.shape)
-        errors.append(error_of(found, exact))
+        actual = rows_there.cpu().view(qkv.shape)
+        errors.append(error_of(actual, exact))
         _check_stored(
-            slots[1:], [cache.cpu() for cache in caches], (found[:, heads:-kv_heads], found[:, -kv_heads:])
+            slots[1:],
+            [cache.cpu() for cache in caches],
+            (actual[:, heads:-kv_heads], actual[:, -kv_heads:]),
         )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * qkv.nbytes}
 
 
 def check_quantised(rig: Rig) -> Figures:
-    """Products with weights of each type that stays as it is stored, of few rows and of many."""
+    """Check matmuls with each stored weight type, for few and many rows."""
     figures: dict[str, Figure] = {}
     hidden, rows = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS
     errors, work = [0.0], None
@@ -193,20 +195,20 @@ def check_quantised(rig: Rig) -> Figures:
             work = partial(multiply_few, x, weight, offset, out)
             work()
             errors.append(error_of(out.cpu(), given.double() @ exact.double().T + bias.double()))
-        found = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
-        dequantise(weight, 0, found)
-        errors.append(error_of(found.cpu(), exact.double()))
+        unpacked = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
+        dequantise(weight, 0, unpacked)
+        errors.append(error_of(unpacked.cpu(), exact.double()))
         packed = _host_tiles(name, rows, hidden)
         unpack.unpack_quantised(name, packed, exact)
-        unpack_quantised(name, packed.to(rig.device), found)
-        errors.append(error_of(found.cpu(), exact.double()))
+        unpack_quantised(name, packed.to(rig.device), unpacked)
+        errors.append(error_of(unpacked.cpu(), exact.double()))
     assert work is not None
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": weight.nbytes + x.nbytes + out.nbytes}
 
 
 def _host_tiles(type_name: str, rows: int, columns: int) -> Tensor:
-    """Return tiles of any codes, whose scales are small."""
+    """Return tiles with random codes and small scales."""
     layout = unpack.LAYOUTS[type_name]
     packed = torch.empty(packed_bytes(type_name, rows, columns), dtype=torch.uint8)
     packed.random_(generator=torch.Generator().manual_seed(0))
@@ -222,11 +224,11 @@ def _check_stored(slots: Tensor, caches: list[Tensor], rows: tuple[Tensor, Tenso
         expected = torch.full_like(cache, 7.0)
         expected.view(-1, *cache.shape[2:])[slots[is_stored].long()] = values[is_stored]
         if not torch.equal(cache, expected):
-            raise CheckError("keys or values in the cache are not those that were computed")
+            raise CheckError("keys or values in the cache differ from the computed ones")
 
 
 def check_prompts(rig: Rig) -> Figures:
-    """Causal attention of chunks, with and without tokens before them, and with windows."""
+    """Check causal attention of chunks, with and without earlier tokens, and with sliding windows."""
     config, figures = rig.config, dict[str, Figure]()
     chunks, first = [], 0
     for start, count in CHUNKS:
@@ -244,18 +246,18 @@ def check_prompts(rig: Rig) -> Figures:
     for window in rig.windows:
         out.fill_(torch.nan)
         group.attend(q, contexts, out, scale, window, sinks, config.attention_softcap)
-        found = out.cpu()
+        actual = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
             expected = _dense(rig, given_q[chunk.rows], k, v, window)
-            errors.append(error_of(found[chunk.rows], expected))
+            errors.append(error_of(actual[chunk.rows], expected))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     work = partial(group.attend, q, contexts, out, scale, None, sinks, config.attention_softcap)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}
 
 
 def _dense(rig: Rig, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Attention in float64; the last query sees the last key."""
+    """Return attention in float64; the last query sees the last key."""
     group = q.shape[1] // keys.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * rig.config.attention_scale
@@ -273,5 +275,5 @@ def _random(rig: Rig, *shape: int) -> Tensor:
 
 
 def _worst(errors: list[float]) -> float:
-    """The largest, or nan if one is."""
+    """Return the largest error, or nan if any is nan."""
     return float(torch.tensor(errors, dtype=torch.float64).max())

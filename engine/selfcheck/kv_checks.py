@@ -1,4 +1,4 @@
-"""KV layers against float64: rows in and out, decode attention over them."""
+"""Checks of KV layers against float64: stored rows and decode attention."""
 
 import math
 
@@ -12,21 +12,21 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.selfcheck.rig import Rig, require
 
-# Relative error of a head's output, as one vector, rounding to the dtype included.
+# Relative error of a head's output vector, including rounding to the dtype.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.int8: 2e-2}
-INT8_STEP = 0.51 / 127  # of a row's largest element: half a step, and the rounding of its scale
-LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # of batches
-MANY = 24  # requests of one more batch
+INT8_STEP = 0.51 / 127  # relative to a row's largest element: half a step, plus rounding of its scale
+LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # tokens per request, by batch
+MANY = 24  # requests in an additional batch
 
 
 class LayerCase:
     """Random KV of a batch in one layer, in scattered blocks.
 
     Args:
-        rig: gives shape and device.
+        rig: provides shape and device.
         dtype: of the KV.
-        lengths: tokens of each request, the newest included.
-        kind: of the layer, which says whose memory it is in.
+        lengths: tokens per request, including the newest.
+        kind: layer class, which determines the memory.
     """
 
     def __init__(self, rig: Rig, dtype: torch.dtype, lengths: tuple[int, ...], kind: type[KVLayer]) -> None:
@@ -58,7 +58,7 @@ class LayerCase:
         self.ends = torch.tensor(lengths).cumsum(0)
 
     def write(self) -> None:
-        """Store all tokens but the newest of each request."""
+        """Store all tokens except each request's newest."""
         is_old = torch.ones(len(self.k), dtype=torch.bool)
         is_old[self.ends - 1] = False
         if is_old.any():
@@ -66,7 +66,6 @@ class LayerCase:
             self.layer.write(*self._there(self.k[is_old], self.v[is_old], slots))
 
     def stored(self, dtype: torch.dtype) -> Tensor:
-        """Read all rows back: [2, tokens, kv_heads, head_dim]."""
         out = torch.empty(2, *self.k.shape, dtype=dtype, device=self.device)
         self.layer.read(torch.cat(self.slots).to(self.device), out)
         return out.cpu()
@@ -82,7 +81,7 @@ class LayerCase:
         return out.cpu()
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:
-        """The answer in float64, of rows as `stored` gives them."""
+        """Return the attention in float64, from rows as read by `stored`."""
         keys, values = rows.double()
         group = self.q.shape[1] // keys.shape[1]
         out = torch.empty(self.q.shape, dtype=torch.float64)
@@ -99,26 +98,26 @@ class LayerCase:
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores as they level off at a model's cap, if it has one."""
+    """Return the scores after the model's softcap, if it has one."""
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax of scores [heads, ..., tokens], in which sinks [heads] take part."""
+    """Return the softmax of scores [heads, ..., tokens], which includes sinks [heads]."""
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.to(scores).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """The largest relative error of any vector along the last dimension."""
-    wrong = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of a vector along the last dimension."""
+    wrong = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     return float(wrong.max())
 
 
 def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
-    """Rows come out of their slots as they were put in."""
+    """Check that rows read from slots equal the rows stored."""
     case = LayerCase(rig, dtype, LENGTHS[1], kind)
     case.write()
     case.attend(None)
@@ -129,21 +128,21 @@ def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
         largest = rows.float().abs().amax(-1, keepdim=True)
         require(float(((stored - rows.float()).abs() / largest).max()), INT8_STEP, figures)
     elif not torch.equal(case.stored(rig.dtype), rows):
-        raise CheckError("rows came back from the cache with other values", figures)
+        raise CheckError("rows read from the cache have other values", figures)
     return figures
 
 
 def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
-    """Decode attention is that of float64, for several batches, lengths and windows."""
+    """Check decode attention against float64, for several batches, lengths and windows."""
     figures: dict[str, Figure] = {"cases": 0}
     worst, bytes_ = 0.0, 0
     for lengths in (*LENGTHS, tuple(40 + 7 * n for n in range(MANY))):
         case = LayerCase(rig, dtype, lengths, kind)
         case.write()
         for window in rig.windows:
-            found = case.attend(window)
+            actual = case.attend(window)
             stored = case.stored(torch.float32 if dtype is torch.int8 else rig.dtype)
-            error = error_of(found, case.expected(stored, window))
+            error = error_of(actual, case.expected(stored, window))
             worst = error if math.isnan(error) else max(worst, error)
             figures["cases"] = int(figures["cases"]) + 1
             if not worst <= BOUNDS[dtype]:

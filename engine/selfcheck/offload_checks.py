@@ -1,4 +1,4 @@
-"""Everything that is handed over between GPU and CPU, with random delays on both sides.
+"""Checks of transfers and signals between GPU and CPU, with random delays on both sides.
 
 device   |kernel, pause|                                  |kernel, pause|
 to-host                 |copy|flag
@@ -35,22 +35,22 @@ from neo_desktop.engine.selfcheck.rig import Rig, on_levels
 from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
 
 DEADLINE_S = 40.0
-CHAIN = 24  # hand-overs in a row, as in an iteration over so many layers
-PROGRAMS = 4  # each with pauses of its own
-SECONDS = {False: 5.0, True: 1.0}  # of stress; whether it is a first start
+CHAIN = 24  # consecutive round trips, as in an iteration over 24 layers
+PROGRAMS = 4  # each with its own pauses
+SECONDS = {False: 5.0, True: 1.0}  # of stress; the key is True for a first start
 MODULUS = 10_007
 MOST_PAUSE_S = 0.002
-PAUSE_CYCLES = 1_000_000  # of a GPU: half a millisecond or so
+PAUSE_CYCLES = 1_000_000  # about half a millisecond on a GPU
 
 N = TypeVar("N", int, Tensor)
 Pause = Callable[[random.Random], None]  # on the device
 
 
 def offload_checks(rig: Rig) -> Iterator[Check]:
-    """Yield the checks of flags, graphs, streams and memory; for a GPU."""
+    """Yield the checks of flags, graphs, streams and memory, for a GPU."""
     yield Check(
         "graphs-host-flags",
-        "Graphs that hand over to the CPU and back, with random delays",
+        "Graphs with round trips to the CPU, with random delays",
         "graphs",
         "host-flags",
         DEADLINE_S,
@@ -58,7 +58,7 @@ def offload_checks(rig: Rig) -> Iterator[Check]:
     )
     yield Check(
         "graphs-relay",
-        "CPU attention in the middle of a graph",
+        "CPU attention within a graph",
         "graphs",
         "host-flags",
         DEADLINE_S,
@@ -66,7 +66,7 @@ def offload_checks(rig: Rig) -> Iterator[Check]:
     )
     yield Check(
         "graphs-device-only",
-        "Graphs, captured and replayed with other numbers",
+        "Graphs, captured and replayed with other data",
         "graphs",
         "device-only",
         DEADLINE_S,
@@ -93,10 +93,10 @@ def offload_checks(rig: Rig) -> Iterator[Check]:
 
 
 def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
-    """Numbers go there and back for as long as the stress takes.
+    """Send data to the CPU and back for the duration of the stress test.
 
     Args:
-        in_graphs: whether flags tell the CPU, also from graphs; otherwise one of the backend's threads waits.
+        in_graphs: flags signal the CPU, also from graphs; otherwise a thread of the backend waits.
     """
     pinned = rig.device.type == "cuda"
     flags = empty_flags(CHAIN, pinned=pinned)
@@ -136,14 +136,14 @@ def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) ->
         for layer in range(CHAIN):
             expected = _computed(expected + 1, layer)
         if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
-            raise CheckError("what came back from the CPU is not what was sent", {"runs": runs})
+            raise CheckError("data from the CPU differs from the data sent", {"runs": runs})
         runs += 1
     backend.close()
     return {"runs": runs, "offload_buffers": runs * CHAIN}
 
 
 def _answer(trips: RoundTrips) -> None:
-    """The CPU's side: look at a flag, take a while, raise the other."""
+    """Act as the CPU: wait for a flag, pause, raise the other flag."""
     for layer in range(CHAIN):
         while trips.flags[READY, layer, 0].item() != 1:
             time.sleep(0)
@@ -156,14 +156,14 @@ def _computed(numbers: N, layer: int) -> N:
 
 
 def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> None:
-    """Run a program, which comes after this thread's work on the device."""
+    """Run a program after this thread's work on the device."""
     with backend.on_device():
         backend.start(program, with_flags=in_graphs, with_graphs=in_graphs)
         backend.wait()
 
 
 def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
-    """The native relay attends in the middle of programs of several sizes; requests see themselves alone."""
+    """Check attention by the native relay within programs of several sizes; requests attend to themselves."""
     config, pinned = rig.config, rig.device.type == "cuda"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     rng, runs = random.Random(0), 0
@@ -200,15 +200,15 @@ def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
                 raise
             relay.finish()
             runs += 1
-            # Layers count; all else is rounding.
+            # Only layers change the values beyond rounding.
             if not float((out.cpu() - number * CHAIN).abs().max()) < 0.01:
-                raise CheckError("what came back from CPU attention is not what was sent", {"runs": runs})
+                raise CheckError("data from CPU attention differs from the data sent", {"runs": runs})
         backend.forget()
     return {"runs": runs, "offload_buffers": runs * CHAIN}
 
 
 def check_replay(rig: Rig, backend: Backend) -> Figures:
-    """A graph computes with what its memory holds when it is replayed."""
+    """Check that a replayed graph uses the current content of its memory."""
     x, weight = (torch.zeros(64, 64, device=rig.device) for _ in range(2))
     out = torch.zeros(64, 64, device=rig.device)
 
@@ -220,13 +220,13 @@ def check_replay(rig: Rig, backend: Backend) -> Figures:
         weight.fill_(run + 1)
         _carry_out(backend, SmallProgram("replay", record), in_graphs=True)
         if not torch.equal(out.cpu(), torch.full((64, 64), 64.0 * run * (run + 1))):
-            raise CheckError("a graph that was replayed computed something else", {"runs": run})
+            raise CheckError("a replayed graph computed wrong values", {"runs": run})
     backend.forget()
     return {"runs": 5}
 
 
 def check_copies(rig: Rig, level: str) -> Figures:
-    """Copies of several sizes, both ways, while others are under way."""
+    """Check copies of several sizes, in both directions, during other copies."""
     pinned = level == "pinned" and rig.device.type == "cuda"
     is_gpu = rig.device.type == "cuda"
     with on_levels({"host_memory": level}):
@@ -242,13 +242,13 @@ def check_copies(rig: Rig, level: str) -> Figures:
                 back.copy_(there, non_blocking=True)
                 rig.synchronize()
             if not torch.equal(back, source + 1):
-                raise CheckError("numbers were lost on their way over the bus", {"bytes": 4 * size})
+                raise CheckError("data was lost on the bus", {"bytes": 4 * size})
     ms = rig.milliseconds(lambda: back.copy_(there, non_blocking=True))
     return {"ms": ms, "bytes": back.nbytes}
 
 
 def check_swap(rig: Rig) -> Figures:
-    """KV of the device comes back from host memory as it was, in other blocks."""
+    """Check that KV returns unchanged from host memory, in other blocks."""
     config, (near, far) = rig.one_layer(), MEASURED_TIERS
     pools = {
         place: KVPool(
@@ -277,10 +277,10 @@ def check_swap(rig: Rig) -> Figures:
 
     _carry_out(backend, SmallProgram("swap", record), in_graphs=False)
     backend.close()
-    found = torch.empty_like(given)
-    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), found)
-    if not torch.equal(found, given):
-        raise CheckError("KV that was moved to host memory came back with other values")
+    returned = torch.empty_like(given)
+    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), returned)
+    if not torch.equal(returned, given):
+        raise CheckError("KV came back from host memory with other values")
     return {"bytes": given.nbytes}
 
 

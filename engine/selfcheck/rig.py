@@ -1,4 +1,4 @@
-"""What checks work with: the model's shape, its device, and the way to a level."""
+"""The environment of the checks: the model's shape, its device, and fallback levels."""
 
 import math
 import time
@@ -22,7 +22,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Rig:
-    """A subject's shape, device and dtype; no weights are loaded.
+    """A subject's shape, device and dtype; it loads no weights.
 
     Raises:
         ValueError, ModelError: see `loading.load`.
@@ -32,36 +32,36 @@ class Rig:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         return choose_device(self.subject.device)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """Shape of the model."""
         if self.subject.shape is not None:
             return published_shape(self.subject.shape)
         return open_model(self.subject.model).config()
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV."""
+        """Dtype of weights and KV."""
         return choose_dtype(self.subject.dtype, self.config, self.device)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of the model's layers, and one that hides something in any case."""
-        of_model = {window for window in self.config.layer_windows if window is not None}
-        return (None, *sorted(of_model)[:1]) if of_model else (None, 100)
+        """The sliding windows of the model's layers, and one that certainly masks something."""
+        windows = {window for window in self.config.layer_windows if window is not None}
+        return (None, *sorted(windows)[:1]) if windows else (None, 100)
 
     @property
     def sinks(self) -> Tensor | None:
-        """Any [heads] on the CPU, if the model has some; None: it has none."""
+        """Random sinks, [heads] on the CPU; None: the model has none."""
         heads = self.config.num_heads
         return torch.linspace(-2.0, 4.0, heads) if self.config.attention_sinks else None
 
     @property
     def query_size(self) -> float:
-        """How large numbers of queries are: so that a cap of scores, if the model has one, changes many."""
+        """Magnitude of query elements, large enough that a softcap, if any, changes many scores."""
         return (self.config.attention_softcap or 2.0) / 2
 
     def one_layer(self) -> ModelConfig:
@@ -69,12 +69,11 @@ class Rig:
         return replace(self.config, num_layers=1, layer_windows=(None,))
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def milliseconds(self, work: Callable[[], object]) -> float:
-        """Return how long a piece of work takes at best; it has run before."""
+        """Return the shortest duration of a call; it has run before."""
         best = float("inf")
         for _ in range(REPEATS):
             self.synchronize()
@@ -87,25 +86,25 @@ class Rig:
 
 @contextmanager
 def on_levels(levels: Mapping[str, str]) -> Iterator[None]:
-    """Stand on levels of the fallbacks within the block.
+    """Use these fallback levels within the block.
 
     Raises:
-        CheckError: one was given up meanwhile: something else served in its place.
+        CheckError: the process fell back from one of the levels meanwhile.
     """
     with fallbacks.at_levels(levels):
         yield
         for standing in fallbacks.states():
             wanted = levels.get(standing.mechanism.name)
             if wanted is not None and standing.level.name != wanted:
-                raise CheckError(standing.reason or "something else served in its place")
+                raise CheckError(standing.reason or "a fallback replaced it")
 
 
 def require(error: float, bound: float, figures: dict[str, float | int | str]) -> None:
-    """Put an error and its bound among the figures.
+    """Record an error and its bound among the figures.
 
     Raises:
-        CheckError: the error is above the bound, or no number.
+        CheckError: the error is above the bound, or not a number.
     """
     figures |= {"error": "nan" if math.isnan(error) else error, "bound": bound}
     if not error <= bound:
-        raise CheckError(f"the relative error is {error:.1e}; at most {bound:.1e} is rounding", figures)
+        raise CheckError(f"the relative error is {error:.1e}; rounding explains at most {bound:.1e}", figures)

@@ -1,1 +1,1 @@
-"""The scheduler on a virtual clock: workloads, machines from datasheets, metrics; no GPU, no model."""
+"""Simulation: the scheduler on modelled hardware, without computation."""

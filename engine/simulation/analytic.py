@@ -28,24 +28,24 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 
-# What the software costs. Measured on an H200: a kernel replayed from a CUDA graph starts every 2 µs or so, a
-# hand-off GPU -> CPU -> GPU by stream memory operations takes 22 µs, any small copy over the bus 10.7 µs.
+# Software overheads. Measured on an H200: a CUDA graph starts about one kernel every 2 µs; a round trip
+# GPU -> CPU -> GPU by stream memory operations takes 22 µs, a small copy over the bus 10.7 µs.
 KERNEL_MS = 0.002
-LINEAR_KERNELS = 10  # of a layer: norms, products, rotation, cache write, activation
+LINEAR_KERNELS = 10  # per layer: norms, matmuls, rotation, cache write, activation
 BUS_LATENCY_MS = 0.0107
-ITERATION_MS = 1.0  # scheduling, launching the graph, copying sampled tokens back
+ITERATION_MS = 1.0  # scheduling, graph launch, copying sampled tokens back
 HEAD_KERNELS = 12
 SAMPLING_PASSES = 6  # over the float32 logits
 
-LONGEST_CHUNK = 1 << 16  # tokens; the last point of the tables of linear stages and prompt chunks
+LONGEST_CHUNK = 1 << 16  # tokens; last point of the tables of linear stages and prompt chunks
 LONGEST_CONTEXT = 1 << 17
-RESIDENT_LAYERS = 3  # of swapped KV: one is used, one comes, one goes
-CHUNK_STEP = 1.1  # between the points of prompt chunks: a chord is within 0.5 % of the parabola
+RESIDENT_LAYERS = 3  # layers of the prefetch buffer: one in use, one arriving, one leaving
+CHUNK_STEP = 1.1  # ratio of consecutive points of prompt chunks: a chord is within 0.5 % of the parabola
 
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Tokens of KV that the tiers hold."""
+    """KV capacity of the tiers, in tokens."""
 
     gpu_tokens: int
     cpu_tokens: int
@@ -55,7 +55,7 @@ class KVBudget:
         """Return `tier -> blocks`.
 
         Args:
-            workers: who has the CPU-cache in place of this computer; None: it has it itself.
+            workers: tier of the workers that hold the CPU-cache; None: this computer holds it.
         """
 
         def tokens(tier: KVTier) -> int:
@@ -63,15 +63,15 @@ class KVBudget:
                 return self.streamed_tokens
             return self.cpu_tokens if tier.in_host_memory else self.gpu_tokens
 
-        found = {tier: tokens(tier) // BLOCK_SIZE for tier in ALL_TIERS}
+        blocks = {tier: tokens(tier) // BLOCK_SIZE for tier in ALL_TIERS}
         if workers is None:
-            return found
-        return {workers if tier.cpu_attends else tier: count for tier, count in found.items()}
+            return blocks
+        return {workers if tier.cpu_attends else tier: count for tier, count in blocks.items()}
 
     def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
-        """Return the same memory with host memory for swapped layers, as much as an iteration hides at most.
+        """Return a budget with streamed KV in host memory, as much as an iteration hides at most.
 
-        The GPU's memory then holds a few layers of those tokens, too.
+        The prefetch buffer for it takes GPU memory.
         """
         (streamed,) = (tier for tier in ALL_TIERS if tier.is_streamed)
 
@@ -104,13 +104,13 @@ def kv_budget(
     form: WeightFormat = DENSE,
     plan: WeightPlan | None = None,
 ) -> KVBudget:
-    """Return what is left for KV beside weights of this form, activations and reserve, and the host's share.
+    """Return the KV budget beside weights in this format, activations, the reserve, and the host's share.
 
     Args:
-        plan: of weights of which some are in host memory; None: none are.
+        plan: placement of weights partly in host memory; None: all are on the GPU.
 
     Raises:
-        MemoryError: the weights do not fit, or nothing is left for KV.
+        MemoryError: the weights do not fit, or no memory is left for KV.
     """
     weights = config.weight_bytes(dtype, form)
     if plan is not None:
@@ -130,7 +130,7 @@ def kv_budget(
 
 
 def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> tuple[float, float]:
-    """Return the bytes of weights that a layer and the head read, with matrices of this form."""
+    """Return the weight bytes that a layer and the head read, with matrices in this format."""
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = form.embedding_bytes(vocab, hidden, dtype)
     untied = 0 if config.tie_word_embeddings else form.named("head").nbytes(vocab, hidden, dtype)
@@ -139,13 +139,13 @@ def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> t
 
 
 def host_attention_ms(host: HostPreset, config: ModelConfig, dtype: torch.dtype) -> float:
-    """Return what decode attention on a host takes for one token of context, in one layer."""
+    """Return the time of decode attention on a host for one token of context, in one layer."""
     kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers
     return (kv_bytes / host.attention_bytes_per_s + _attention_flops(config) / host.attention_flops) * 1e3
 
 
 def _attention_flops(config: ModelConfig) -> int:
-    """Per token of context: q·k and p·v, two multiply-adds for each element of a query head."""
+    """Return FLOP per context token: q·k and p·v, two multiply-adds per element of a query head."""
     return 4 * config.num_heads * config.head_dim
 
 
@@ -157,13 +157,13 @@ def analytic_cost_model(
     read: tuple[float, float] | None = None,
     divided: DividedWeights | None = None,
 ) -> TableCostModel:
-    """Build the tables that a profiler would have measured on an ideal machine of these figures.
+    """Build the tables that a profiler would measure on an ideal machine with these figures.
 
-    `read` is what `bytes_read` returns; None: all weights are of `dtype`. `divided` are weights of which some
-    are in host memory, or of experts, of which not all are read; None: there are none.
+    `read` is the result of `bytes_read`; None: all weights have `dtype`. `divided` describes weights partly
+    in host memory, or experts, which are not all read; None: neither exists.
 
-    Linear stages take the longer of reading the weights and of multiplying; decode attention is bound by
-    reading KV, on the CPU also by arithmetic, once for every query head of a group.
+    Linear stages take the longer of reading weights and arithmetic. Decode attention is bound by reading KV,
+    on the CPU also by arithmetic, once per query head of a group.
     """
     kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers  # of one layer, per token
     embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
@@ -172,13 +172,13 @@ def analytic_cost_model(
     layer_bytes, head_bytes = read or (layer_parameters * dtype.itemsize, head_parameters * dtype.itemsize)
     streaming = gpu.memory_bytes_per_s * gpu.streaming_share
     matmul = gpu.tensor_flops * gpu.matmul_share
-    # What comes over the bus is read from the host's memory.
+    # The bus reads host memory.
     bus = min(gpu.bus_bytes_per_s * gpu.bus_share, host.memory_bytes_per_s * host.read_share)
 
     def roofline(
         parameters: float, nbytes: float, most_rows: int, fixed_ms: float, row_ms: float = 0.0
     ) -> Curve:
-        """Two straight lines; the corner between them is a point of the curve."""
+        """Return the maximum of two straight lines; their corner is a point of the curve."""
 
         def product_ms(rows: float) -> float:
             return max(nbytes / streaming, 2 * parameters * rows / matmul) * 1e3
@@ -188,14 +188,14 @@ def analytic_cost_model(
         return Curve(rows, [fixed_ms + row_ms * n + product_ms(n) for n in rows])
 
     def attention(fixed_ms: float, ms_per_token: float) -> Surface:
-        """Time grows with requests x mean context: a bilinear surface is exact."""
+        """Return a surface for times proportional to requests x mean context; bilinear is exact."""
         requests, contexts = (1, 1024), (1, LONGEST_CONTEXT)
         return Surface(
             requests, contexts, [[fixed_ms + n * c * ms_per_token for c in contexts] for n in requests]
         )
 
     def chunk_ms(tokens: float, context: float) -> float:
-        """Attention of a prompt chunk by a kernel that leaves out what is masked; see `Surface` for x > y."""
+        """Return the time of a prompt chunk's attention without masked pairs; `Surface` includes x > y."""
         visible = max(context - tokens / 2, 0.0)
         return 2 * KERNEL_MS + tokens * visible * chunk_token_ms
 
@@ -216,7 +216,7 @@ def analytic_cost_model(
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING
     else:
         linear, host_linear = divided.curves(config.num_layers, kernels_ms, LONGEST_CHUNK)
-    # K and V of a layer in a piece each, whether it is one for pages or one that is swapped.
+    # Contiguous K and V of a layer, for pages as well as streamed KV.
     transfer = Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)])
     memory = host.memory_bytes_per_s * host.read_share
     return TableCostModel(

@@ -1,10 +1,10 @@
-"""How fast any schedule can be: a closed bound from the same cost tables, without simulating anything.
+"""An upper bound on throughput for any schedule: closed form, from the same cost tables, without simulation.
 
-Every token passes the linear stages; each decode reads its context once, on the GPU or on the CPU; an
-iteration reads all weights at least once, serves no more context than GPU-cache and CPU-cache hold, and
-brings each request no more than one token. With `x` the share of decode attention done on the CPU, `C` the
-context tokens of all decodes together, `N` those that the GPU-cache holds and `M` the CPU-cache, a run takes
-at least the least over x of
+Every token passes the linear stages. Each decode reads its context once, on the GPU or on the CPU. An
+iteration reads all weights at least once, serves no more context than GPU-cache and CPU-cache hold, and gives
+each request at most one token. Let `x` be the share of decode attention on the CPU, `C` the decodes' total
+context tokens, `N` the capacity of the GPU-cache and `M` that of the CPU-cache. A run takes at least
+the minimum over x of
 
     max( linear + head + iterations * fixed + prefill attention + (1 - x) * C * gpu,  x * C * cpu )
 
@@ -12,8 +12,8 @@ at least the least over x of
           linear     = max( tokens * cheapest linear per token,  iterations * linear of one token )
           head       = max( outputs * cheapest head per output,  iterations * head of one output )
 
-with perfect overlap and no waiting, no hand-off, no moves. And it takes at least as long as any of its
-requests would alone: what a single one needs comes one after the other.
+with perfect overlap and no waiting, offload transfers or moves. It also takes at least as long as its longest
+request alone, whose steps run one after the other.
 """
 
 from collections.abc import Sequence
@@ -26,37 +26,37 @@ from typing import Self
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
-STEPS = 1000  # of x; the error is on the safe side, see `least_ms`
+STEPS = 1000  # values of x; `least_ms` rounds so that the bound stays valid
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is room for at a time."""
+    """Capacity at one time."""
 
-    gpu_tokens: int  # in the GPU-cache
-    cpu_tokens: int  # in the CPU-cache
-    requests: float = inf  # that run
+    gpu_tokens: int  # of the GPU-cache
+    cpu_tokens: int  # of the CPU-cache
+    requests: float = inf  # running requests
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be computed, by any device, in tokens."""
+    """Work to compute on any device, in tokens."""
 
     linear_tokens: int  # through the linear stages
     outputs: int  # through the head
-    prompt_context: float  # what prompts' tokens attend to, summed over these tokens
+    prompt_context: float  # attended tokens, summed over prompt tokens
     longest_prompt: int
     decodes: int
-    decode_context: int  # what they attend to, summed over them
-    longest_chain: int  # iterations that come one after the other, since each brings one request a token
+    decode_context: int  # attended tokens, summed over decodes
+    longest_chain: int  # iterations in sequence, because each gives a request one token
 
     @classmethod
     def of(cls, requests: Sequence[WorkloadRequest]) -> Self:
-        """Return the work of whole requests."""
+        """Return the work of complete requests."""
         return cls(
             linear_tokens=sum(r.prompt_tokens + r.output_tokens - 1 for r in requests),
             outputs=sum(r.output_tokens for r in requests),
-            # However a prompt is cut, its tokens see half of it on average.
+            # In any chunking, a prompt token attends to half of the prompt on average.
             prompt_context=sum(r.prompt_tokens**2 / 2 for r in requests),
             longest_prompt=max((r.prompt_tokens for r in requests), default=1),
             decodes=sum(r.output_tokens - 1 for r in requests),
@@ -66,7 +66,7 @@ class Work:
 
 
 class LeastTimes:
-    """The least that the tables allow, per unit of work: what bounds are made of.
+    """Minimum times per unit of work in the tables, from which bounds are made.
 
     Args:
         longest_prompt: in tokens.
@@ -93,10 +93,10 @@ class LeastTimes:
         )
 
     def ms(self, work: Work, room: Room, on_gpu: float, on_cpu: float, *, is_serial: bool = False) -> float:
-        """Return the least time with these shares of decode attention on either side.
+        """Return the minimum time with these shares of decode attention on GPU and CPU.
 
         Args:
-            is_serial: whether nothing overlaps, since each step needs the one before.
+            is_serial: nothing overlaps, because each step needs the previous one.
         """
         gpu_context, cpu_context = on_gpu * work.decode_context, on_cpu * work.decode_context
         iterations = max(work.longest_chain, work.decodes / room.requests)
@@ -119,18 +119,18 @@ def least_ms(
     smallest_cpu_share: float = 0.0,
     largest_cpu_share: float = 1.0,
 ) -> float:
-    """Return the least time that the work takes.
+    """Return the minimum time of the work.
 
     Args:
         cost: the tables.
-        room: at least one cache has some.
-        smallest_cpu_share: of decode attention: x above.
-        largest_cpu_share: likewise; (0, 0) for gpu-only, (1, 1) for fastdecode.
+        room: at least one cache is not empty.
+        smallest_cpu_share: lower limit of x, see the module docstring.
+        largest_cpu_share: upper limit of x; (0, 0) for gpu-only, (1, 1) for fastdecode.
     """
     least = LeastTimes(cost, work.longest_prompt)
     low, high = _shares(room, smallest_cpu_share, largest_cpu_share)
     width = (high - low) / STEPS
-    # Over a step of x, what falls with x is taken at its end, what rises at its start: never too long.
+    # Within a step of x, take falling terms at its end and rising terms at its start: a valid lower bound.
     return min(
         least.ms(work, room, 1 - min(low + (step + 1) * width, high), low + step * width)
         for step in range(STEPS)
@@ -143,8 +143,8 @@ class Bound:
 
     Args:
         cost: the tables.
-        requests: arrival times are ignored: waiting only makes a run longer.
-        room: at least one cache has some.
+        requests: arrival times are ignored, because waiting only makes a run longer.
+        room: at least one cache is not empty.
     """
 
     cost: TableCostModel
@@ -152,7 +152,7 @@ class Bound:
     room: Room
 
     def makespan_ms(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
-        """Return the least time; see `least_ms`."""
+        """Return the minimum makespan; see `least_ms`."""
         shares = smallest_cpu_share, largest_cpu_share
         least = LeastTimes(self.cost, self._work.longest_prompt)
         alone_ms = (
@@ -165,7 +165,7 @@ class Bound:
         return max(least_ms(self.cost, self._work, self.room, *shares), *alone_ms)
 
     def output_tokens_per_s(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
-        """Return the most output tokens per second; see `makespan_ms`."""
+        """Return the maximum output tokens per second; see `makespan_ms`."""
         return self._work.outputs / self.makespan_ms(smallest_cpu_share, largest_cpu_share) * 1e3
 
     @cached_property
@@ -174,35 +174,35 @@ class Bound:
 
 
 def _shares(room: Room, smallest: float, largest: float) -> tuple[float, float]:
-    """Return between which shares the CPU's lies, where a cache may have no room."""
+    """Return the range of the CPU's share, narrowed if a cache is empty."""
     return smallest if room.gpu_tokens else 1.0, largest if room.cpu_tokens else 0.0
 
 
 def _decode_context(request: WorkloadRequest) -> int:
-    """Return the context tokens of all its decodes: the prompt's iteration gives the first token."""
+    """Return the context tokens of a request's decodes; the prompt's iteration gives the first token."""
     decodes = request.output_tokens - 1
     return decodes * request.prompt_tokens + decodes * (decodes + 1) // 2
 
 
 def _least_per_unit(curve: Curve) -> float:
-    """Return the least of time / x anywhere: between two points it lies between theirs."""
+    """Return the minimum of time / x: between two points it is between their values."""
     beyond = curve(2 * curve.x[-1]) - curve(curve.x[-1])
     return min([ms / x for x, ms in zip(curve.x, curve.ms, strict=True)] + [beyond / curve.x[-1]])
 
 
 def _least_per_first(curve: Curve, longest: float) -> float:
-    """Return the least of time / (x * x / 2), what x tokens see, up to the longest prompt.
+    """Return the minimum of time / (x * x / 2), up to the longest prompt; x tokens attend to x * x / 2.
 
-    Between two points it exceeds one of theirs.
+    Between two points the ratio is not below the smaller of theirs.
     """
     return min(2 * curve(x) / x**2 for x in (*curve.x, max(longest, curve.x[-1])))
 
 
 def _least_per_later(surface: Surface) -> float:
-    """Return the least of time / (x * (y - x / 2)), what x tokens see with a context of y at their end.
+    """Return the minimum of time / (x * (y - x / 2)): x tokens attend to that much, with a context of y.
 
-    Both are linear in y between two points of the grid, which therefore suffice. What is seen bends with x:
-    points between are looked at, too.
+    Both are linear in y between grid points, which therefore suffice. The attended tokens are curved in x, so
+    intermediate values of x are checked as well.
     """
     steps = 4
     xs = [a + (b - a) * step / steps for a, b in pairwise(surface.x) for step in range(steps)]
@@ -215,9 +215,9 @@ def _least_per_later(surface: Surface) -> float:
 
 
 def _least_per_product(surface: Surface) -> float:
-    """Return the least of time / (x * y) over the grid and far beyond it.
+    """Return the minimum of time / (x * y) over the grid and far beyond it.
 
-    Inside a cell a bilinear function is an average of its corners, and so is x * y with the same weights.
+    Inside a cell both a bilinear function and x * y are averages of their corners, with equal weights.
     """
     ratios = [
         ms / (x * y)

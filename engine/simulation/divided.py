@@ -1,4 +1,4 @@
-"""Weights that are divided between GPU and host memory, or among experts, on a machine from its datasheet."""
+"""Datasheet model of weights divided between GPU and host memory, or among experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from neo_desktop.models.linear.protocol import WeightFormat
 
 OFFLOAD_MS = 0.022  # GPU -> CPU -> GPU by stream memory operations, measured on an H200
 CPU_CALL_MS = 0.005  # waking the pool's threads
-ROWS_STEP = 1.1  # between the points of a curve
+ROWS_STEP = 1.1  # ratio of consecutive points of a curve
 
 
 def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
-    """Return how fast products are: the CPU reads weights as fast as its attention reads KV.
+    """Return matmul rates: the CPU reads weights as fast as its attention reads KV.
 
-    Host memory gives CPU and bus together what the channels give to readers.
+    CPU and bus together get the bandwidth of host memory's channels.
     """
     return Rates(
         cpu_bytes_per_s=host.attention_bytes_per_s,
@@ -41,9 +41,9 @@ def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DividedWeights:
-    """Of one model on one machine."""
+    """Divided weights of one model on one machine."""
 
-    matrices: Mapping[str, Sizes]  # of all layers
+    matrices: Mapping[str, Sizes]  # in all layers
     plan: WeightPlan
     rates: Rates
 
@@ -56,11 +56,11 @@ class DividedWeights:
         form: WeightFormat,
         dtype: torch.dtype,
     ) -> Self | None:
-        """Return what is to be known of a model's weights; None: each product reads all, on the GPU.
+        """Return a model's divided weights; None: each matmul reads all weights, on the GPU.
 
         Args:
-            plan: None: all are on the GPU.
-            form: of matrices there.
+            plan: None: all weights are on the GPU.
+            form: weight format on the GPU.
         """
         if plan is None and config.experts is None:
             return None
@@ -72,14 +72,14 @@ class DividedWeights:
 
     @property
     def bound_tokens_per_s(self) -> float:
-        """What one chat cannot exceed, however its weights are divided."""
+        """Upper bound for one chat, with any division of its weights."""
         return 1e3 / bound_ms(self.matrices, self.plan, self.rates)
 
     def curves(self, num_layers: int, fixed_ms: float, most_rows: int) -> tuple[Curve, Curve]:
-        """Return the linear stages of a layer by rows, and what the CPU computes in them.
+        """Return curves of a layer's linear stages and of the CPU's part in them, by rows.
 
         Args:
-            fixed_ms: what a layer takes beside its products.
+            fixed_ms: time per layer beside its matmuls.
             most_rows: the last point.
         """
         rows = [1]

@@ -1,14 +1,15 @@
-"""GPUs as their vendor's datasheets describe them.
+"""GPU presets from the vendors' datasheets.
 
-Memory is what the driver shows: with ECC on it is less than the name says. Bandwidth is bus width times data
-rate. TFLOP/s are dense fp16 products summed in fp32, as torch asks for them: GeForce cards do those at half
-the rate that is advertised for sums in fp16, which is twice their plain fp32 rate, from the Turing RTX cards
-on. Cards before the compute capability 8.0 have no bfloat16.
+Memory is the size that the driver shows: with ECC on it is below the nominal size. Bandwidth is bus width
+times data rate. TFLOP/s are dense fp16 matmuls accumulated in fp32, the mode that torch uses. From the Turing
+RTX cards on, GeForce cards run that mode at half the advertised rate of fp16 accumulation, which is twice
+their plain fp32 rate. Cards below compute capability 8.0 have no bfloat16.
 """
 
 from neo_desktop.engine.simulation.machine import GB, GIB, TFLOPS, GpuPreset
 
-_LANE_BYTES_PER_S = {3: 15.75 * GB / 16, 4: 31.5 * GB / 16, 5: 63 * GB / 16}  # PCIe generation -> one way
+# PCIe generation -> bytes/s per lane, one way
+_LANE_BYTES_PER_S = {3: 15.75 * GB / 16, 4: 31.5 * GB / 16, 5: 63 * GB / 16}
 
 
 def _gpu(
@@ -43,9 +44,9 @@ _DDR4, _DDR5 = "ddr4-desktop", "ddr5-desktop"
 
 # name, memory in GiB, GB/s, TFLOP/s, multiprocessors, (PCIe generation, lanes) or GB/s one way, host
 _ALL = (
-    # Data centres. T4 (2019): a power limit of 70 W throttles matrix products early, and Jia et al., arXiv
+    # Data centres. T4 (2019): a power limit of 70 W throttles matmuls early, and Jia et al., arXiv
     # 1903.07486, measured 220 of 320 GB/s. A10G: 70 TFLOP/s dense, where the A10 has 125. L4 and A2 have
-    # limits of 72 and 60 W. H100: power and the tail of each product keep matrix products near 0.65.
+    # limits of 72 and 60 W. H100: power and the tail of a matmul keep matmuls near 0.65.
     _gpu(
         *("t4", 15, 320, 65, 40, (3, 16), "g4dn.4xlarge"),
         has_bfloat16=False,
@@ -61,13 +62,13 @@ _ALL = (
     _gpu("h100", 78.125, 3350, 989, 132, (5, 16), "hgx-h100-numa-node", matmul_share=0.65),
     # GH200 (its datasheet): an H100 with 96 GB of HBM3 at 4 TB/s; NVLink-C2C has 900 GB/s, 450 each way.
     _gpu("gh200", 95.5, 4000, 989, 132, 450.0, "gh200-grace", matmul_share=0.65),
-    # Turing. The GTX cards have no tensor cores: what is stated is plain fp32.
+    # Turing. The GTX cards have no tensor cores: the figure is plain fp32.
     _gpu("gtx-1650", 4, 128, 2.98, 14, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("gtx-1660", 6, 192, 5.03, 22, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("rtx-2060", 6, 336, 25.8, 30, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("rtx-2080-ti", 11, 616, 53.8, 68, (3, 16), _DDR4, has_bfloat16=False),
     # Ampere (GA102 whitepaper, smaller cards scaled to their cores). A laptop's clock depends on the power
-    # that its maker grants: the middle of what the vendor states is taken.
+    # limit set by its maker; the figures use the middle of the vendor's range.
     _gpu("rtx-3050", 8, 224, 18.2, 20, (4, 8), _DDR4),
     _gpu("rtx-3060", 12, 360, 25.5, 28, (4, 16), _DDR4),
     _gpu("rtx-3060-8gb", 8, 240, 25.5, 28, (4, 16), _DDR4),

@@ -1,4 +1,4 @@
-"""Hosts: channels of memory from JEDEC's rates, cores from their vendors' datasheets."""
+"""Host presets: memory channels from JEDEC's rates, cores from the vendors' datasheets."""
 
 from neo_desktop.engine.simulation.machine import GB, GIB, HostPreset
 
@@ -32,7 +32,7 @@ def _host(
     ghz: float,
     lanes: int = 8,
 ) -> HostPreset:
-    """A CPU with two FMA units of so many lanes per core."""
+    """Return a CPU with two FMA units of `lanes` lanes per core."""
     return HostPreset(
         name,
         memory_gib * GIB,
@@ -46,7 +46,7 @@ def _host(
 
 _ALL = (
     # AWS, Intel ARK and NEO, table 1: 8 of the 24 cores of a Xeon Platinum 8259CL (Cascade Lake, six channels
-    # of DDR4-2933 = 140.8 GB/s; two AVX-512 FMA units, about 2.5 GHz in such code), 64 GB.
+    # of DDR4-2933 = 140.8 GB/s; two AVX-512 FMA units, about 2.5 GHz in AVX-512 code), 64 GB.
     _host(*("g4dn.4xlarge", "the host of a g4dn.4xlarge", 64, 140.8, 8), core_gb_per_s=12, ghz=2.5, lanes=16),
     _zen2("g5.2xlarge", cores=4, memory_gib=32, dies=1),
     _zen2("g5.4xlarge", cores=8, memory_gib=64, dies=1),
@@ -69,11 +69,11 @@ _ALL = (
     _host("ddr4-server", "a server's DDR4 memory", 256, 204.8, 32, core_gb_per_s=20, ghz=3.0),
     _host("ddr5-server", "a server's DDR5 memory", 384, 460.8, 48, core_gb_per_s=25, ghz=3.2),
     # NVIDIA's Grace datasheet: 72 Neoverse V2 cores (four vector units of 4 lanes, 3.1 GHz), 480 GB LPDDR5X
-    # at 384 GB/s: half of the 960 GB and 768 GB/s that two have. With 120 or 240 GB it would be 512 GB/s.
+    # at 384 GB/s: half of the 960 GB and 768 GB/s of two chips. With 120 or 240 GB it would be 512 GB/s.
     _host("gh200-grace", "the Grace half of a GH200", 447, 384, 72, core_gb_per_s=25, ghz=3.1),
     # Intel ARK and NEO, table 1: a quarter of two Xeon Platinum 8462Y+ (Sapphire Rapids, eight channels of
-    # DDR5-4800 = 307.2 GB/s per socket, two NUMA nodes each): 16 cores, 153.6 GB/s, 512 GB. One core was
-    # measured to read 12 GB/s.
+    # DDR5-4800 = 307.2 GB/s per socket, two NUMA nodes each): 16 cores, 153.6 GB/s, 512 GB. One core read
+    # 12 GB/s in a measurement.
     _host(
         *("hgx-h100-numa-node", "a quarter of an HGX H100 host", 512, 153.6, 16),
         core_gb_per_s=12,

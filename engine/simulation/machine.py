@@ -1,7 +1,7 @@
-"""A GPU and a host as far as the simulator is concerned.
+"""The simulator's model of a GPU and a host.
 
-A datasheet's figure and the share of it that programs reach are kept apart: the first is a fact with a
-source, the second an estimate with a reason. Bytes are decimal (1 GB = 1e9 bytes) unless a name says GiB.
+Datasheet figures and the shares that programs reach are separate: the first are facts with a source, the
+second estimates with a reason. Bytes are decimal (1 GB = 1e9 bytes) unless a name says GiB.
 """
 
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ TFLOPS = 10**12
 class GpuPreset:
     """One GPU.
 
-    Datasheet: what its maker states. Shares: how much of that a program gets. Those that are given here hold
-    for all unless a reason is stated beside a card: paged decode attention 0.6 and weight streaming 0.8 of
-    the memory bandwidth (measured on slices of an H200: attention reached 0.65 of what weight streaming
-    reached, and streaming is commonly 0.75 to 0.9 of the datasheet); prompt attention 0.4 of the tensor cores
-    in torch's kernels for these lengths; pinned copies 0.8 of PCIe (packet headers, flow control).
+    Datasheet: figures of its maker. Shares: the fractions that programs reach. The default shares apply to
+    all cards unless a reason is stated beside a card: paged decode attention 0.6 and weight streaming 0.8 of
+    the memory bandwidth (measured on slices of an H200: attention reached 0.65 of weight streaming, and
+    streaming is commonly 0.75 to 0.9 of the datasheet); prompt attention 0.4 of the tensor cores in torch's
+    kernels for these lengths; pinned copies 0.8 of PCIe (packet headers, flow control).
     """
 
     name: str
-    host: str  # the host preset it is usually found in
-    memory_bytes: int  # what the driver shows, which is a little less than the name says
+    host: str  # the host preset it usually comes with
+    memory_bytes: int  # as the driver shows it, a little below the nominal size
     memory_bytes_per_s: float
     tensor_flops: float  # dense fp16, accumulated in fp32
     bus_bytes_per_s: float  # to the host, one way
-    multiprocessors: int | None  # None: nobody said
+    multiprocessors: int | None  # None: unknown
     has_bfloat16: bool = True
-    matmul_share: float = 0.8  # of tensor_flops, by a large matrix product
-    streaming_share: float = 0.8  # of memory_bytes_per_s, by a product that is bound by reading weights
-    attention_share: float = 0.6  # of memory_bytes_per_s, by paged decode attention
-    prefill_attention_share: float = 0.4  # of tensor_flops, by attention of a prompt
-    bus_share: float = 0.8  # of bus_bytes_per_s, by copies from and to pinned memory
+    matmul_share: float = 0.8  # of tensor_flops, for a large matmul;
+    streaming_share: float = 0.8  # of memory_bytes_per_s, for a matmul bound by reading weights
+    attention_share: float = 0.6  # of memory_bytes_per_s, for paged decode attention
+    prefill_attention_share: float = 0.4  # of tensor_flops, for prompt attention
+    bus_share: float = 0.8  # of bus_bytes_per_s, for copies from and to pinned memory
 
     @property
     def title(self) -> str:
-        """Its name as its maker writes it: "RTX 4060 Ti 16 GB"; another name stays as it is."""
+        """The maker's spelling of the name: "RTX 4060 Ti 16 GB"; unknown names stay unchanged."""
         if not self.name.islower():
             return self.name
         return " ".join(_word(word) for word in self.name.split("-"))
@@ -45,23 +45,24 @@ class GpuPreset:
 
 @dataclass(frozen=True, slots=True)
 class HostPreset:
-    """One host, as far as CPU attention can use it."""
+    """One host, as CPU attention uses it."""
 
     name: str
     memory_bytes: int
-    memory_bytes_per_s: float  # of the channels that the cores below can reach
+    memory_bytes_per_s: float  # of the channels that these cores can reach
     cores: int  # physical
-    core_bytes_per_s: float  # what one core can read
+    core_bytes_per_s: float  # read bandwidth of one core
     core_flops: float  # fp32: FMA units x lanes x 2 x clock
     title: str = ""  # in a sentence: "a desktop's DDR4 memory"
 
-    # Shares, measured with this project's kernel (docs/performance.md) on Sapphire Rapids: 16 cores read 121
-    # of 153.6 GB/s; of what the cores can read, the kernel loses a tenth to everything but loads; and 143 of
-    # 192 GFLOP/s per core remain for multiplying, which adds to the reading time rather than hiding in it.
+    # Shares, measured with this project's kernel (docs/performance.md) on Sapphire Rapids. 16 cores read 121
+    # of 153.6 GB/s. Of a core's read bandwidth, the kernel loses a tenth to instructions other than loads.
+    # 143 of 192 GFLOP/s per core remain for arithmetic, which adds to the reading time instead of hiding in
+    # it.
     read_share: float = 0.8
     kernel_share: float = 0.9
     arithmetic_share: float = 0.75
-    idle_cores: int = 1  # left to Python and the driver; with every core spinning, iterations stall
+    idle_cores: int = 1  # left to Python and the driver; if every core spins, iterations stall
 
     @property
     def attention_cores(self) -> int:
@@ -70,7 +71,7 @@ class HostPreset:
 
     @property
     def attention_bytes_per_s(self) -> float:
-        """KV that they can stream."""
+        """KV bandwidth of the attention cores."""
         reachable = min(
             self.memory_bytes_per_s * self.read_share, self.attention_cores * self.core_bytes_per_s
         )
@@ -78,7 +79,7 @@ class HostPreset:
 
     @property
     def attention_flops(self) -> float:
-        """What they can compute in fp32."""
+        """Their fp32 arithmetic rate."""
         return self.attention_cores * self.core_flops * self.arithmetic_share
 
 

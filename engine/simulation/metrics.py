@@ -1,4 +1,4 @@
-"""What a simulated run brought: latencies per request and totals, as numbers and as plain data."""
+"""Results of a simulated run: latencies per request and totals, as numbers and as plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,32 +18,32 @@ class FinishedRequest:
 
     @property
     def ttft_ms(self) -> float:
-        """From arrival to the first token."""
+        """Time from arrival to the first token."""
         return self.first_token_ms - self.arrival_ms
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time between its tokens; None for an answer of one token."""
+        """Mean time between tokens; None for an output of one token."""
         gaps = self.output_tokens - 1
         return (self.finish_ms - self.first_token_ms) / gaps if gaps else None
 
     @property
     def latency_per_token_ms(self) -> float:
-        """Its whole time divided by its output tokens, as NEO's figure 6 has it."""
+        """Total time divided by output tokens, as in NEO's figure 6."""
         return (self.finish_ms - self.arrival_ms) / self.output_tokens
 
 
 @dataclass(slots=True)
 class Totals:
-    """What is counted while a simulation runs."""
+    """Running totals of a simulation."""
 
     num_iterations: int = 0
     num_sequences: int = 0  # summed over the iterations
     num_pipelined: int = 0  # iterations with two sub-batches
     gpu_busy_ms: float = 0.0
     cpu_busy_ms: float = 0.0
-    copy_wait_ms: float = 0.0  # in which the device waited for KV that crossed the bus
-    iterating_ms: float = 0.0  # the clock while iterations ran; the rest was waiting for arrivals
+    copy_wait_ms: float = 0.0  # device time spent waiting for KV to cross the bus
+    iterating_ms: float = 0.0  # clock time during iterations; the rest was waiting for arrivals
     num_preemptions: int = 0
     num_moves: int = 0
 
@@ -54,39 +54,38 @@ class SimulationResult:
 
     policy: str
     finished: Sequence[FinishedRequest]
-    num_refused: int  # requests that no place can ever hold, or that exceed the model's context
-    longest_tokens: int  # prompt and answer together: longer requests are refused
+    num_refused: int  # requests too large for every tier, or for the model's context
+    longest_tokens: int  # most prompt and output tokens together; longer requests are refused
     totals: Totals = field(repr=False)
 
     @property
     def makespan_ms(self) -> float:
-        """From the first arrival to the last token."""
+        """Time from the first arrival to the last token."""
         if not self.finished:
             return 0.0
         return max(r.finish_ms for r in self.finished) - min(r.arrival_ms for r in self.finished)
 
     @property
     def output_tokens(self) -> int:
-        """Of all finished requests."""
+        """Output tokens, summed over finished requests."""
         return sum(request.output_tokens for request in self.finished)
 
     @property
     def total_tokens(self) -> int:
-        """Prompts and outputs of all finished requests."""
+        """Prompt and output tokens, summed over finished requests."""
         return sum(request.prompt_tokens + request.output_tokens for request in self.finished)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens over the makespan."""
         return _ratio(self.output_tokens, self.makespan_ms / 1e3)
 
     @property
     def latency_per_token_ms(self) -> float:
-        """Mean over the requests; see `FinishedRequest.latency_per_token_ms`."""
+        """Mean over the requests."""
         return _mean([request.latency_per_token_ms for request in self.finished])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; units are in the names, shares run from 0 to 1."""
+        """Return plain data; units are in the names, shares are from 0 to 1."""
         totals = self.totals
         ttft = sorted(request.ttft_ms for request in self.finished)
         tpot = sorted(request.tpot_ms for request in self.finished if request.tpot_ms is not None)
@@ -115,7 +114,7 @@ class SimulationResult:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the smallest value that this share of the ordered values does not exceed; 0 for none."""
+    """Return the smallest value at or above `percent` of the ordered values; 0 for no values."""
     if not ordered:
         return 0.0
     return ordered[max(ceil(len(ordered) * percent / 100), 1) - 1]

@@ -10,9 +10,10 @@ __all__ = ["GB", "GIB", "GPUS", "HOSTS", "TFLOPS", "GpuPreset", "HostPreset", "g
 
 
 def get_gpu(name: str) -> GpuPreset:
-    """Return the GPU of that name, as people write it: "RTX 3060 12GB", "4090", "NVIDIA GeForce RTX 4060 Ti".
+    """Return the GPU with that name, in any common spelling: "RTX 3060 12GB", "4090", "GeForce RTX 4060 Ti".
 
-    ValueError lists the names where there is none.
+    Raises:
+        ValueError: unknown name; the message lists the valid ones.
     """
     plain = _plain(name).removeprefix("nvidia").removeprefix("geforce")
     gpu = GPUS.get(_ALIASES.get(plain, name.lower()))
@@ -22,7 +23,7 @@ def get_gpu(name: str) -> GpuPreset:
 
 
 def get_host(name: str) -> HostPreset:
-    """Return the host of that name; ValueError lists the names where there is none."""
+    """Return the host with that name; ValueError lists the valid names."""
     host = HOSTS.get(name.lower())
     if host is None:
         raise ValueError(f"no host preset is called {name!r}{_instead(name.lower(), list(HOSTS))}")
@@ -36,7 +37,7 @@ def _instead(name: str, names: list[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the name without capitals, spaces and dashes."""
+    """Return the name in lower case without spaces and dashes."""
     return "".join(character for character in name.lower() if character.isalnum())
 
 

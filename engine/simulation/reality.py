@@ -1,4 +1,4 @@
-"""A machine that is not what the cost tables say: what becomes of decisions on wrong predictions."""
+"""A machine that differs from its cost tables, to test decisions on wrong predictions."""
 
 import random
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ from neo_desktop.engine.predict.estimate import BatchShape, Decodes, predict
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How the true machine differs from the tables; the scheduler learns of it only as the engine does."""
+    """Deviation of the true machine from the tables; the scheduler learns it only as the engine does."""
 
-    gpu_slowdown: float = 1.0  # its stages truly take so many times what the tables say
-    cpu_slowdown: float = 1.0  # likewise CPU attention
+    gpu_slowdown: float = 1.0  # true time / table time of the GPU's stages
+    cpu_slowdown: float = 1.0  # the same for CPU attention
     noise: float = 0.0  # relative deviation of single iterations (of a log-normal factor with median 1)
-    bus_slowdown: float = 1.0  # as the others
+    bus_slowdown: float = 1.0  # the same for copies
 
     def __post_init__(self) -> None:
         slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
         if not (all(0 < slowdown < 100 for slowdown in slowdowns) and 0 <= self.noise < 1):
-            raise ValueError("a slowdown must lie between 0 and 100, noise from 0 to below 1")
+            raise ValueError("a slowdown must be between 0 and 100, noise at least 0 and below 1")
 
 
 class Reality:
-    """Gives iterations their true times and corrects the scheduler's cost model by them.
+    """Gives iterations their true times and corrects the scheduler's cost model accordingly.
 
     Args:
-        tables: what the scheduler first believes.
+        tables: the scheduler's initial cost model.
         seed: of the noise.
     """
 
     def __init__(self, tables: CostModel, mismatch: Mismatch, seed: int) -> None:
         self.believed = CorrectedCostModel(tables)  # for the scheduler
-        self.true = CorrectedCostModel(tables)  # as it is
+        self.true = CorrectedCostModel(tables)  # the actual machine
         self.true.device_factor = mismatch.gpu_slowdown
         self.true.host_factor = mismatch.cpu_slowdown
         self.true.bus_factor = mismatch.bus_slowdown
@@ -50,15 +50,15 @@ class Reality:
         moved_tokens: int,
         async_decodes: Mapping[KVTier, Decodes],
     ) -> float:
-        """Return how long an iteration truly takes, in ms; the scheduler's beliefs are corrected by it.
+        """Return the true time of an iteration in ms, and correct the scheduler's cost model.
 
         Args:
-            predicted: what the scheduler believes.
-            loads: of its sub-batches.
+            predicted: the scheduler's prediction.
+            shapes: of the sub-batches.
             moved_tokens: see `iteration_ms`.
-            async_decodes: likewise.
+            async_decodes: see `iteration_ms`.
         """
-        # The time of prompts is in the loads already, as the scheduler believes it.
+        # The shapes contain prefill times as the scheduler predicts them.
         factor = self.true.device_factor / self.believed.device_factor
         truly = [shape._replace(prefill_ms=shape.prefill_ms * factor) for shape in shapes]
         timing = predict(self.true, *truly, moved_tokens=moved_tokens, async_decodes=async_decodes)

@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: the same decisions and KV accounting as in the engine, no computation."""
+"""The scheduler on a virtual clock: decisions and KV accounting of the engine, without computation."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +18,7 @@ PROGRESS_EVERY = 256  # iterations
 
 
 class SimulatedRequest(RequestState):
-    """A request of known length without content: no prefix of it can be reused."""
+    """A request of known length without content, so that prefixes cannot be reused."""
 
     def __init__(self, ordinal: int, request: WorkloadRequest) -> None:
         name = str(ordinal)
@@ -43,21 +43,21 @@ def simulate(
 ) -> SimulationResult:
     """Run a workload to its end.
 
-    Iterations take exactly what the scheduler's cost model predicts, unless there is a mismatch. Requests
-    whose prompt and output exceed `max_context_tokens`, or what the policy's tiers can hold, are refused on
+    Iterations take the time that the scheduler's cost model predicts, unless a mismatch is given. Requests
+    whose prompt and output exceed `max_context_tokens`, or the capacity of the policy's tiers, are refused on
     arrival and counted.
 
     Args:
-        requests: by arrival.
-        num_blocks: `tier -> size of its pool`.
+        requests: in order of arrival.
+        num_blocks: `tier -> blocks`.
         block_size: tokens per block.
-        mismatch: how the machine differs from the cost model.
+        mismatch: deviation of the machine from the cost model.
         seed: of the mismatch's noise.
-        progress: told how many requests have ended, of how many.
-        observe: told of each iteration what was decided, and what the scheduler believed then.
+        progress: called with the number of finished requests and the total.
+        observe: called with each decision and the scheduler's cost model at that time.
 
     Raises:
-        RuntimeError: the scheduler finds nothing to do while requests wait, or loses blocks.
+        RuntimeError: the scheduler finds no work while requests wait, or loses blocks.
     """
     kv_cache = KVCache(num_blocks, block_size)
     reality = Reality(cost, mismatch, seed) if mismatch is not None else None
@@ -85,7 +85,8 @@ def simulate(
         if decision is None:
             if num_added == len(coming):
                 raise RuntimeError(
-                    f"policy {policy.name}: nothing to do, but {len(coming) - len(finished)} requests wait"
+                    f"policy {policy.name}: no work was scheduled, but "
+                    f"{len(coming) - len(finished)} requests wait"
                 )
             clock_ms = coming[num_added].arrival_ms
             continue
@@ -147,4 +148,4 @@ def _count(
 def _check_empty(kv_cache: KVCache) -> None:
     for tier, usage in kv_cache.usage().items():
         if usage.num_used_blocks:
-            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {tier.title} were never given back")
+            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {tier.title} were never freed")

@@ -1,10 +1,10 @@
-"""Attention workers: other machines that attend for a GPU's decodes, and how many of them it wants.
+"""Attention workers: other machines that attend for a GPU's decodes, and the number that the GPU needs.
 
-The model is FastDecode's. A row (a decode in a layer) sends q, k and v over the GPU's link and gets the
-output back; a worker then reads the KV of its requests. Requests are divided evenly, each one belongs to one
-worker, so that more workers than requests bring nothing. Nothing of a row overlaps with itself: what hides
-its way and its reading is the GPU's work for the other sub-batch. Rows of one sub-batch are on their way
-while workers attend for the other.
+The model is FastDecode's. A row (a decode in a layer) sends q, k and v over the GPU's link and receives the
+output; a worker reads the KV of its requests in between. Requests are divided evenly, and each belongs to one
+worker, so more workers than requests gain nothing. A row does not overlap with itself: the GPU's work for the
+other sub-batch hides its network and reading times. Rows of one sub-batch are in transit while workers attend
+for the other.
 """
 
 from bisect import bisect_left
@@ -21,13 +21,13 @@ from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.machine import HostPreset
 from neo_desktop.models.config import ModelConfig
 
-WORKERS = KVTier.worker(1)  # all of them together
-MOST_ROWS = 1024  # per worker; the last point of the tables, beyond which they go on
+WORKERS = KVTier.worker(1)  # all together
+MOST_ROWS = 1024  # per worker; the last point of the tables, which extrapolate beyond
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between the GPU's machine and all workers together: theirs are taken to be as fast at least."""
+    """Link between the GPU's machine and all workers; the workers' own links are at least as fast."""
 
     bytes_per_s: float  # one way
     round_trip_ms: float
@@ -38,23 +38,23 @@ class Workers:
     """Machines of one kind."""
 
     count: int
-    kind: HostPreset  # its memory is what it gives to KV
+    kind: HostPreset  # its memory is the memory for KV
     link: Link
 
     @property
     def title(self) -> str:
-        """What they are called in a sentence: "4 workers at 51 GB/s"."""
+        """Their name in a sentence: "4 workers at 51 GB/s"."""
         named = "1 worker" if self.count == 1 else f"{self.count:,} workers"
         return f"{named} at {self.kind.memory_bytes_per_s / 1e9:,.0f} GB/s"
 
     def kv_tokens(self, config: ModelConfig, dtype: torch.dtype) -> int:
-        """Return how many tokens of KV they hold together."""
+        """Return the KV tokens that the workers hold together."""
         return self.count * (self.kind.memory_bytes // config.kv_bytes_per_token(dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyLoad:
-    """Chats that come as others end, so that so many are always being answered."""
+    """A constant number of chats: a new chat starts whenever another ends."""
 
     requests: int
     prompt_tokens: float
@@ -62,21 +62,21 @@ class SteadyLoad:
 
     @property
     def context_tokens(self) -> float:
-        """Of a decode, on average."""
+        """Mean context of a decode."""
         return self.prompt_tokens + self.output_tokens / 2
 
 
 def with_workers(
     cost: TableCostModel, workers: Workers, config: ModelConfig, dtype: torch.dtype
 ) -> TableCostModel:
-    """Return the tables of the same GPU where workers attend in place of its own host."""
+    """Return tables of the same GPU, with workers' attention in place of the host's."""
     link, count = workers.link, workers.count
     query_bytes = config.num_heads * config.head_dim * dtype.itemsize
     kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers  # of one layer, per token
     row_ms = (2 * query_bytes + kv_bytes) / link.bytes_per_s * 1e3
-    sent_ms = (query_bytes + kv_bytes) / link.bytes_per_s * 1e3  # the output comes back beside others' rows
+    sent_ms = (query_bytes + kv_bytes) / link.bytes_per_s * 1e3  # the output returns beside other rows
     token_ms = host_attention_ms(workers.kind, config, dtype)
-    # The worker with the most requests has one at least: level up to as many requests as workers.
+    # The busiest worker has at least one request: constant up to as many requests as workers.
     requests = sorted({1, count, count * MOST_ROWS})
     contexts = (1, LONGEST_CONTEXT)
     attention = Surface(
@@ -92,7 +92,7 @@ def with_workers(
     tokens = cost.transfer.x
     return replace(
         cost,
-        # Prompts' KV goes on to the link while more of it comes over the bus.
+        # The KV of prompts continues on the link while more KV crosses the bus.
         transfer=Curve(
             tokens, [max(cost.transfer(n), n * kv_bytes / link.bytes_per_s * 1e3) for n in tokens]
         ),
@@ -105,7 +105,7 @@ def with_workers(
 
 
 def in_turn(cost: TableCostModel) -> TableCostModel:
-    """Return the tables of workers that get rows after answering others: the way is their time."""
+    """Return tables for workers that receive rows only after answering others: network time is busy time."""
     attention, network = cost.attention[WORKERS], cost.networks[WORKERS]
     ms = [[each + network.all(n) for each in row] for n, row in zip(attention.x, attention.ms, strict=True)]
     return replace(
@@ -114,7 +114,7 @@ def in_turn(cost: TableCostModel) -> TableCostModel:
 
 
 def device_ms(cost: TableCostModel, load: SteadyLoad) -> float:
-    """Return what the GPU computes in a layer for half of the decodes and the prompts that come with them."""
+    """Return the GPU's time in a layer for half of the decodes and the prompts that accompany them."""
     rows = -(-load.requests // 2)
     prompts = rows * load.prompt_tokens / load.output_tokens  # tokens
     each = max(int(load.prompt_tokens), 1)
@@ -123,7 +123,7 @@ def device_ms(cost: TableCostModel, load: SteadyLoad) -> float:
 
 
 def workers_ms(cost: TableCostModel, load: SteadyLoad) -> float:
-    """Return what attention for half of the decodes takes in a layer, with the way there and back."""
+    """Return the time of attention for half of the decodes in a layer, including the network."""
     rows = -(-load.requests // 2)
     return host_ms(cost, {WORKERS: Decodes(rows, round(rows * load.context_tokens))})
 
@@ -136,16 +136,16 @@ def workers_wanted(
     dtype: torch.dtype,
     load: SteadyLoad,
 ) -> int | None:
-    """Return how many workers of a kind hide their attention behind the GPU's work, and hold all KV.
+    """Return the number of workers that hide their attention behind the GPU's work, and hold all KV.
 
-    Two sub-batches take turns (FastDecode): while the GPU computes for one, the workers attend for the
-    other. Fewer make the GPU wait, more of them wait themselves.
+    Two sub-batches alternate (FastDecode): while the GPU computes one, the workers attend for the other. With
+    fewer workers the GPU waits; with more, the workers wait.
 
     Args:
-        cost: of the GPU; what it says of attention is not used.
+        cost: of the GPU; its attention times are not used.
 
     Returns:
-        None: no number is enough, since the link alone, or one request's attention, takes longer than the
+        None: no number suffices, because the link alone, or one request's attention, takes longer than the
         GPU's work.
     """
     busy_ms = device_ms(cost, load)

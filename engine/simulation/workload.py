@@ -1,4 +1,4 @@
-"""What is asked of the system: requests as lengths and arrival times, read from traces or made up."""
+"""Workloads: requests as lengths and arrival times, from traces or synthetic."""
 
 import csv
 import json
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MAX_TOKENS = 2**31 - 1  # of a length in a file: anything longer is a mistake
+MAX_TOKENS = 2**31 - 1  # per length in a file; anything longer is a mistake
 SPREAD = 0.1  # of synthetic lengths to either side, as in NEO, section 5.1
 
 
 class WorkloadError(ValueError):
-    """A file that holds no workload: one line that names the file, the line and what is wrong there."""
+    """A file without a valid workload: a one-line message with the file, the line and the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request: when it comes and how long it is."""
+    """Arrival time and lengths of one request."""
 
     arrival_ms: float
     prompt_tokens: int
@@ -29,38 +29,34 @@ class WorkloadRequest:
 
     @property
     def total_tokens(self) -> int:
-        """The longest its context gets, the last output token included."""
+        """The longest context, including the last output token."""
         return self.prompt_tokens + self.output_tokens
 
 
 def load_trace(path: Path) -> list[WorkloadRequest]:
     """Read an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or a JSON list of requests.
 
-    The CSV's requests come when they really came, counted from the first. Those of a JSON list of
-    `{"prompt": tokens, "max_tokens": tokens}` come all at once.
+    Arrival times in a CSV count from its first request. The requests of a JSON list of
+    `{"prompt": tokens, "max_tokens": tokens}` arrive all at once.
 
     Raises:
-        WorkloadError: the file is neither, is empty, or a line of it is malformed.
+        WorkloadError: the file has neither format, is empty, or has a malformed line.
         OSError: the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise WorkloadError(f"{path}: this is not a text file; expected {_FORMATS}") from None
+        raise WorkloadError(f"{path}: not a text file; expected {_FORMATS}") from None
     requests = _from_json(path, text) if text.lstrip()[:1] in ("[", "{") else _from_csv(path, text)
     if not requests:
         raise WorkloadError(f"{path}: the file holds no requests")
-    requests.sort(key=lambda request: request.arrival_ms)  # stable: equal times stay in the file's order
+    requests.sort(key=lambda request: request.arrival_ms)  # stable: equal times keep the file's order
     start_ms = requests[0].arrival_ms
     return [replace(request, arrival_ms=request.arrival_ms - start_ms) for request in requests]
 
 
 def synthetic(count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[WorkloadRequest]:
-    """Make requests whose lengths are uniform in 0.9 to 1.1 of the given, all at once (NEO, section 5.1).
-
-    Raises:
-        ValueError: a count or length below 1.
-    """
+    """Make requests with lengths uniform in 0.9 to 1.1 times the given, all at once (NEO, section 5.1)."""
     if min(count, prompt_tokens, output_tokens) < 1:
         raise ValueError("a synthetic workload needs at least one request, input token and output token")
     rng = random.Random(seed)
@@ -100,7 +96,7 @@ def _spread(tokens: int) -> tuple[int, int]:
 
 
 def _from_csv(path: Path, text: str) -> list[WorkloadRequest]:
-    # Line by line: no field of this format holds a line break, so an open quote spoils one line only.
+    # Line by line: fields in this format have no line breaks, so an open quote spoils only one line.
     rows = enumerate((next(csv.reader([line]), []) for line in text.splitlines()), start=1)
     number, header = next(rows, (1, []))
     names = [name.strip() for name in header]
@@ -127,7 +123,7 @@ def _csv_requests(
             first = first or moment
             arrival_ms = (moment - first).total_seconds() * 1e3
         except (ValueError, TypeError):  # TypeError: only one of the two names a time zone
-            raise WorkloadError(f"{where}: {stamp!r} is no time like 2023-11-16 18:15:46.680") from None
+            raise WorkloadError(f"{where}: {stamp!r} is not a time like 2023-11-16 18:15:46.680") from None
         yield WorkloadRequest(
             arrival_ms,
             _tokens(where, AZURE_COLUMNS[1], _integer(prompt)),
@@ -136,7 +132,7 @@ def _csv_requests(
 
 
 def _from_json(path: Path, text: str) -> list[WorkloadRequest]:
-    """Parse the list element by element, so that an error can name its line."""
+    """Parse the list element by element, so that errors can name their line."""
     decoder = json.JSONDecoder()
     position = text.index("[") + 1 if text.lstrip().startswith("[") else None
     if position is None:
@@ -151,7 +147,7 @@ def _from_json(path: Path, text: str) -> list[WorkloadRequest]:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise WorkloadError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
-        except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+        except (ValueError, RecursionError):  # a number of thousands of digits, or unlimited nesting
             raise WorkloadError(f"{where}: not valid JSON") from None
         if not isinstance(value, dict):
             raise WorkloadError(f"{where}: each request must be an object, expected {_FORMATS}")
@@ -177,7 +173,7 @@ def _tokens(where: str, name: str, value: Any) -> int:
 
 
 def _integer(text: str) -> int | str:
-    """Return the number, or the text itself where it is none or longer than any length could be."""
+    """Return the number, or the text itself if it is not a number or too long."""
     return int(text) if text.isdecimal() and len(text) <= len(str(MAX_TOKENS)) else text
 
 

@@ -194,7 +194,7 @@ def test_the_schema_of_a_tool_is_enforced_as_far_as_possible_or_refused(
         chat.ask(rest, tools=[TIME, strict], tool_choice="required")
     assert refusal.value.body["message"] == (  # type: ignore[index]
         "tools cannot be enforced: tool 'search', $.properties.paths: 'uniqueItems' cannot be enforced: "
-        "leave it out, or do not ask for strict"
+        "remove it, or turn strict off"
     )
 
 

@@ -63,7 +63,7 @@ def test_a_new_secret_is_for_its_owner_alone_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--listen", "127.0.0.1:x"), "is no address of a worker"),
+        (("--listen", "127.0.0.1:x"), "is not a worker address"),
         (("--device", "tpu"), "choose cpu, cuda or cuda:N"),
         (("--tls-cert", "no-such.pem"), "no-such.pem and its key cannot be used"),
     ],
@@ -153,7 +153,7 @@ def test_a_worker_that_is_not_there_at_the_start_joins_later(
         port = unused.getsockname()[1]
     batch = prompts()
     with make_engine(checkpoint, secret, f"127.0.0.1:{port}") as engine:
-        assert f"worker-1 at 127.0.0.1:{port} cannot be reached, and is tried again" in caplog.text
+        assert f"worker-1 at 127.0.0.1:{port} cannot be reached; retrying in the background" in caplog.text
         assert Answers(engine, batch).end() == expected(checkpoint, batch)
         assert engine.stats().num_cpu_decodes == 0
         with WorkerProcess(secret, port):

@@ -140,7 +140,7 @@ def test_what_fails_at_the_first_start_is_done_without(
 def test_a_gpu_that_fails_on_every_rung_is_refused_with_what_to_do(gpu: SimpleNamespace) -> None:
     subject = Subject(model="bad", shape="tiny", dtype="float32", is_quick=True)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"every way.*--device cpu"):
+        with pytest.raises(RuntimeError, match=r"every fallback level.*--device cpu"):
             check_at_first_start(subject, CUDA, None, CHILD)
 
 

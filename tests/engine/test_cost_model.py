@@ -123,7 +123,7 @@ def test_tables_of_an_older_form_are_refused() -> None:
     data["version"] = 1
     data["prefill_attention"] = data.pop("later_chunk_attention")
     del data["first_chunk_attention"]
-    with pytest.raises(ValueError, match="cost tables of version 1"):
+    with pytest.raises(ValueError, match="cost tables have version 1"):
         TableCostModel.from_json(data)
 
 

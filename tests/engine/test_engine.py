@@ -253,7 +253,7 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
     refused = sum(size > 20 for size in sizes)
     assert 2 <= refused < 0.1 * len(sizes)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the device is short of memory: going on with smaller iterations (another program took it)"
+        "the device is short of memory: continuing with smaller iterations (another program took it)"
     ]
 
 
@@ -389,7 +389,7 @@ def test_a_context_longer_than_the_caches_is_refused_not_waited_for(checkpoints:
         ({"dtype": "int3"}, "dtype 'int3'"),
         ({"policy": "magic"}, "policy 'magic'"),
         ({"cpu_cache_dtype": "int4"}, "cpu_cache_dtype 'int4'"),
-        ({"cpu_cache_dtype": "int8", "policy": "gpu-only"}, "with this policy there is none"),
+        ({"cpu_cache_dtype": "int8", "policy": "gpu-only"}, "but this policy has no CPU-cache"),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens"),
         ({"max_batch_requests": 0}, "max_batch_requests"),
         ({"shape": "llama-9"}, "llama-9"),

@@ -59,7 +59,7 @@ def test_one_line_tells_of_several_mechanisms(caplog: pytest.LogCaptureFixture) 
         fallbacks.limit_all(("norm", "activation", "row_copy"), "torch", "there is no compiler")
     assert fallbacks.limits() == dict.fromkeys(("norm", "activation", "row_copy"), "torch")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "Gated activation; Rows of KV" in line
+    assert "Gated activation; KV cache reads" in line
     assert "there is no compiler" in line
 
 

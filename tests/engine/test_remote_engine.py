@@ -142,7 +142,7 @@ def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
 def test_heads_that_cannot_be_divided_are_told_with_what_to_do(
     checkpoints: dict[str, Path], secret: Path
 ) -> None:
-    with pytest.raises(ValueError, match="2 KV heads cannot be divided among 3 workers: name a number"):
+    with pytest.raises(ValueError, match="2 KV heads cannot be divided among 3 workers: choose a number"):
         Engine.from_pretrained(
             checkpoints["llama"],
             device="cpu",
@@ -163,7 +163,7 @@ def test_a_worker_that_refuses_ends_the_start_in_words(checkpoints: dict[str, Pa
 
 
 def test_without_a_secret_nothing_is_loaded(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"need a secret, and .* is not there: give both sides the same"):
+    with pytest.raises(ValueError, match=r"need a secret, but .* does not exist: give both sides the same"):
         Engine.from_pretrained(
             checkpoints["llama"], device="cpu", workers="box", worker_secret=tmp_path / "none"
         )
