@@ -95,7 +95,7 @@ class ExpertPass:
         host, turn = self.host, stage.layer
         assert host is not None
         find = partial(experts.moe.find_host_ids, experts.room, self.divided[turn].streamed)
-        found = launcher.run(Lane.DEVICE, stage, find)
+        routed = launcher.run(Lane.DEVICE, stage, find)
         send = partial(host.take, experts.x, experts.room.choice)
-        sent = launcher.run(Lane.TO_HOST, host.what(turn), send, (found,))
+        sent = launcher.run(Lane.TO_HOST, host.what(turn), send, (routed,))
         return launcher.host(Lane.CPU, host.stage(turn), host.step(turn), (sent,))

@@ -156,13 +156,13 @@ class _Rooms(Generic[_Room]):
 
     def __init__(self, make: Sequence[Callable[[int], _Room]], rows: Sequence[int]) -> None:
         self._make = make
-        self.of_graphs = [make_it(count) for make_it, count in zip(make, rows, strict=False)]
-        self._largest = list(self.of_graphs)
+        self.graph_rooms = [make_it(count) for make_it, count in zip(make, rows, strict=False)]
+        self._largest = list(self.graph_rooms)
 
     def of(self, index: int, rows: int) -> _Room:
         """Return the buffer of a sub-batch for `rows` rows."""
-        if rows <= self.of_graphs[index].rows:
-            return self.of_graphs[index]
+        if rows <= self.graph_rooms[index].rows:
+            return self.graph_rooms[index]
         if rows > self._largest[index].rows:
             self._largest[index] = self._make[index](rows)
         return self._largest[index]
@@ -214,7 +214,7 @@ class OffloadedMatmuls:
             pieces += moe.pieces(moe.num_on_host, dtype)
         most = max((piece.nbytes for piece in pieces), default=0)
         numbers = max((piece.elements for piece in pieces), default=0)
-        rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
+        rooms: list[HostRoom | ExpertRoom] = [*self._rooms.graph_rooms, *self._expert_rooms.graph_rooms]
         self.on_host = [tensor for room in rooms for tensor in room.on_host]  # tensors of copies in graphs
         sources = [source for piece in pieces for source in piece.sources]
         self.staging = Staging.of(sources, len(rows), device)

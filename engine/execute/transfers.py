@@ -285,6 +285,6 @@ class TransferMemory:
         memory, flags = self._memory[self._num_taken]
         self._num_taken += 1
         both = memory.view((NUM_BUFFERS, 2, len(slots), *self._row_shape), self._dtype)
-        of = "" if index == NO_SUB_BATCH else f" of sub-batch {index}"
-        relay = RelayTransfer(f"{name!r}{of}", to_host, is_behind, slots, (both[0], both[1]), flags)
+        suffix = "" if index == NO_SUB_BATCH else f" of sub-batch {index}"
+        relay = RelayTransfer(f"{name!r}{suffix}", to_host, is_behind, slots, (both[0], both[1]), flags)
         return HostTransfer(name, index, pool, relay)

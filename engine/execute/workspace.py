@@ -280,9 +280,9 @@ def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, nu
     slots = config.num_layers * MAX_ASYNC_DECODES
     async_decodes = slots * (2 * config.hidden_size * dtype.itemsize + 8 * config.head_dim)
     ints = 5 * rows + 2 * capacity.decodes * (5 + capacity.blocks) + slots
-    nowhere = torch.device("meta")
-    scratch = Scratch.empty(config, capacity.tokens, dtype, nowhere)
-    states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]
+    meta = torch.device("meta")
+    scratch = Scratch.empty(config, capacity.tokens, dtype, meta)
+    states = [State.empty(config, n, dtype, meta, scratch) for n in (capacity.tokens, capacity.decodes)]
     parts_of: tuple[Scratch | State, ...] = (scratch, *states)
     values = [getattr(part, field.name) for part in parts_of for field in fields(part)]
     values += scratch.experts or ()

@@ -57,9 +57,9 @@ class DeviceLayer(KVLayer):
         kv_heads, head_dim = self._k.shape[2:]
         q = self._k.new_empty(1, num_heads, head_dim)
         rows = self._k.new_empty(2, 1, kv_heads, head_dim)
-        nowhere = torch.full((1,), -1, device=self.device)
-        self.write(rows[0], rows[1], nowhere)
-        self.read(nowhere, rows)
+        no_slot = torch.full((1,), -1, device=self.device)
+        self.write(rows[0], rows[1], no_slot)
+        self.read(no_slot, rows)
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         for splits in (1, 2):  # without merging and with it
             parts = self._partials(q, 1, splits)
