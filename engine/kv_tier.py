@@ -61,6 +61,6 @@ class KVTier(_KVTier):
 
 KVTier.DEVICE = KVTier("device", label="gpu", in_host_memory=False, host_attends=False)
 KVTier.HOST = KVTier("host", label="cpu", in_host_memory=True, host_attends=True)
-KVTier.STREAMED = KVTier("swapped", label="swap", in_host_memory=True, host_attends=False)
+KVTier.STREAMED = KVTier("streamed", label="swap", in_host_memory=True, host_attends=False)
 MEASURED_TIERS = (KVTier.DEVICE, KVTier.HOST)  # tiers whose attention is measured separately
 ALL_TIERS = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)

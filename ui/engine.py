@@ -204,7 +204,7 @@ def _facts(running: Running) -> Markup:
             ("… with two sub-batches", _part(counters.double_iterations, counters.iterations)),
             ("Tokens written", f"{counters.output_tokens:,}"),
             ("… attention on the CPU", _part(counters.cpu_decodes, counters.output_tokens)),
-            ("… at their own pace", _part(counters.async_decodes, counters.output_tokens)),
+            ("… asynchronously", _part(counters.async_decodes, counters.output_tokens)),
         ]
     rows += [
         ("Prompt tokens", f"{counters.prompt_tokens:,}"),

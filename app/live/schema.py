@@ -136,10 +136,10 @@ class Counters(_Json):
     double_iterations: int = Field(description="with two sub-batches")
     output_tokens: int
     cpu_decodes: int = Field(description="output tokens whose attention the CPU computed")
-    async_decodes: int = Field(description="of these, those that came at their own pace")
+    async_decodes: int = Field(description="of these, those computed asynchronously")
     prompt_tokens: int = Field(description="computed or reused")
     cached_tokens: int = Field(description="of these, reused from earlier requests with the same beginning")
-    moves: int = Field(description="requests whose KV was brought to another place")
+    moves: int = Field(description="requests whose KV was moved to another tier")
     preemptions: int = Field(description="requests whose KV was given up and computed again")
 
 

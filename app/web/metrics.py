@@ -104,16 +104,16 @@ class EngineCollector(Collector):
         ):
             yield GaugeMetricFamily(f"neo_desktop_{name}", help_text, value=value)
         running = GaugeMetricFamily(
-            "neo_desktop_running_requests", "Requests by place of KV", labels=["place"]
+            "neo_desktop_running_requests", "Requests by tier of KV", labels=["tier"]
         )
         for tier, count in stats.num_running_at.items():
             running.add_metric([tier.label], count)
-        used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by place", labels=["place"])
-        size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by place", labels=["place"])
+        used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by tier", labels=["tier"])
+        size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by tier", labels=["tier"])
         given_back = GaugeMetricFamily(
             "neo_desktop_cache_given_back_tokens",
-            "KV whose memory other programs have for now, by place",
-            labels=["place"],
+            "KV whose memory other programs have for now, by tier",
+            labels=["tier"],
         )
         for tier, pool in stats.pools.items():
             given_back.add_metric([tier.label], pool.num_given_back_blocks * stats.block_size)
@@ -126,10 +126,10 @@ class EngineCollector(Collector):
             ("output_tokens", "Output tokens", stats.num_output_tokens),
             ("cpu_decodes", "Output tokens whose attention the CPU computed", stats.num_cpu_decodes),
             ("iterations", "Iterations of the engine", stats.num_iterations),
-            ("async_decodes", "Those of them that came at their own pace", stats.num_async_decodes),
+            ("async_decodes", "Those of them computed asynchronously", stats.num_async_decodes),
             ("double_iterations", "Iterations with two sub-batches", stats.num_double_iterations),
             ("preemptions", "Requests whose KV had to be given up", stats.num_preemptions),
-            ("moves", "Requests whose KV was brought to another place", stats.num_moves),
+            ("moves", "Requests whose KV was moved to another tier", stats.num_moves),
         ):
             yield CounterMetricFamily(f"neo_desktop_{name}", help_text, value=count)
 

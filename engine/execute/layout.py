@@ -148,7 +148,7 @@ class GraphKey:
             tuple(_with_prompts(rows) if has_prompts else _decodes(rows) for rows in self.sub_batches),
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
-            round_swapped(self.streamed_blocks),
+            rounded_streamed(self.streamed_blocks),
         )
 
     @property
@@ -204,7 +204,7 @@ def round_tokens(count: int) -> int:
     return -(-count // step) * step
 
 
-def round_swapped(blocks: int) -> int:
+def rounded_streamed(blocks: int) -> int:
     """Round up to a streamed-block count of the graphs.
 
     Padding blocks cost time on the bus. If the blocks are many, padding is an eighth at most.

@@ -57,7 +57,7 @@ class RoundTrips:
     def _record(self, launcher: Launcher) -> None:
         arrived: tuple[Signal, ...] = ()
         for trip in range(self.flags.shape[1]):
-            stage = Stage("hand-off", trip, 0, 1)
+            stage = Stage("offload", trip, 0, 1)
             made = launcher.run(Lane.DEVICE, stage, self.make, arrived)
             sent = launcher.run(Lane.TO_HOST, stage, self.send, (made,))
             step = HostStep(partial(self.answer, trip), self.flags[:, trip])

@@ -83,7 +83,7 @@ class OffloadTimer:
             start = time.perf_counter()
             try:
                 self._backend.start(
-                    trips.program("hand-off"), with_flags=self._in_graph, with_graphs=self._in_graph
+                    trips.program("offload"), with_flags=self._in_graph, with_graphs=self._in_graph
                 )
                 self._backend.wait()
             except BaseException:

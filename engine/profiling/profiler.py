@@ -71,7 +71,7 @@ _WHAT = {
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
     Stage.SWAP: "copies to the GPU",
-    Stage.OFFLOAD: "hand-off",
+    Stage.OFFLOAD: "offload",
 }
 
 

@@ -231,7 +231,7 @@ std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
   const auto of = [](const std::string& what, size_t l) { return what + " of layer " + std::to_string(l); };
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
     const std::string place = std::to_string(layer) + " of " +
-                              (batch->is_by_layer() ? "staggered decodes in " : "") + "sub-batch " +
+                              (batch->is_by_layer() ? "async decodes in " : "") + "sub-batch " +
                               std::to_string(batch->index);
     return (is_waiting ? "the GPU did not hand over q, k and v for layer "
                        : "the CPU did not end its attention for layer ") +

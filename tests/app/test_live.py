@@ -214,7 +214,7 @@ def test_all_figures_are_sent_with_their_units() -> None:
     running = sent["running"]
     assert sent["state"] == "working"
     assert running["gpu_cache"] == {"total_tokens": 1024, "used_tokens": 64, "leftover_tokens": 32}
-    assert [line["place"] for line in running["requests"]] == ["gpu", "cpu", "cpu"]
+    assert [line["tier"] for line in running["requests"]] == ["gpu", "cpu", "cpu"]
     assert [line["is_held"] for line in running["requests"]] == [False, True, False]
     assert running["batch"]["requests"] == 8
     assert running["rates"]["output_tokens_per_s"] == 20.0

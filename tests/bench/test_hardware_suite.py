@@ -230,7 +230,7 @@ def test_a_hand_off_takes_time(in_graph: bool) -> None:
 def test_a_hand_off_that_loses_data_is_an_error() -> None:
     class Lossy(ImitatedBackend):
         def enqueue(self, operations: Sequence[Operation]) -> None:
-            first = next(o for o in operations if o.lane is Lane.DEVICE and o.stage.name == "hand-off")
+            first = next(o for o in operations if o.lane is Lane.DEVICE and o.stage.name == "offload")
             work = first.work
             first.work = lambda: (work(), work())  # once more than was sent
             super().enqueue(operations)

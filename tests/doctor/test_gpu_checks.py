@@ -150,7 +150,7 @@ class LossyBackend(ImitatedBackend):
     """Loses the last copy back of every program."""
 
     def enqueue(self, operations: Sequence[Operation]) -> None:
-        copies = [o for o in operations if o.lane is Lane.TO_DEVICE and o.stage.name == "hand-off"]
+        copies = [o for o in operations if o.lane is Lane.TO_DEVICE and o.stage.name == "offload"]
         copies[-1].work = lambda: None
         super().enqueue(operations)
 
