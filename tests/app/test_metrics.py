@@ -55,7 +55,7 @@ def test_running_requests_are_told_by_place(server: RunningServer, executor: Fak
     body = {"prompt": "xx", "max_tokens": 400, "stream": True}
     executor.open.clear()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False):
-        key = "neo_desktop_running_requests", frozenset({("place", "gpu")})
+        key = "neo_desktop_running_requests", frozenset({("tier", "gpu")})
         executor.steps.release()
         eventually(lambda: figures(server)[key] == 1)
         executor.open.set()
