@@ -130,7 +130,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "nothing": (header(tensors=1) + tensor("t", 0, 5), "with the shape"),
     "beyond the end": (header(tensors=1) + tensor("t", 32, 32), "is truncated: t ends at byte"),
     "far offset": (header(tensors=1) + tensor("t", 32, offset=2**63 - 32) + bytes(300), "is truncated"),
-    "odd offset": (header(tensors=1) + tensor("t", 32, offset=7) + bytes(300), "no multiple of 32"),
+    "odd offset": (header(tensors=1) + tensor("t", 32, offset=7) + bytes(300), "not a multiple of 32"),
     "half a block": (header(tensors=1) + tensor("t", 33, kind=8) + bytes(300), "rows of 33, which Q8_0"),
     "type": (
         header(tensors=1) + tensor("t", 32, kind=77) + bytes(300),
