@@ -73,7 +73,7 @@ class OffloadedLinear:
         resident: the first rows, on the device; it shares their part of the bias. None: no rows.
         resident_rows: their number.
         host: the other rows, in host memory; it gets their part of the bias.
-        parts: of all rows, if they are quantised in host memory.
+        parts: of the whole matrix, if rows are quantised in host memory.
         bias: [rows] on the device
         dtype: of the model.
         device: of x and the results.
@@ -168,7 +168,7 @@ class OffloadedLinear:
         return host if self.resident is None else torch.cat((self.resident.dense(), host))
 
     def streamed(self, share: float) -> int:
-        """Return the number of rows to stream: about this share of the host's rows, in whole tiles per part."""
+        """Return the number of rows to stream: about this share of the host's, in whole tiles per part."""
         if not 0 <= share <= 1:
             raise ValueError(f"a share of {share} cannot be streamed: give a number from 0 to 1")
         wanted, rows = share * self.host_rows, 0
@@ -296,8 +296,8 @@ class OffloadedFormat:
     Args:
         device_form: format of rows on the device.
         host_form: format of rows in host memory, with their allocator.
-        resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of 64 or
-            all. Matrices without an entry stay on the device, as do embeddings and head.
+        resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of 64
+            or all. Matrices without an entry stay on the device, as do embeddings and head.
         kernels: unpack quantised rows on the device.
         name: of the selected matrix.
     """

@@ -58,9 +58,9 @@ def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple
         ("{top}/tini", "there is no file or folder .*/tini: did you mean .*/tiny[?]"),
         ("{top}/nofolder/a.gguf", "there is no file or folder .*/nofolder: look"),
         ("{top}/empty", "/empty has no model: name a folder with config.json"),
-        ("{top}", "is no model, but a folder of models: name one of them, such as .*--models-dir"),
-        ("{top}/note.txt", "note.txt is no GGUF file: name a GGUF file"),
-        ("{top}/other/text.gguf", "text.gguf is no GGUF file.*download it again"),
+        ("{top}", "is not a model, but a folder of models: name one of them, such as .*--models-dir"),
+        ("{top}/note.txt", "note.txt is not a GGUF file: name a GGUF file"),
+        ("{top}/other/text.gguf", "text.gguf is not a GGUF file.*download it again"),
         ("{top}/tiny/model.safetensors", "is one file of a model: name its folder, .*/tiny"),
     ],
 )

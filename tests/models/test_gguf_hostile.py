@@ -95,7 +95,7 @@ def array(kind: int, count: int) -> bytes:
 FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "short": (b"GG", "truncated"),
-    "other": (b"PK\3\4" + bytes(100), "is no GGUF file"),
+    "other": (b"PK\3\4" + bytes(100), "is not a GGUF file"),
     "version 1": (header(version=1), "of version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "no entries": (header(), "lacks 'general.architecture'"),
