@@ -1,8 +1,7 @@
 """Tensor parallelism: a model divided among ranks, which are processes with a device each.
 
-Each rank has some of the heads, with their KV, and a part of the intermediate size of each feed-forward
-network
-or expert. This is Megatron-LM's division; NEO, section 4, divides the CPU-cache in the same way:
+Each rank has some of the heads, with their KV, and a part of the intermediate size of every feed-forward
+network or expert. This is Megatron-LM's division; NEO, section 4, divides the CPU-cache in the same way:
 
     matrix                  rank r of n has
     queries, keys, values   the rows of its heads; with fewer key-value heads than ranks, some share a head

@@ -296,8 +296,8 @@ class OffloadedFormat:
     Args:
         device_form: format of rows on the device.
         host_form: format of rows in host memory, with their allocator.
-        resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of 64
-            or all. Matrices without an entry stay on the device, as do embeddings and head.
+        resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of
+            64 or all. Matrices without an entry stay on the device, as do embeddings and head.
         kernels: unpack quantised rows on the device.
         name: of the selected matrix.
     """
