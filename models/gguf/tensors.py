@@ -38,11 +38,8 @@ _LAYER_NAMES = {
 _GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm"}
 SINKS = "attn_sinks"
 ROUTER = "ffn_gate_inp"
-EXPERTS = {
-    "ffn_gate_exps": "gate",
-    "ffn_up_exps": "up",
-    "ffn_down_exps": "down",
-}  # one tensor for a layer's experts
+# One tensor holds a layer's experts.
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 
 
 @dataclass(frozen=True, slots=True)
