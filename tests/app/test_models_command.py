@@ -56,7 +56,7 @@ def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple
         ("", "the model's name is empty"),
         ("./nosuch", "there is no file or folder nosuch"),
         ("{top}/tini", "there is no file or folder .*/tini: did you mean .*/tiny[?]"),
-        ("{top}/nofolder/a.gguf", "there is no file or folder .*/nofolder: look"),
+        ("{top}/nofolder/a.gguf", "there is no file or folder .*/nofolder: check"),
         ("{top}/empty", "/empty has no model: name a folder with config.json"),
         ("{top}", "is not a model, but a folder of models: name one of them, such as .*--models-dir"),
         ("{top}/note.txt", "note.txt is not a GGUF file: name a GGUF file"),

@@ -134,7 +134,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "half a block": (header(tensors=1) + tensor("t", 33, kind=8) + bytes(300), "rows of 33, which Q8_0"),
     "type": (
         header(tensors=1) + tensor("t", 32, kind=77) + bytes(300),
-        r"not supported \(type 77\).*neo-desktop\[llamacpp\]",
+        r"not supported \(77\).*neo-desktop\[llamacpp\]",
     ),
     "named twice": (header(tensors=2) + tensor("t", 8) + tensor("t", 8, offset=32) + bytes(300), "'t' twice"),
     "overlap": (
