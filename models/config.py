@@ -133,7 +133,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
-    attention_sinks: bool = False  # a learned score per head for one more key without value
+    attention_sinks: bool = False  # a learned score per head, of a key without value
     attention_softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -41,7 +41,7 @@ class ChatText:
         return ChatText((*self.pieces[:-1], joint, *other.pieces[1:]))
 
     def beginning(self, num_chars: int) -> "ChatText":
-        """Return the first characters as pieces; a mark at the cut stays whole."""
+        """Return the pieces of the first `num_chars` characters; the last piece may be longer."""
         for number in range(0, len(self.pieces), 2):
             num_chars -= len(self.pieces[number])
             if num_chars <= 0:

@@ -4,7 +4,7 @@ Each rank has some of the heads, with their KV, and a part of the intermediate s
 network or expert. This is Megatron-LM's division; NEO, section 4, divides the CPU-cache in the same way:
 
     matrix                  rank r of n has
-    queries, keys, values   the rows of its heads; with fewer key-value heads than ranks, some share a head
+    queries, keys, values   the rows of its heads; ranks share a head if there are fewer KV heads than ranks
     output                  the columns of its heads
     gates, ups              rows r/n to (r + 1)/n, in whole units
     down                    the same columns

@@ -1,6 +1,6 @@
 """Pre-tokenizers of byte-level vocabularies, by `tokenizer.ggml.pre`: the split of a text into words.
 
-Patterns apply in order. Each splits only the text that the patterns before it left unmatched.
+Patterns apply in order. Each splits the pieces that the patterns before it have made.
 """
 
 from tokenizers import Regex, pre_tokenizers

@@ -20,7 +20,7 @@ from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
-MOST_ROWS = 16  # of inputs that are multiplied by the packed matrix
+MOST_ROWS = 16  # of inputs of a matmul with packed weights
 LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a file
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
 WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}

@@ -93,7 +93,7 @@ class Builder:
         for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
             attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
             normed = (self._cut.normed,) if piece is self._cut.pieces[-1] else ()
-            of_piece = find_patterns(
+            patterns = find_patterns(
                 piece.nodes,
                 self._constants,
                 self._cut.rotations,
@@ -102,15 +102,15 @@ class Builder:
                 parts,
                 self._decoder.dtype,
             )
-            found.append(of_piece)
+            found.append(patterns)
         # The sine's first half is stored negated, so it must have no other use.
-        ropes = [each for of_piece in found for each in _ropes(of_piece)]
+        ropes = [each for patterns in found for each in _ropes(patterns)]
         covered = {node for each in ropes for node in each.covered}
         readers = {node for node in nodes if node not in covered}
         others = {each.cos for each in ropes}
         others |= {each.sin for each in ropes if readers & set(each.sin.users)}
         if any(each.sin in others for each in ropes):
-            return [[each for each in of_piece if not isinstance(each, RopePattern)] for of_piece in found]
+            return [[each for each in patterns if not isinstance(each, RopePattern)] for patterns in found]
         return found
 
     def _product(self, node: fx.Node) -> tuple[Linear, tuple[int, ...], int] | None:

@@ -73,12 +73,12 @@ class Conversions:
                 )
             else:
                 found[target] = tensors[name]
-        of_moe = {name: moe for moe in moe_layers for name in (moe.gate_up, moe.down)}
+        moe_of = {name: moe for moe in moe_layers for name in (moe.gate_up, moe.down)}
         for target, group in groups.items():
             converter = next(each for each in self._converters if next(iter(group)) in each.source_patterns)
             steps = [type(step).__name__ for step in converter.operations]
-            if target in of_moe and steps in _OF_EXPERTS:
-                for name, stored in _of_experts(of_moe[target], target, converter, group):
+            if target in moe_of and steps in _OF_EXPERTS:
+                for name, stored in _of_experts(moe_of[target], target, converter, group):
                     found[name] = tensors[stored]
                 continue
             sources = {

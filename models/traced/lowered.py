@@ -220,20 +220,20 @@ class _Lowering:
             raise NotRowsError("a difference of a number and rows")
         if isinstance(other, (int, float)):
             number = float(-other if op == "subtract" else other)
-            of_number = "times_number" if op == "times" else "add_number"
-            return self._step(of_number, [self._packed(one)], one, tuple(one.at.shape), number=number)
+            scalar_op = "times_number" if op == "times" else "add_number"
+            return self._step(scalar_op, [self._packed(one)], one, tuple(one.at.shape), number=number)
         if other.dtype is not one.dtype:
             raise NotRowsError("operands of two dtypes")
         if isinstance(other, Value):
-            at, of_other = _broadcast(one.at, other.at)
-            sources = [self._packed(replace(one, at=at)), self._packed(replace(other, at=of_other))]
+            at, other_at = _broadcast(one.at, other.at)
+            sources = [self._packed(replace(one, at=at)), self._packed(replace(other, at=other_at))]
             return self._step(op, sources, one, tuple(at.shape))
         at, constant = _broadcast(one.at, other)
-        of_rows = constant.movedim(row_dim(at), 0).reshape(ROWS, -1)
-        if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
+        by_row = constant.movedim(row_dim(at), 0).reshape(ROWS, -1)
+        if not torch.equal(by_row, by_row[:1].expand_as(by_row)):
             raise NotRowsError("weights that differ between rows")
         sources = [self._packed(replace(one, at=at))]
-        return self._step(op, sources, one, tuple(at.shape), weights=(of_rows[0].contiguous(),))
+        return self._step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
 
     # Buffers and steps.
 
@@ -266,8 +266,8 @@ class _Lowering:
         return Columns(len(self._buffers) - 1)
 
     def _value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
-        of_one = shape[:dim] + shape[dim + 1 :]
-        return Value.new(into.buffer, of_one, dim, dtype, len(self._steps))
+        row_shape = shape[:dim] + shape[dim + 1 :]
+        return Value.new(into.buffer, row_shape, dim, dtype, len(self._steps))
 
     def _check(self, x: Value) -> None:
         """Raise NotRowsError if a value's numbers have been overwritten."""

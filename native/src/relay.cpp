@@ -64,8 +64,7 @@ class Relay::State {
   };
 
   // The relay's thread switches between waiting and working; the guard switches to given up. The first switch
-  // wins:
-  // after a timeout while waiting, no step starts.
+  // wins: after a timeout while waiting, no step starts.
   enum class Doing : int { kWaiting, kWorking, kGivenUp };
 
   void serve();

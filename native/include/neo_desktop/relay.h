@@ -8,10 +8,9 @@
 //   relay                    ^       |attention 0 |done 0|    |attention 1 |done 1|..
 //
 // Rows of KV that move between the memories use the same flags, and two buffers that alternate layer by
-// layer:
-// "ready" means that rows have arrived, or that a buffer may be filled again; "done" that they are in the
-// cache, or in the buffer. Rows that attention needs move before it. New KV of prompts moves after it, and
-// may take until the next layer's:
+// layer: "ready" means that rows have arrived, or that a buffer may be filled again; "done" that they are in
+// the cache, or in the buffer. Rows that attention needs move before it. New KV of prompts moves after it,
+// and may take until the next layer's:
 //
 //   relay   |ahead 0|ahead 1|behind 0|ahead 2|behind 1|ahead 3|behind 2|..
 //
@@ -147,9 +146,9 @@ class RelayStalledError : public std::runtime_error {
 };
 
 // Runs items layer by layer: first a layer's items ahead of its attention, then the previous layer's items
-// behind it. With attention or matmuls among the items, the thread polls flags without sleeping, from the thread
-// pool's first CPU, and the pool's workers stay awake. Transfers and copies alone are not urgent: the thread
-// then sleeps between polls and leaves the CPUs to others.
+// behind it. With attention or matmuls among the items, the thread polls flags without sleeping, from the
+// thread pool's first CPU, and the pool's workers stay awake. Transfers and copies alone are not urgent: the
+// thread then sleeps between polls and leaves the CPUs to others.
 //
 // One thread makes the calls; any thread may cancel.
 class Relay {
