@@ -1,1 +1,1 @@
-"""Model architectures, checkpoints and tokenizers. No model sees the KV cache."""
+"""Model architectures, checkpoints and tokenizers."""

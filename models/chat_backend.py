@@ -1,4 +1,4 @@
-"""Tokenises chats with a tokenizer that takes no text for a control token."""
+"""Tokenises chats so that no text of a message becomes a control token."""
 
 from collections.abc import Collection, Iterator
 
@@ -10,14 +10,14 @@ from neo_desktop.models.marks import SIGNS, ChatText
 
 
 class ChatBackends:
-    """Copies of a tokenizer in which marks have a sign before them, which no text of the chat holds.
+    """Copies of a tokenizer with a sign before each mark: a character that no text of the chat contains.
 
-    So the library cuts and joins texts around the marks as always, spaces and merges included, but finds
-    them only where they are signed. The copies share the vocabulary with the original.
+    The library cuts, normalises and merges the texts around the marks as usual, but recognises a mark only
+    after its sign. The copies share the vocabulary with the original.
 
     Args:
         marks: texts that become control tokens.
-        unknown: the token for what the vocabulary lacks, which texts do become.
+        unknown: the token for text outside the vocabulary. Unlike other control tokens, texts may produce it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChatBackends:
         if sign is None:
             raise ValueError("The text holds every private character of Unicode: remove them.")
         if sign not in self._copies:
-            self._copies = {sign: self._copy(sign)}  # texts rarely need another sign than the last one
+            self._copies = {sign: self._copy(sign)}  # one copy: the sign rarely changes
         backend, original_ids = self._copies[sign]
         joined = "".join(sign * (number % 2) + piece for number, piece in enumerate(chat.pieces))
         token_ids = backend.encode_batch([joined], add_special_tokens=False)[0].ids
@@ -48,7 +48,10 @@ class ChatBackends:
         return [original_ids.get(token_id, token_id) for token_id in token_ids]
 
     def _as_text(self, backend: tokenizers.Tokenizer, token_id: int) -> Iterator[int]:
-        """Some vocabularies make control tokens of text by themselves: write it character by character."""
+        """Yield the tokens of a control token's text, character by character.
+
+        Some vocabularies turn ordinary text into control tokens even without added tokens.
+        """
         text = self._controls.get(token_id)
         if text is None:
             yield token_id
@@ -58,7 +61,7 @@ class ChatBackends:
             yield from (one for one in ids if one not in self._controls)
 
     def _copy(self, sign: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return a copy, and the original ids of the tokens that it has beside the vocabulary's."""
+        """Return the copy, and a map from ids of its added tokens to the original ids."""
         backend = self._backend
         copy = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
@@ -66,7 +69,7 @@ class ChatBackends:
         if backend.pre_tokenizer is not None:
             copy.pre_tokenizer = backend.pre_tokenizer
         vocabulary = backend.get_vocab(with_added_tokens=False)
-        # The library numbers new tokens from the vocabulary's size on, which may be taken.
+        # The library numbers new tokens from the vocabulary's size; fill holes in the ids first.
         num_holes = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
         if num_holes > MAX_VOCAB_SIZE:
             raise ValueError(f"The vocabulary leaves {num_holes} ids out, too many for chats.")
@@ -84,7 +87,7 @@ class ChatBackends:
 
 
 def _signed(token: AddedToken, sign: str) -> AddedToken:
-    # It is found as it stands: a normaliser might take the sign away.
+    # normalized=False: a normaliser might remove the sign.
     return AddedToken(
         sign + token.content,
         single_word=token.single_word,

@@ -1,4 +1,4 @@
-"""What a model is loaded from: a folder of Hugging Face, or a GGUF file."""
+"""Checkpoints: a Hugging Face folder or a GGUF file."""
 
 from pathlib import Path
 from typing import Protocol
@@ -13,35 +13,35 @@ from neo_desktop.models.weights import Weights
 
 
 class Checkpoint(Protocol):
-    """One of them; each part is read when it is asked for, and raises ModelError if it cannot be used."""
+    """A checkpoint on disk. Each part is read on demand; reading raises ModelError for unusable content."""
 
     @property
     def path(self) -> Path:
-        """Of the folder or the file."""
+        """Path of the folder or file."""
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name, from the path."""
 
     def config(self) -> ModelConfig:
-        """Return the shape of the model."""
+        """Return the model's configuration."""
 
     def tokenizer(self) -> Tokenizer:
-        """Return its tokenizer, with the chat template."""
+        """Return the tokenizer, with the chat template."""
 
     def weights(self) -> Weights:
-        """Return its weights, of which only headers have been read."""
+        """Return the weights; only headers are read."""
 
     def read_ahead(self) -> None:
-        """Have the system begin to read the weights, while something else is made ready; returns soon."""
+        """Start reading the weights into the page cache in the background."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a folder or a file.
 
-    A folder with weights in safetensors files is Hugging Face's, whatever lies beside them.
+    A folder with safetensors files is read as a Hugging Face folder, even if it contains GGUF files.
 
-    Raises ModelError for what is neither, and for a folder with several models.
+    Raises ModelError for anything else, and for a folder with several models.
     """
     if not path.exists():
         raise ModelError(why_missing(str(path.absolute())))

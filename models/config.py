@@ -1,4 +1,4 @@
-"""The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
+"""The configuration of a model, read once from a checkpoint's JSON; no other module sees that JSON."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from neo_desktop.models.rope import RopeConfig, YarnScaling
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
 
-# Recommendations that the engine does not follow, with the values that ask for nothing.
+# Recommendations that the engine ignores, with the values that have no effect.
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty", "num_beams"), (1,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha"), (0,)),
@@ -43,7 +43,7 @@ _NOT_DONE: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling that the model's makers recommend (generation_config.json); None where they say nothing."""
+    """Sampling parameters from generation_config.json; None: no recommendation."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -51,11 +51,11 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    ignored: tuple[str, ...] = ()  # what the file recommends and the engine does not do
+    ignored: tuple[str, ...] = ()  # recommendations that the engine does not follow
 
     @classmethod
     def from_json(cls, file: JsonFile) -> "GenerationDefaults":
-        """Read generation_config.json; ModelError for a value of the wrong kind."""
+        """Read generation_config.json. Raise ModelError for a value of the wrong type."""
         top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
         others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
         return cls.within_bounds(
@@ -73,7 +73,7 @@ class GenerationDefaults:
         top_k: int | None = None,
         ignored: tuple[str, ...] = (),
     ) -> "GenerationDefaults":
-        """Return recommendations without the numbers that no request may ask for."""
+        """Return the defaults without values outside `SAMPLING_BOUNDS`; `ignored` names dropped values."""
         outside = [
             name
             for name, value in values.items()
@@ -92,28 +92,28 @@ def _number(file: JsonFile, key: str) -> float | None:
 
 
 class Matrix(NamedTuple):
-    """The sizes of matrices of one name; those of a layer's experts lie one after the other in one."""
+    """Shape of the matrices with one name. A layer's experts are stacked in one matrix."""
 
     rows: int
     columns: int
     has_bias: bool
-    layers: tuple[int, ...] | None  # that have one; None: it is the head
-    experts: int = 0  # whose matrices it consists of; 0: it is no expert's
+    layers: tuple[int, ...] | None  # layers with this matrix; None: the head
+    experts: int = 0  # experts stacked in it; 0: not an expert matrix
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """Number of matrices with this name."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
     def weights(self) -> int:
-        """Numbers of one."""
+        """Parameters of one matrix, bias included."""
         return self.rows * (self.columns + self.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer: sizes, and the flags in which the families differ."""
+    """A decoder-only transformer: sizes, and the flags in which the families differ."""
 
     architecture: str
     vocab_size: int
@@ -133,8 +133,8 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
-    attention_sinks: bool = False  # each head attends to one more token, of a score that was learned
-    attention_softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: they do not
+    attention_sinks: bool = False  # a learned score per head, of a key without value
+    attention_softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -142,9 +142,9 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
-        """Read config.json and, where present, generation_config.json of a Hugging Face folder.
+        """Read config.json and, if present, generation_config.json of a Hugging Face folder.
 
-        Raises ModelError for a file that is missing or broken and for a model that is not supported.
+        Raises ModelError for a missing or broken file and for an unsupported model.
         """
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
@@ -178,7 +178,7 @@ class ModelConfig:
             rms_norm_eps=file.number("rms_norm_eps"),
             rope=rope,
             tie_word_embeddings=file.boolean("tie_word_embeddings"),
-            # A window as long as the context hides nothing.
+            # A window as long as the context has no effect.
             layer_windows=tuple(
                 window if window is not None and window < max_context_tokens else None
                 for window in layer_windows(file, family, num_layers)
@@ -207,22 +207,22 @@ class ModelConfig:
 
     @property
     def carried_width(self) -> int:
-        """Numbers that a token takes along from layer to layer."""
+        """Elements of the hidden state that one layer passes to the next, per token."""
         return self.hidden_size
 
     @property
     def rotation_width(self) -> int:
-        """Numbers that depend on a token's position, of cos and of sin."""
+        """Elements per token of cos, and of sin."""
         return self.head_dim
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused query, key and value matrix: heads of all three, times head_dim."""
+        """Rows of the fused query, key and value matrix: (heads + 2 * kv_heads) * head_dim."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def matrices(self) -> dict[str, Matrix]:
-        """Those of all layers, and the head; tied embeddings are the head, there is none in this table."""
+        """Matrices of the layers, and the head unless it is tied to the embedding."""
         hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
         table = {
             "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
@@ -245,14 +245,14 @@ class ModelConfig:
         return table | head
 
     def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
-        """Yield the name of each, "3.qkv" or "head", and what it is like."""
+        """Yield each matrix with its full name, "3.qkv" or "head"."""
         for name, matrix in self.matrices.items():
             names = [name] if matrix.layers is None else [f"{layer}.{name}" for layer in matrix.layers]
-            yield from ((each, matrix) for each in names)
+            yield from ((full_name, matrix) for full_name in names)
 
     @property
     def num_parameters(self) -> int:
-        """Distinct weights; tied embeddings count once."""
+        """Distinct parameters; tied embeddings count once."""
         norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
         sinks = self.num_layers * self.num_heads if self.attention_sinks else 0
         matrices = sum(m.copies * m.weights for m in self.matrices.values())
@@ -260,14 +260,18 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token meets: of experts, only those of the ones that it takes."""
+        """Parameters that one token uses; only the experts of its routing count."""
         if self.experts is None:
             return self.num_parameters
-        of_experts = sum(m.copies * m.weights for m in self.matrices.values() if m.experts)
-        return self.num_parameters - of_experts + of_experts * self.experts.per_token // self.experts.count
+        expert_parameters = sum(m.copies * m.weights for m in self.matrices.values() if m.experts)
+        return (
+            self.num_parameters
+            - expert_parameters
+            + expert_parameters * self.experts.per_token // self.experts.count
+        )
 
     def weight_bytes(self, dtype: torch.dtype, form: WeightFormat = DENSE) -> int:
-        """Bytes that the weights take in `dtype`, with matrices of this form."""
+        """Return the bytes of the weights in `dtype`, with matrices in this format."""
         vocab, hidden = self.vocab_size, self.hidden_size
         others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
         matrices = sum(form.named(name).nbytes(m.rows, m.columns, dtype) for name, m in self.each_matrix())
@@ -275,14 +279,14 @@ class ModelConfig:
         return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:
-        """Most bytes that loading takes: the weights, and what a matrix takes more until it is complete."""
+        """Return the peak bytes of loading: the weights, and the largest overhead of loading one matrix."""
         more = (
             form.named(name).loading_bytes(m.rows, m.columns, dtype, device) for name, m in self.each_matrix()
         )
         return self.weight_bytes(dtype, form) + max(more, default=0)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -293,7 +297,7 @@ def check_heads(
     head_dim: int,
     unsupported: type[ModelError] = ModelError,
 ) -> None:
-    """Raise ModelError for heads that cannot be, and `unsupported` for those without a kernel."""
+    """Raise ModelError for impossible head sizes, `unsupported` for sizes without a kernel."""
     if num_heads % num_kv_heads:
         raise ModelError(f"{path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
     if head_dim % 2:
@@ -306,9 +310,10 @@ def check_heads(
 
 
 def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
-    """Return the longest context: with YaRN, what it was stretched to.
+    """Return the longest context, in tokens; with YaRN, the stretched length.
 
-    Qwen's cards switch it on and leave max_position_embeddings as it was: the stretched length is meant.
+    Qwen's model cards tell users to enable YaRN and to leave max_position_embeddings unchanged. The stretched
+    length is meant.
     """
     if not isinstance(rope.scaling, YarnScaling):
         return trained_tokens
@@ -317,6 +322,6 @@ def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
 
 
 def generation_file(path: Path) -> JsonFile:
-    """Return a folder's generation_config.json; one that is missing is empty."""
+    """Return a folder's generation_config.json; empty if the file is missing."""
     file = path / "generation_config.json"
     return JsonFile.read(file) if file.exists() else JsonFile(file, {})

@@ -1,6 +1,6 @@
-"""The weights of a decoder, one for every supported family: they differ only by flags in the configuration.
+"""The weights of a decoder, one class for all supported families: they differ by flags of the configuration.
 
-What is computed with them is in `stages`.
+`stages` has the computation.
 """
 
 from collections import Counter
@@ -27,14 +27,14 @@ class GatedMLP:
 
 @dataclass(slots=True)
 class Experts:
-    """Weights of several feed-forward networks; a token takes those that the router gives the most.
+    """Weights of a mixture of experts; the router selects experts for each token.
 
-    Matrices of all experts lie one after the other, in one that is loaded like any other.
+    The matrices of a layer's experts are stacked in one, which is loaded like any other matrix.
     """
 
     router: Linear  # [experts, hidden]
     gate: Linear  # [experts * intermediate, hidden]
-    up: Linear  # likewise
+    up: Linear  # [experts * intermediate, hidden]
     down: Linear  # [experts * hidden, intermediate]
 
 
@@ -44,28 +44,28 @@ class LayerWeights:
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head, so that one norm serves both
-    sinks: Tensor | None  # [heads]: the score of one more token of each head, whose value is zero
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head; one norm covers q and k
+    sinks: Tensor | None  # [heads]: per head, the score of one more key whose value is zero
     output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
     mlp: GatedMLP | Experts
 
     def linear(self, name: str) -> Linear | None:
-        """Return one of `TURN`; None: the feed-forward network has experts, and no such matrix."""
+        """Return one matrix of `TURN`; None: the layer is a mixture of experts and lacks it."""
         if name in ("gate_up", "down"):
             return None if isinstance(self.mlp, Experts) else getattr(self.mlp, name)
         return {"output": self.output, "qkv": self.qkv}[name]
 
 
 TURN = ("output", "gate_up", "down", "qkv")
-"""The matrices between the attention of two layers, in order; the last one is of the next layer."""
+"""The matrices between the attention of two layers, in order. The last one belongs to the next layer."""
 
 
 class Decoder:
     """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.
 
     Args:
-        form: how its matrices are kept.
+        form: storage format of the matrices.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Decoder:
 
         def linear(name: str, layer: int | None = None) -> Linear:
             matrix = matrices[name]
-            of_it = form.named(name if layer is None else f"{layer}.{name}")
-            return of_it.empty(
+            weight_format = form.named(name if layer is None else f"{layer}.{name}")
+            return weight_format.empty(
                 matrix.rows, matrix.columns, has_bias=matrix.has_bias, dtype=dtype, device=device
             )
 
@@ -119,12 +119,12 @@ class Decoder:
             self.lm_head = form.tied(self.embedding)
         else:
             self.lm_head = self.embedding
-        self.streamed_shares = UNMEASURED  # of offloaded matrices; replaced once it is measured
-        self.streamed_experts = UNMEASURED  # likewise, of experts in host memory
+        self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
+        self.streamed_experts = UNMEASURED  # the same for experts in host memory
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:
-        """Return the bytes that the weights take, by where they lie."""
+        """Return the bytes of the weights per device."""
         memory = Counter[torch.device]()
         for linear in self.linears():
             memory.update(linear.memory())
@@ -136,18 +136,18 @@ class Decoder:
                 memory.update(self.embedding.memory())
         for weights in self.layers:
             tensors += [weights.input_norm, weights.post_attention_norm]
-            tensors += [each for each in (weights.qk_norm, weights.sinks) if each is not None]
+            tensors += [tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None]
         memory[self.device] += sum(tensor.nbytes for tensor in tensors)
         return dict(memory)
 
     @property
     def sinks(self) -> list[Tensor] | None:
-        """Those of the layers, if there are some."""
-        found = [weights.sinks for weights in self.layers if weights.sinks is not None]
-        return found or None
+        """Attention sinks of the layers; None: the model has none."""
+        sinks = [weights.sinks for weights in self.layers if weights.sinks is not None]
+        return sinks or None
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
-        """Put the embeddings of tokens `[n]` into `out` `[n, hidden]`."""
+        """Write the embeddings of tokens `[n]` to `out` `[n, hidden]`."""
         if isinstance(self.embedding, Tensor):
             torch.index_select(self.embedding, 0, token_ids, out=out)
         else:
@@ -155,24 +155,24 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the weights take."""
+        """Bytes of the weights on all devices."""
         return sum(self.memory().values())
 
     @property
     def has_splits(self) -> bool:
-        """Whether a part of some matrices lies in host memory, beside the device's."""
+        """True if some matrices are partly in host memory."""
         return any(isinstance(linear, OffloadedLinear) for linear in self.linears())
 
     @property
     def has_offloaded_experts(self) -> bool:
-        """Whether some experts lie in host memory, beside the device's."""
+        """True if some experts are in host memory."""
         moe_layers = (weights.mlp for weights in self.layers if isinstance(weights.mlp, Experts))
         return any(isinstance(moe.gate, OffloadedLinear) for moe in moe_layers)
 
     def linears(self) -> Iterator[Linear]:
-        """Yield all matrices that are multiplied with: those of the layers, and the head."""
+        """Yield all matrices of linear layers, the head included."""
         for weights in self.layers:
             mlp = weights.mlp
             yield from (weights.qkv, weights.output)
-            yield from (getattr(mlp, each.name) for each in fields(mlp))
+            yield from (getattr(mlp, field.name) for field in fields(mlp))
         yield self.lm_head

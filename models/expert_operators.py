@@ -1,6 +1,7 @@
-"""What lies between the router of a mixture of experts and its result, by torch's operators, for any device.
+"""The operators of a mixture of experts after its router, in torch, for any device.
 
-Nothing is read back, so that CUDA graphs can hold it. `engine.kernels.dispatch` offers the same as kernels.
+They never synchronise with the host, so CUDA graphs can capture them. `engine.kernels.dispatch` offers the
+same operators as Triton kernels.
 """
 
 from typing import NamedTuple
@@ -13,11 +14,11 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ClampedGate
 from neo_desktop.models.linear.stacked import StackedExperts
 
-ROWS_AT_ONCE = 1024  # enough that most experts have many; the room that they need is bounded
+ROWS_AT_ONCE = 1024  # most experts get many rows, and scratch memory stays bounded
 
 
 class Choice(NamedTuple):
-    """Which experts rows are given to, [rows, k] int32, and what their results are worth, fp32."""
+    """Routing of rows: expert ids [rows, k] int32, and routing weights [rows, k] fp32."""
 
     ids: Tensor
     weights: Tensor
@@ -25,20 +26,20 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":
-        """Return room for so many rows, with any content."""
+        """Allocate uninitialised tensors."""
         dtypes = (torch.int32, torch.float32, torch.int32)
         return cls(*(torch.empty(rows, per_token, dtype=dtype, device=device) for dtype in dtypes))
 
     def rows(self, rows: slice) -> "Choice":
-        """Return views of some rows."""
-        return Choice(*(each[rows] for each in self))
+        """Return views of a slice of rows."""
+        return Choice(*(tensor[rows] for tensor in self))
 
 
 class ExpertScratch(NamedTuple):
-    """Memory for what experts make of some rows: `pairs` of rows and their experts, at most."""
+    """Scratch memory of a mixture of experts; `pairs` counts (row, expert) pairs of one pass, at most."""
 
     logits: Tensor  # [rows, experts]
-    choice: "Choice"  # of all rows
+    choice: "Choice"  # for all rows
     gate_up: Tensor  # [pairs, 2 * intermediate]
     gated: Tensor  # [pairs, intermediate]
     products: Tensor  # [pairs, hidden]
@@ -49,11 +50,11 @@ class ExpertScratch(NamedTuple):
     def empty(
         cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
     ) -> "ExpertScratch | None":
-        """Return room for so many rows, with any content; None for a model without experts."""
+        """Allocate uninitialised tensors for `rows` rows; None for a model without experts."""
         experts = config.experts
         if experts is None:
             return None
-        pairs, of_each = min(rows, ROWS_AT_ONCE) * experts.per_token, experts.intermediate_size
+        pairs, intermediate = min(rows, ROWS_AT_ONCE) * experts.per_token, experts.intermediate_size
 
         def room(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=device)
@@ -61,8 +62,8 @@ class ExpertScratch(NamedTuple):
         return cls(
             room(rows, experts.count),
             Choice.empty(rows, experts.per_token, device),
-            room(pairs, 2 * of_each),
-            room(pairs, of_each),
+            room(pairs, 2 * intermediate),
+            room(pairs, intermediate),
             room(pairs, config.hidden_size),
             experts.per_token,
         )
@@ -70,28 +71,28 @@ class ExpertScratch(NamedTuple):
     def first(self, rows: int) -> "ExpertScratch":
         """Return views for the first rows."""
         pairs = min(rows, ROWS_AT_ONCE) * self.per_token
-        gate_up, gated, products = (each[:pairs] for each in (self.gate_up, self.gated, self.products))
+        gate_up, gated, products = (tensor[:pairs] for tensor in (self.gate_up, self.gated, self.products))
         choice = self.choice.rows(slice(rows))
         return ExpertScratch(self.logits[:rows], choice, gate_up, gated, products, self.per_token)
 
 
 def ids_among(ids: Tensor, first: int, count: int) -> Tensor:
-    """Return the numbers that experts have among some of them that follow each other; -1: they are others."""
+    """Return the expert ids relative to `first`; -1 for experts outside the `count` that follow."""
     own = ids - first
     return torch.where((own >= 0) & (own < count), own, -1)
 
 
 def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tensor) -> None:
-    """Choose the experts of each row.
+    """Select the top-k experts per row.
 
     Args:
-        logits: [n, experts], of the router.
-        normalises: whether a row's weights sum to 1; else they are their share of all experts'.
-        ids: [n, k] int32, filled with which they are, the best first.
-        weights: [n, k] float32, filled with what their results are multiplied with.
+        logits: [n, experts], from the router.
+        normalises: a row's weights sum to 1; else they are probabilities among all experts.
+        ids: [n, k] int32, the output: expert ids, best first.
+        weights: [n, k] float32, the output: routing weights.
     """
     scores = logits.float()
-    if normalises:  # a softmax over the chosen ones alone is the same
+    if normalises:  # a softmax over the selected experts is the same
         best, chosen = scores.topk(ids.shape[1])
         torch.softmax(best, -1, out=weights)
     else:
@@ -109,18 +110,19 @@ def multiply_experts(
     out: Tensor,
     adds: bool = False,
 ) -> None:
-    """Put the weighted sum of what each row's experts make of it into its row of `out`.
+    """Apply the selected experts to the rows, and write the weighted sums of their results to `out`.
 
-    Few rows meet their experts; of more all meet all, which takes longer.
+    With few rows, each row is multiplied by its own experts. With more, every expert multiplies all rows,
+    which takes longer.
 
     Args:
         experts: of the layer.
         x: [n, hidden], n at most `ROWS_AT_ONCE`.
-        ids: [n, k] int32: which experts; -1: none.
-        weights: [n, k] float32: of their results.
-        room: of n rows.
-        out: [n, hidden], not x.
-        adds: whether the sums are added to what is there.
+        ids: [n, k] int32, expert ids; -1: none.
+        weights: [n, k] float32, routing weights.
+        room: scratch for n rows.
+        out: [n, hidden], must not alias x.
+        adds: add the sums to `out` instead of overwriting it.
     """
     total = torch.zeros_like(x, dtype=torch.float32)
     if ids.numel() < experts.count // 2:
@@ -134,7 +136,7 @@ def multiply_experts(
             is_chosen = ids == expert
             share = torch.where(is_chosen, weights, 0).sum(1, keepdim=True)
             made = _network(experts, expert, x)
-            # What an expert makes of others' rows may be infinite.
+            # Results for rows of other experts may be infinite; 0 * inf would be NaN.
             total += torch.where(is_chosen.any(1, keepdim=True), made * share, 0)
     if adds:
         out.add_(total)
@@ -143,12 +145,12 @@ def multiply_experts(
 
 
 def _network(experts: StackedExperts, expert: int | Tensor, x: Tensor) -> Tensor:
-    gate, up = (linear(x, *each.of(expert, x.dtype)) for each in (experts.gate, experts.up))
+    gate, up = (linear(x, *matrix.of(expert, x.dtype)) for matrix in (experts.gate, experts.up))
     gated = silu(gate) * up if experts.clamped is None else clamped_mul(gate, up, experts.clamped)
     return linear(gated, *experts.down.of(expert, x.dtype))
 
 
 def clamped_mul(gate: Tensor, up: Tensor, how: ClampedGate) -> Tensor:
-    """Return what a `ClampedGate` makes of gates and ups; rounded once."""
+    """Apply a `ClampedGate` to gates and ups in fp32; round once."""
     gates, ups = gate.float().clamp(max=how.limit), up.float().clamp(-how.limit, how.limit)
     return ((ups + 1) * gates * torch.sigmoid(how.alpha * gates)).to(gate.dtype)

@@ -1,7 +1,7 @@
-"""Experts that are brought from host memory to the device for a product: a few at once, whole ones.
+"""Pieces of offloaded experts that are streamed to the device for one matmul: a few whole experts at once.
 
-In a buffer lie the gates of all of them as the CPU keeps them, then their ups, then their downs. Unpacked,
-they are experts like those that are resident.
+A buffer holds the gates of these experts in the CPU's packed format, then their ups, then their downs. After
+unpacking they are ordinary resident experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,14 @@ from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertPiece:
-    """Some experts that are streamed at once."""
+    """Consecutive experts that are streamed together."""
 
-    first: int  # of all of the layer's
+    first: int  # index among all experts of the layer
     count: int
     matrices: tuple[tuple[OffloadedLinear, tuple[Piece, ...]], ...]  # gates, ups, downs
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """See `Piece`, likewise the others."""
         return tuple(piece.packed for _, pieces in self.matrices for piece in pieces)
 
     @property
@@ -37,11 +36,11 @@ class ExpertPiece:
         return sum(piece.elements for _, pieces in self.matrices for piece in pieces)
 
     def unpacked(self, staged: Tensor, room: Tensor, clamped: ClampedGate | None) -> StackedExperts:
-        """Return the experts, whose numbers lie in `room`.
+        """Unpack the experts into `room`.
 
         Args:
-            staged: its bytes on the device, `[bytes]` uint8.
-            room: `[at least elements]` on the device, of the model's dtype: scratch.
+            staged: the piece's bytes on the device, `[bytes]` uint8.
+            room: `[at least elements]` on the device, in the model's dtype: scratch.
             clamped: see `StackedExperts`.
         """
         gate, up, down = self._matrices(staged, room)
@@ -63,24 +62,24 @@ class ExpertPiece:
 def expert_pieces(
     matrices: Sequence[OffloadedLinear], count: int, streamed: int, dtype: torch.dtype
 ) -> list[ExpertPiece]:
-    """Return what brings the first experts in host memory to the device.
+    """Return the pieces that stream the first experts in host memory to the device.
 
     Args:
-        matrices: gates, ups and downs of all experts.
-        count: how many experts there are.
-        streamed: how many of those in host memory come.
+        matrices: the layer's gates, ups and downs.
+        count: number of experts in the layer.
+        streamed: number of host experts to stream.
         dtype: of the model.
     """
-    of_each = [split.rows // count for split in matrices]
-    elements = sum(rows * split.columns for rows, split in zip(of_each, matrices, strict=True))
+    expert_rows = [split.rows // count for split in matrices]
+    elements = sum(rows * split.columns for rows, split in zip(expert_rows, matrices, strict=True))
     step = max(PIECE_BYTES // (elements * dtype.itemsize), 1)
-    resident = matrices[0].resident_rows // of_each[0]
+    resident = matrices[0].resident_rows // expert_rows[0]
     pieces = []
     for first in range(0, streamed, step):
         last = min(first + step, streamed)
         parts = tuple(
             (split, tuple(split.pieces_of(slice(first * rows, last * rows), split.rows)))
-            for rows, split in zip(of_each, matrices, strict=True)
+            for rows, split in zip(expert_rows, matrices, strict=True)
         )
         pieces.append(ExpertPiece(resident + first, last - first, parts))
     return pieces

@@ -1,4 +1,4 @@
-"""The sizes of a mixture of experts."""
+"""The configuration of a mixture of experts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from neo_desktop.models.json_file import ModelError
 
 MAX_EXPERTS = 2**10
-EXPERT_UNIT = 64  # rows of experts' matrices are multiples of it: each begins at a whole tile, in any form
+EXPERT_UNIT = 64  # rows per expert are multiples of this: each expert starts at a tile in any format
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, of gates of at most `limit` and ups within it."""
+    """`(up + 1) * gate * sigmoid(alpha * gate)`; gates are clamped from above to `limit`, ups to ±`limit`."""
 
     alpha: float = 1.702
     limit: float = 7.0
@@ -21,13 +21,13 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Feed-forward networks of layers that have several, of which each token takes some."""
+    """Sizes of the mixture of experts."""
 
     count: int
     per_token: int
-    intermediate_size: int  # of one of them
-    layers: tuple[int, ...]  # that have them; the others have a network for all tokens
-    # Whether the weights of those that a token takes sum to 1; else they are their share of all experts'.
+    intermediate_size: int  # of one expert
+    layers: tuple[int, ...]  # layers with experts; the others have a dense MLP
+    # A token's routing weights sum to 1; else they are probabilities among all experts.
     normalises: bool = True
     router_bias: bool = False
     bias: bool = False
@@ -37,7 +37,7 @@ class ExpertsConfig:
 def check_experts(
     path: Path, experts: ExpertsConfig, hidden_size: int, unsupported: type[ModelError] = ModelError
 ) -> None:
-    """Raise ModelError for experts that cannot be, and another one for those that cannot be computed here."""
+    """Raise ModelError for impossible sizes, `unsupported` for sizes without a kernel."""
     if experts.per_token > experts.count:
         raise ModelError(
             f"{path} has {experts.count} experts, of which no token can take {experts.per_token}: "
@@ -52,7 +52,7 @@ def check_experts(
 
 
 class ExpertNames(NamedTuple):
-    """What a family calls a layer's mixture of experts."""
+    """Names of the modules of a layer's mixture of experts."""
 
     block: str
     router: str
@@ -61,12 +61,15 @@ class ExpertNames(NamedTuple):
     down: str
 
     def of_each(self, kind: str, experts: Iterable[int]) -> list[str]:
-        """Return the modules of one matrix of some experts: `gate`, `up` or `down`."""
+        """Return the module names of one matrix (`gate`, `up` or `down`) of some experts."""
         return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in experts]
 
 
 def expert_names(architecture: str) -> ExpertNames:
-    """Return what checkpoints of Hugging Face call them, or would if gpt-oss's had a tensor for each."""
+    """Return the module names in Hugging Face checkpoints.
+
+    gpt-oss stores all experts in one tensor; its names are those of a checkpoint with a tensor per expert.
+    """
     if architecture == "MixtralForCausalLM":
         return ExpertNames("block_sparse_moe", "gate", "w1", "w3", "w2")
     router = "router" if architecture == "GptOssForCausalLM" else "gate"

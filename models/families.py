@@ -1,4 +1,4 @@
-"""The families whose decoders are written here: what their config.json means."""
+"""The families that the project's own decoder supports, and the meaning of their config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.limits import MAX_INTERMEDIATE_SIZE
 from neo_desktop.models.safetensors.scheme import read_scheme
 
-# The keys that every configuration class has, and its default: another class may have another one.
+# The keys that every configuration class has, with common defaults; a class may override them.
 _USUAL: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 4096,
@@ -51,18 +51,18 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# Keys that the code of transformers reads of any configuration, and what it takes for their absence.
+# Keys that the code of transformers reads from any configuration, and the values that mean "not set".
 _GENERAL = {"is_causal": True, "per_layer_config": None, "attention_chunk_size": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture with a decoder of its own here.
+    """An architecture that the project's own decoder supports.
 
     Args:
         defaults: the keys of the configuration class in transformers that its code reads, with their
             defaults; the code ignores other keys of config.json.
-        experts: the keys of a mixture of experts; None: it has none.
+        experts: the keys of a mixture of experts; None: a dense model.
     """
 
     architecture: str
@@ -72,17 +72,17 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     dtype: str = "float32"
-    has_experts_in_one: bool = False  # a tensor for all experts of a layer
+    has_experts_in_one: bool = False  # one tensor holds the experts of a layer
     experts: "ExpertKeys | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Names of experts' sizes in config.json.
+    """Names of the sizes of a mixture of experts in config.json.
 
     Args:
         count: names of the number of experts, the one with precedence first.
-        normalises: None: the file says it.
+        normalises: None: read from the file.
         has_bias: experts and the router have biases.
     """
 
@@ -184,19 +184,19 @@ FAMILIES = (
         ),
     ),
 )
-# Whose activations reach beyond the numbers of float16 (65,504), by the beginning of the architecture's name.
+# Architectures (prefixes) with activations beyond the range of float16 (65,504).
 _BEYOND_FLOAT16 = ("Gemma2", "Gemma3", "Gemma4", "Glm4", "GptOss", "PLaMo2", "Plamo2", "T5")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "Model")
 
 
 def exceeds_float16(architecture: str) -> bool:
-    """Return whether a model was trained in bfloat16 and gives infinities in float16."""
+    """Return True if the model was trained in bfloat16 and overflows in float16."""
     return architecture.startswith(_BEYOND_FLOAT16)
 
 
 def family_of(file: JsonFile) -> Family:
-    """Return what config.json names; ModelError for what is not supported."""
+    """Return the family that config.json names. Raise ModelError if it is not supported."""
     family = written_family(file)
     if family is not None:
         return family
@@ -206,9 +206,9 @@ def family_of(file: JsonFile) -> Family:
 
 
 def written_family(file: JsonFile) -> Family | None:
-    """Return what config.json names; None: there is no decoder of ours for it.
+    """Return the family that config.json names; None if the project has no decoder for it.
 
-    As in transformers, `model_type` says which code computes it. Without one, `architectures` does.
+    As in transformers, `model_type` selects the code. Without one, `architectures` does.
     """
     model_type, names = file.raw("model_type"), file.raw("architectures")
     for family in FAMILIES:
@@ -220,20 +220,20 @@ def written_family(file: JsonFile) -> Family | None:
 
 
 def is_language_model(names: object) -> bool:
-    """Return whether `architectures` of config.json leaves a decoder with the head of a language model."""
+    """Return True if `architectures` of config.json names a decoder with a language-model head."""
     if not names:
         return True
     return isinstance(names, list) and any(str(name).endswith(_LANGUAGE_MODELS) for name in names)
 
 
 def described(file: JsonFile, family: Family) -> JsonFile:
-    """Return config.json with the defaults of its class where it is silent.
+    """Return config.json, completed with the defaults of its configuration class.
 
     Raises:
-        NotWrittenError: the decoder does not compute what it says.
-        ModelError: the weights are quantised in a way that is not supported.
+            NotWrittenError: the decoder lacks a feature that the file asks for.
+            ModelError: the weights are quantised in an unsupported way.
     """
-    read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # complains of what is not supported
+    read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # raises for unsupported schemes
     whole = JsonFile(file.path, {**family.defaults, **file.values})
     if whole.raw("rope_parameters") is None:
         whole.values["rope_parameters"] = family.defaults["rope_parameters"]
@@ -247,12 +247,12 @@ def described(file: JsonFile, family: Family) -> JsonFile:
 
 
 def flag(file: JsonFile, family: Family, key: str) -> bool:
-    """Return a setting; false where the family's code does not read it."""
+    """Return a setting; false if the family's code does not read it."""
     return key in family.defaults and file.boolean(key)
 
 
 def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int) -> ExpertsConfig | None:
-    """Return the sizes of experts; None where there are none."""
+    """Return the sizes of the mixture of experts; None for a dense model."""
     keys = family.experts
     if keys is None:
         return None
@@ -261,7 +261,9 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
     step = file.integer("decoder_sparse_step") if "decoder_sparse_step" in reads else 1
     dense = (file.raw("mlp_only_layers") if "mlp_only_layers" in reads else None) or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise ModelError(f"{file.path} has 'mlp_only_layers' that are no list of layers: correct the file.")
+        raise ModelError(
+            f"{file.path} has 'mlp_only_layers' that are not a list of layers: correct the file."
+        )
     layers = [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
     if count == 0 or not layers:
         return None
@@ -284,7 +286,7 @@ def _clamped_gate(file: JsonFile) -> ClampedGate:
 
 
 def stored_dtype(file: JsonFile, silent: str) -> torch.dtype:
-    """Return the type of the weights, `silent` without a name; ModelError for one that is not supported."""
+    """Return the dtype of the weights, `silent` if none is named. Raise ModelError if it is not supported."""
     name = file.text("dtype", file.text("torch_dtype", silent)).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(
@@ -294,10 +296,10 @@ def stored_dtype(file: JsonFile, silent: str) -> torch.dtype:
 
 
 def layer_windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Return the tokens that each layer attends to; None: all.
+    """Return the number of tokens that each layer attends to; None: all.
 
-    Layers without a name in `layer_types`: Qwen2's and Qwen3's from `max_window_layers`, every other one of
-    gpt-oss, and all of the others.
+    Without `layer_types`, these layers have a window: Qwen2's and Qwen3's from `max_window_layers` on, every
+    other layer of gpt-oss, and every layer of the other families.
     """
     reads = family.defaults
     is_on = file.boolean("use_sliding_window") if "use_sliding_window" in reads else True

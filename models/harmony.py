@@ -1,13 +1,13 @@
-"""The form in which gpt-oss writes (OpenAI calls it harmony), told as other models tell thoughts and answers.
+"""Translates gpt-oss's output format (OpenAI's harmony) to the marks that other models use.
 
     <|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
 
-becomes `<think>thought</think>answer`. What stands between a message and the next says who speaks, to whom
-and on which channel; it is no text. A message to a function is a call of it:
+becomes `<think>thought</think>answer`. The header between two messages names speaker, recipient and channel;
+it is not text. A message to a function is a tool call:
 
     <|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>
 
-becomes `<tool_call>add{"a": 1}`. Arguments that are no object become one: `{"arguments": [1, 2]}`.
+becomes `<tool_call>add{"a": 1}`. Arguments that are not a JSON object become one: `{"arguments": [1, 2]}`.
 """
 
 import json
@@ -17,20 +17,20 @@ from typing import Protocol
 OPENING, CLOSING, CALL = "<think>", "</think>", "<tool_call>"
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 MARKS = (START, CHANNEL, MESSAGE, END)
-"""Special tokens; a vocabulary that has all of them is one of such models."""
+"""Special tokens; a vocabulary with all four belongs to a harmony model."""
 SIGN = "\ufdd0"
-"""Stands before `<think>` and `</think>` in a chat's answer, so that no text can be taken for them."""
+"""Precedes `<think>` and `</think>` in a chat's answer, so that ordinary text cannot be mistaken for them."""
 TO_FUNCTION = "to=functions."
 _THOUGHTS = "analysis"
 
 
 def special_of(tokens: Mapping[int, str]) -> Mapping[int, str] | None:
-    """Return the special tokens of a vocabulary if its models write so, else None."""
+    """Return the special tokens of a harmony vocabulary; None for other vocabularies."""
     return tokens if set(MARKS).issubset(tokens.values()) else None
 
 
 class Stream(Protocol):
-    """See `tokenizer.DecodeStream`."""
+    """A streaming detokenizer, see `tokenizer.DecodeStream`."""
 
     def step(self, token_id: int) -> str:
         """Add a token; return the text that is complete now."""
@@ -40,11 +40,11 @@ class Stream(Protocol):
 
 
 class HarmonyStream:
-    """A stream of text in which thoughts and calls are marked as other models mark them.
+    """A stream of text that marks thoughts and calls as other models do.
 
     Args:
-        text: makes text of what is no mark.
-        special: special token -> its text, which may be one of `MARKS`. None of them is text: in a header
+        text: detokenises the tokens that are not special.
+        special: special token -> its text, which may be one of `MARKS`. None is output as text: in a header
             they separate words.
         is_signed: put `SIGN` before the marks of thoughts.
     """
@@ -52,15 +52,15 @@ class HarmonyStream:
     def __init__(self, text: Stream, special: Mapping[int, str], *, is_signed: bool = False) -> None:
         self._text, self._special = text, special
         self._sign = SIGN * is_signed
-        self._header: str | None = None  # so far; None: within a message
-        self._beginning: str | None = ""  # held back: the prompt may have begun a header; None: decided
+        self._header: str | None = None  # header text so far; None: inside a message
+        self._beginning: str | None = ""  # held back: the prompt may have opened a header; None: decided
         self._is_thought = False
-        self._arguments: str | None = None  # of a call, held back: they may be no object; None: decided
+        self._arguments: str | None = None  # of a call, held back: may not be an object; None: decided
         self._is_call = False
 
     @property
     def is_answer(self) -> bool:
-        """True where text is for people: in no header, thought or call."""
+        """True for text that the user should see: outside headers, thoughts and calls."""
         return self._header is None and not self._is_thought and not self._is_call
 
     def step(self, token_id: int) -> str:
@@ -88,7 +88,7 @@ class HarmonyStream:
         return held + text + self._ended()
 
     def _begun(self, header: list[str]) -> str:
-        """Return what marks the message with such words before it."""
+        """Start a message; return the marks that its header implies."""
         called = next((word for word in header if word.startswith(TO_FUNCTION)), None)
         was_thought, self._is_thought = self._is_thought, called is None and _THOUGHTS in header
         mark = ""
@@ -100,7 +100,7 @@ class HarmonyStream:
         return mark
 
     def _ended(self) -> str:
-        """End the message; return the arguments that were held back."""
+        """End the message; return the held-back arguments as a JSON object."""
         held, self._arguments, self._is_call = self._arguments, None, False
         if held is None:
             return ""
@@ -122,7 +122,7 @@ class HarmonyStream:
             return text
         if self._beginning is None:
             return text
-        # The prompt ends with who speaks; to whom may come first.
+        # The prompt ends with the speaker. The recipient may come first.
         begun = (self._beginning + text).lstrip()
         if begun.startswith(TO_FUNCTION) or TO_FUNCTION.startswith(begun):
             self._beginning += text

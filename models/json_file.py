@@ -1,21 +1,21 @@
-"""JSON of a checkpoint folder, read with errors that name the file and the key."""
+"""JSON files of a checkpoint; errors name the file and the key."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 MAX_FILE_BYTES = 8 << 20  # tokenizer_config.json may name thousands of tokens; others have kilobytes
-LARGEST_NUMBER, SMALLEST_NUMBER = 1e12, 1e-20  # of those that are no integers
+LARGEST_NUMBER, SMALLEST_NUMBER = 1e12, 1e-20  # of floats
 
 
 MAX_REASON = 1000  # characters
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot be used: one sentence that says what is wrong and what to do.
+    """An unusable checkpoint. The message is one sentence: the problem, and the remedy.
 
     Args:
-        reason: the sentence; what a file says may be in it, however long: its middle is left out.
+        reason: the sentence. It may quote a file at any length; the middle of a long sentence is cut.
     """
 
     def __init__(self, reason: str) -> None:
@@ -28,7 +28,7 @@ INSTALL_LLAMACPP = "pip install 'neo-desktop[llamacpp]'"
 
 
 class UnsupportedModelError(ModelError):
-    """A GGUF file that may be sound, but has what the engine has not; llama.cpp may compute it.
+    """A GGUF file that may be valid, but needs features that the engine lacks; llama.cpp may run it.
 
     Args:
         reason: one sentence.
@@ -42,7 +42,7 @@ INSTALL_TRANSFORMERS = "pip install 'neo-desktop[transformers]'"
 
 
 class NotWrittenError(ModelError):
-    """A config.json that asks for what a decoder here lacks; the code of transformers may compute it.
+    """A config.json that needs features of transformers' code that the project's decoder lacks.
 
     Args:
         reason: one sentence.
@@ -57,21 +57,20 @@ class NotWrittenError(ModelError):
 
 
 def check_size(path: Path, max_bytes: int | None = None) -> None:
-    """Raise ModelError for a file that is too large, and for what is no file; a missing one is not minded."""
+    """Raise ModelError for a file that is too large or not a regular file; a missing file passes."""
     if not path.exists():
         return
     if not path.is_file():
-        raise ModelError(f"{path} is no ordinary file: download the model again.")
+        raise ModelError(f"{path} is not a regular file: download the model again.")
     size_bytes = path.stat().st_size
     if max_bytes is not None and size_bytes > max_bytes:
         raise ModelError(
-            f"{path} has {size_bytes} bytes, more than the {max_bytes} that such a file may have: "
-            "download it again."
+            f"{path} has {size_bytes} bytes, more than the {max_bytes} that are allowed: download it again."
         )
 
 
 def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The text of a file of a checkpoint; ModelError where it is missing, too large or not UTF-8."""
+    """Return the text of a checkpoint's file. Raise ModelError if it is missing, not UTF-8, or too large."""
     try:
         check_size(path, max_bytes)
         return path.read_text(encoding="utf-8")
@@ -87,9 +86,9 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 class JsonFile:
-    """One JSON object with typed reads; `null` and a missing key both give the default.
+    """A JSON object with typed reads; `null` and a missing key both give the default.
 
-    Every read raises ModelError for a value of the wrong kind, and for a missing key without default.
+    Every read raises ModelError for a value of the wrong type, and for a missing key without default.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -98,34 +97,33 @@ class JsonFile:
 
     @classmethod
     def read(cls, path: Path, max_bytes: int = MAX_FILE_BYTES) -> "JsonFile":
-        """Parse the file; ModelError where it is missing, too large, not JSON, or not an object."""
+        """Parse the file. Raise ModelError if it is missing, not a JSON object, or too large."""
         text = read_text(path, max_bytes)
         try:
             values = json.loads(text)
-        except (ValueError, RecursionError) as error:  # thousands of digits are a ValueError, too
+        except (ValueError, RecursionError) as error:  # ValueError also for integers with thousands of digits
             raise ModelError(f"{path} is not valid JSON ({error}): download the file again.") from None
         if not isinstance(values, dict):
-            raise ModelError(f"{path} holds no JSON object: download the file again.")
+            raise ModelError(f"{path} is not a JSON object: download the file again.")
         return cls(path, values)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def raw(self, key: str) -> Any:
-        """The value as it stands, None where the key is missing."""
         return self.values.get(key)
 
     def integer(
         self, key: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1
     ) -> int:
-        """An integer from `minimum` to `maximum`."""
+        """Return an integer from `minimum` to `maximum`."""
         value = self._present(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self._wrong(key, f"an integer from {minimum} to {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None, *, allow_zero: bool = False) -> float:
-        """A finite number above zero, or zero where that is allowed."""
+        """Return a finite number above zero, or zero if allowed."""
         value = self._present(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, "a number above zero")
@@ -136,21 +134,19 @@ class JsonFile:
         return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
         value = self._present(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._present(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a string")
         return value
 
     def section(self, key: str) -> "JsonFile | None":
-        """The object under the key, None where there is none."""
+        """Return the object under the key, or None."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -159,7 +155,7 @@ class JsonFile:
         return JsonFile(self.path, value)
 
     def token_ids(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """One token id or a list of them; `null` means none."""
+        """Return one or several token ids as a tuple; empty for `null`."""
         if key not in self.values:
             return default
         value = self.values[key]

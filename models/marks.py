@@ -1,9 +1,9 @@
-"""Marks of chats: the texts of control tokens, kept apart from the same texts in people's words.
+"""Marks of chats: the texts of control tokens, distinguished from the same texts in users' messages.
 
     messages ──Shield──→ broken marks ──chat template──→ text ──Shield.read──→ ChatText ──encode_chat──→ ids
 
-A template writes marks around messages that may hold the same characters. Before a template runs, a sign that
-occurs nowhere else breaks each mark within its input. What is whole afterwards, the template has written.
+A template writes marks around messages that may contain the same characters. Before the template runs, a sign
+that occurs nowhere else breaks every mark in its input. Afterwards, every unbroken mark is the template's.
 """
 
 import re
@@ -14,15 +14,15 @@ from itertools import chain, pairwise
 from typing import Any
 
 MAX_MARK_CHARS = 256  # longer texts of control tokens are never recognised in chats
-MAX_NESTED_MARKS = 32  # levels of common beginnings; regular expressions nest in Python's stack
+MAX_NESTED_MARKS = 32  # levels of common prefixes; nested regular expressions use Python's stack
 MAX_NESTED_JSON = 200  # levels of lists and objects in tools and arguments
-# Characters without a meaning of their own: those that are none first.
+# Characters without a meaning of their own; noncharacters of Unicode come first.
 SIGNS = tuple(map(chr, chain(range(0xFDD0, 0xFDF0), (0xFFFE, 0xFFFF), range(0xE000, 0xF900))))
 
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A chat as its template wrote it.
+    """A chat in the text of its template.
 
     Args:
         pieces: text, mark, text, mark, …, text; texts may be empty. Only the marks become control tokens.
@@ -41,7 +41,7 @@ class ChatText:
         return ChatText((*self.pieces[:-1], joint, *other.pieces[1:]))
 
     def beginning(self, num_chars: int) -> "ChatText":
-        """Return the pieces of the first characters, the last piece perhaps longer."""
+        """Return the pieces of the first `num_chars` characters; the last piece may be longer."""
         for number in range(0, len(self.pieces), 2):
             num_chars -= len(self.pieces[number])
             if num_chars <= 0:
@@ -56,7 +56,7 @@ class Marks:
 
     Args:
         control: texts of control tokens.
-        spoken: marks that an assistant's own message may hold, like `<think>`.
+        spoken: marks that an assistant's own message may contain, like `<think>`.
     """
 
     def __init__(self, control: Iterable[str], spoken: Iterable[str] = ()) -> None:
@@ -67,18 +67,18 @@ class Marks:
         self._unspoken = _Finder(self.texts - spoken) if spoken else self._every
 
     def split(self, text: str, *, is_spoken: bool = False) -> ChatText:
-        """Return a text in which everything that looks like a mark is one.
+        """Split a text; everything that looks like a mark becomes one.
 
         Args:
-            is_spoken: an assistant's own text, which has no other marks than those.
+            is_spoken: the text is an assistant's own: only spoken marks count.
         """
         return ChatText((self._spoken if is_spoken else self._every).split(text))
 
     def broken(self, text: str, sign: str, *, is_spoken: bool = False) -> str:
-        """Return the text with the sign within each mark, and at ends that could be a part of one.
+        """Insert the sign into each mark, and at ends of the text that could be part of a mark.
 
         Args:
-            is_spoken: an assistant's own text, whose marks of that kind stay whole.
+            is_spoken: the text is an assistant's own: spoken marks stay whole.
         """
         return (self._unspoken if is_spoken else self._every).broken(text, sign)
 
@@ -113,10 +113,10 @@ class _Finder:
 
 
 def _ends_with_beginning(text: str, marks: Sequence[str]) -> bool:
-    """True if one of the sorted marks begins with an end of the text."""
+    """Return True if a suffix of the text is a prefix of one of the sorted marks."""
     for at in range(len(text)):
-        found = bisect_left(marks, text[at:])
-        if found < len(marks) and marks[found].startswith(text[at:]):
+        index = bisect_left(marks, text[at:])
+        if index < len(marks) and marks[index].startswith(text[at:]):
             return True
     return False
 
@@ -126,7 +126,7 @@ def _is_mark(text: str) -> bool:
 
 
 def _alternatives(texts: Sequence[str], depth: int = 0) -> str:
-    """Return a regular expression of sorted texts that takes the longest; common beginnings stand once."""
+    """Return a regular expression of sorted texts, the longest first, with common prefixes factored out."""
     if depth > MAX_NESTED_MARKS:
         return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
     is_optional = texts[0] == ""
@@ -144,20 +144,20 @@ def _alternatives(texts: Sequence[str], depth: int = 0) -> str:
 
 
 def _shared_beginning(first: str, last: str) -> str:
-    """Return how all sorted texts between the two begin."""
+    """Return the common prefix of the sorted texts from `first` to `last`."""
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
     return first[:length] if length is not None else min(first, last, key=len)
 
 
 class Shield:
-    """Breaks the marks in the input of one chat template, and reads what the template wrote.
+    """Breaks the marks in the input of one chat template, and reads the template's output.
 
     Args:
         marks: of the vocabulary.
         values: JSON with all texts that will be broken.
 
     Raises:
-        ValueError: the texts hold every character that could be a sign, or nest too deep.
+        ValueError: the texts contain every possible sign, or nest too deep.
     """
 
     def __init__(self, marks: Marks, *values: object) -> None:
@@ -169,11 +169,11 @@ class Shield:
             raise ValueError("the chat holds every private character of Unicode: remove them")
 
     def broken(self, value: Any) -> Any:
-        """Return JSON in which no text holds a mark."""
+        """Return the JSON value with all marks broken."""
         return self._broken(value, is_spoken=False)
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages without marks, but for those that an assistant's text may hold."""
+        """Return messages with broken marks, except the spoken marks of assistant messages."""
         return [
             {
                 key: self._broken(value, is_spoken=key == "content" and message.get("role") == "assistant")
@@ -183,24 +183,24 @@ class Shield:
         ]
 
     def ended(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with a sign at the end of its text, at which `read` cuts."""
+        """Append a sign to the message's text; `read` cuts there."""
         return {**message, "content": (message.get("content") or "") + self._end}
 
     def read(self, text: str, *, is_cut: bool = False) -> ChatText:
-        """Return what the template wrote: marks that are whole are its own.
+        """Return the template's output; unbroken marks are its own.
 
         Args:
-            is_cut: leave out what comes after an `ended` message.
+            is_cut: drop the text after an `ended` message.
 
         Raises:
-            ValueError: the template has left the end of that message out.
+            ValueError: the template has dropped the end of that message.
         """
         for sign in (self._sign, self._end):
             text = text.replace(_escaped(sign), sign)
         if is_cut:
             text, end, _ = text.rpartition(self._end)
             if not end:
-                raise ValueError("the chat template does not write its text as it is")
+                raise ValueError("the chat template changes the text of the last message")
         text = text.replace(self._end, "")
         pieces = self._marks.split(text).pieces
         return ChatText(tuple(piece.replace(self._sign, "") for piece in pieces))
@@ -226,5 +226,5 @@ def _texts(value: object, depth: int = 0) -> Iterator[str]:
 
 
 def _escaped(sign: str) -> str:
-    """The sign in JSON, and in Python's source."""
+    """Return the sign's escape sequence in JSON and in Python source."""
     return f"\\u{ord(sign):04x}"

@@ -1,7 +1,7 @@
-"""Mixtures of experts: which of them a token takes, and what they make of it.
+"""Mixtures of experts: routing, and the experts' feed-forward networks.
 
-On a CPU with packed weights that is one native call, for which rows are grouped by expert. Elsewhere
-operators of torch do it without reading back which experts were chosen, so that CUDA graphs can hold it.
+On a CPU with packed weights this is one native call that groups rows by expert. Elsewhere torch operators do
+it without reading the routing back to the host, so CUDA graphs can capture them.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ _Matrices = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
 
 
 class MoE:
-    """A layer's experts, and the choice among them.
+    """A layer's mixture of experts.
 
-    Some of them, the last ones, may lie in host memory. Of these the first come to the device for a product,
-    and the CPU computes what the others make.
+    The last experts may be in host memory. Per matmul, the first host experts are streamed to the device, and
+    the CPU computes the others.
 
     Args:
-        weights: of all of them.
-        config: what they are.
+        weights: of the layer.
+        config: sizes of the experts.
         operators: of the device.
     """
 
@@ -52,10 +52,12 @@ class MoE:
             self._num_resident = resident = gate.resident_rows // config.intermediate_size
             whole = resident * config.intermediate_size, resident * (down.rows // config.count)
             if (gate.resident_rows, down.resident_rows) != whole or up.resident_rows != gate.resident_rows:
-                raise ValueError("a part of an expert lies on the device, and a part in host memory")
+                raise ValueError("an expert is divided between device and host memory")
             self._split = gate, up, down
-            of_host = gate.host.native, up.host.native, down.host.native
-            self.on_host = native.packed_experts(config.count - resident, *of_host, _clamped(config.clamped))
+            host_matrices = gate.host.native, up.host.native, down.host.native
+            self.on_host = native.packed_experts(
+                config.count - resident, *host_matrices, _clamped(config.clamped)
+            )
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             gate, up, down = gate.resident, up.resident, down.resident
@@ -63,19 +65,19 @@ class MoE:
 
     @property
     def has_device_part(self) -> bool:
-        """Whether the device has some of the experts."""
+        """True if some experts are on the device."""
         return self._on_device is not None
 
     @property
     def num_on_host(self) -> int:
-        """How many lie in host memory."""
+        """Number of experts in host memory."""
         return self._config.count - self._num_resident
 
     def pieces(self, streamed: int, dtype: torch.dtype) -> list[ExpertPiece]:
-        """Return what comes to the device, in order.
+        """Return the pieces to stream to the device, in order.
 
         Args:
-            streamed: how many of the experts in host memory.
+            streamed: number of host experts to stream.
             dtype: of the model.
         """
         if self._split is None:
@@ -83,28 +85,28 @@ class MoE:
         return expert_pieces(self._split, self._config.count, streamed, dtype)
 
     def route(self, x: Tensor, room: ExpertScratch) -> None:
-        """Choose experts for x `[n, hidden]`.
+        """Select experts for x `[n, hidden]`.
 
         Args:
-            x: of the device.
-            room: where the choice goes.
+            x: on the device.
+            room: receives the routing.
         """
         logits = self._router.multiply(x, room.logits)
         ids, weights, _ = room.choice
         self._operators.choose_experts(logits, self._config.normalises, ids, weights)
 
     def find_host_ids(self, room: ExpertScratch, streamed: int) -> None:
-        """Say of the choice which of the experts in host memory they are; -1: none of the CPU's.
+        """Write the indices of the CPU's experts to the routing's `host_ids`; -1: not computed by the CPU.
 
         Args:
-            room: with the choice.
-            streamed: how many of the experts in host memory come to the device.
+            room: has the routing.
+            streamed: number of host experts that are streamed.
         """
         own = ids_among(room.choice.ids, self._num_resident, self.num_on_host)
         room.choice.host_ids.copy_(torch.where(own < streamed, -1, own))
 
     def multiply_on_device(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Put what the device's experts make of x into `out` `[n, hidden]`, which is not x."""
+        """Write the results of the device's experts to `out` `[n, hidden]`, which must not alias x."""
         assert self._on_device is not None
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
@@ -124,32 +126,32 @@ class MoE:
         *,
         adds: bool,
     ) -> None:
-        """Compute on the device what streamed experts make of x.
+        """Compute streamed experts on the device.
 
         Args:
             piece: one of `pieces`.
             staged: its bytes on the device, `[bytes]` uint8.
-            numbers: `[at least piece.elements]` on the device, of the model's dtype: scratch.
+            numbers: `[at least piece.elements]` on the device, in the model's dtype: scratch.
             x: [n, hidden]
-            room: with the choice.
-            out: [n, hidden], not x.
-            adds: whether it is added to what is there.
+            room: has the routing.
+            out: [n, hidden], must not alias x.
+            adds: add to `out` instead of overwriting it.
         """
         experts = piece.unpacked(staged, numbers, self._config.clamped)
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             ids, weights, _ = room.choice.rows(rows)
-            own, of_rows = ids_among(ids, piece.first, piece.count), room.first(len(x[rows]))
-            self._operators.multiply_experts(experts, x[rows], own, weights, of_rows, out[rows], adds)
+            own, scratch = ids_among(ids, piece.first, piece.count), room.first(len(x[rows]))
+            self._operators.multiply_experts(experts, x[rows], own, weights, scratch, out[rows], adds)
 
     def multiply_on_host(
         self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
     ) -> None:
-        """Put what the others make of x into `out`; all lies in host memory.
+        """Write the results of the CPU's experts to `out`; all tensors are in host memory.
 
         Args:
             x: [n, hidden]
-            ids: [n, per token] int32: which of the others; -1: none.
+            ids: [n, per token] int32: index among the host experts; -1: none.
             weights: [n, per token] float32
             room: of at least as many rows.
             out: [n, hidden]
@@ -157,14 +159,14 @@ class MoE:
         assert self.on_host is not None
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
-            of_rows = room.first(len(x[rows]))
-            scratch = of_rows.gate_up, of_rows.gated, of_rows.products
+            first_rows = room.first(len(x[rows]))
+            scratch = first_rows.gate_up, first_rows.gated, first_rows.products
             native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
 
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x.
+        """Compute the network on x `[n, hidden]`, into `out` `[n, hidden]`, which must not alias x.
 
-        All experts lie on the device.
+        All experts must be on the device.
         """
         assert self.on_host is None
         self.route(x, room)
@@ -172,7 +174,7 @@ class MoE:
 
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
-    """Return `layer -> its experts`, of the layers that have some."""
+    """Return layer -> MoE, for the layers with experts."""
     config, layers = decoder.config.experts, enumerate(decoder.layers)
     if config is None:
         return {}
@@ -188,11 +190,11 @@ def _clamped(gate: ClampedGate | None) -> tuple[float, float] | None:
 def multiply_of(
     matrices: tuple[Linear, Linear, Linear], count: int, clamped: ClampedGate | None, operators: Operators
 ) -> Multiply:
-    """Return what multiplies rows with the experts that they chose.
+    """Return a function that computes routed experts.
 
     Args:
-        matrices: gates, ups and downs of all of them.
-        count: how many there are.
+        matrices: the experts' gates, ups and downs.
+        count: number of experts.
         clamped: see `ExpertsConfig`.
         operators: of the device.
     """
@@ -204,5 +206,5 @@ def multiply_of(
             native.multiply_experts(packed, x, ids, shares, room.gate_up, room.gated, room.products, out)
 
         return by_native
-    of_each = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), clamped)
-    return lambda *arguments: operators.multiply_experts(of_each, *arguments)
+    experts = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), clamped)
+    return lambda *arguments: operators.multiply_experts(experts, *arguments)

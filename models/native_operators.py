@@ -1,6 +1,6 @@
-"""A layer's arithmetic between its matrix products on a CPU, by the native kernels.
+"""A layer's operators between its matmuls on a CPU, by the native kernels.
 
-The module is `operators.Operators`; what the functions do is said in `operators`.
+The module implements `operators.Operators`; `operators` documents the functions.
 """
 
 from torch import Tensor
@@ -38,7 +38,7 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """The same, and store keys and values in the cache."""
+    """Rotate as `rope` does, and store keys and values in the cache."""
     kv_heads, head_dim = k_cache.shape[2:]
     rope(qkv, cos, sin, kv_heads, qk_norm, eps)
     heads = qkv.view(len(qkv), -1, head_dim)

@@ -1,8 +1,9 @@
-"""A layer's arithmetic between its matrix products, by torch's operators.
+"""A layer's operators between its matmuls, in torch.
 
-`engine.kernels.dispatch` offers the same functions as single kernels; both modules are `Operators`. They
-compute in float32 and round to the dtype where the models were rounded in training, so that 16-bit logits
-agree with the reference. Nothing is read back and no shape depends on numbers: CUDA graphs can hold them.
+`engine.kernels.dispatch` offers the same functions as single kernels; both modules implement `Operators`.
+They compute in float32 and round to the dtype at the points where training rounds, so 16-bit logits agree
+with the reference. They never synchronise with the host, and no shape depends on values: CUDA graphs can
+capture them.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ multiply_experts = expert_operators.multiply_experts
 
 
 class Store(NamedTuple):
-    """Where a layer's keys and values are to be stored; see `rope_append`."""
+    """Destination of a layer's keys and values; see `rope_append`."""
 
     slots: Tensor
     k_cache: Tensor
@@ -29,45 +30,45 @@ class Store(NamedTuple):
 
 
 class Operators(Protocol):
-    """What the stages call between products: this module, or the engine's kernels."""
+    """Operators between the matmuls: this module, or the engine's kernels."""
 
     @property
     def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]:
-        """See below, likewise the others."""
+        """Residual addition and RMSNorm."""
 
     @property
     def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]:
-        """Where nothing is stored."""
+        """RoPE without a cache."""
 
     @property
     def rope_append(
         self,
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]:
-        """Where keys and values go into a cache."""
+        """RoPE; keys and values go to the cache."""
 
     @property
     def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
-        """Where heads that are rotated already go into a cache."""
+        """Copy of rotated keys and values to the cache."""
 
     @property
     def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
-        """Of the feed-forward network."""
+        """SwiGLU's activation."""
 
     @property
     def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
-        """See `expert_operators`, likewise the next."""
+        """Routing, see `expert_operators.choose_experts`."""
 
     @property
     def multiply_experts(
         self,
     ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]:
-        """On a device."""
+        """Routed experts, see `expert_operators.multiply_experts`."""
 
 
 def rotation(
     positions: Tensor, inverse_frequencies: Tensor, attention_factor: float, cos: Tensor, sin: Tensor
 ) -> None:
-    """Compute how to rotate the heads of tokens (arXiv 2104.09864), the same in all layers.
+    """Compute cos and sin of RoPE (arXiv 2104.09864), the same in all layers.
 
     The first half of `sin` is negated, so that rotating is `x * cos + (x with its halves swapped) * sin`.
 
@@ -75,7 +76,7 @@ def rotation(
         positions: [tokens]
         inverse_frequencies: [head_dim / 2] float32
         attention_factor: on both, see `rope.RopeConfig`.
-        cos: [tokens, 1, head_dim] float32, filled; sin likewise.
+        cos: [tokens, 1, head_dim] float32, an output; sin is the same.
     """
     angles = (positions.float()[:, None] * inverse_frequencies)[:, None, :]
     half_cos, half_sin = angles.cos() * attention_factor, angles.sin() * attention_factor
@@ -84,13 +85,13 @@ def rotation(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Add `x` to `residual` in place, and put the RMSNorm of the sum into `out`.
+    """Add `x` to `residual` in place, and write the RMSNorm of the sum to `out`.
 
     Rounds the sum, the normalised sum, and its product with the weights. The mean square is that of the
     rounded sum.
 
     Args:
-        x: [tokens, hidden], contiguous; residual and out likewise. out may be x.
+        x: [tokens, hidden], contiguous, as are residual and out. out may be x.
         weight: [hidden]
         eps: of the RMSNorm.
     """
@@ -125,13 +126,12 @@ def rope_append(
 
     Args:
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
-        cos: [tokens, 1, head_dim] float32, contiguous; sin likewise. See `rotation`.
-        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
-            padding of a batch and tokens whose KV lives in host memory. The others are all different.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
-            strides. Any will do with which the dimensions of a head are contiguous.
-        qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
-            rotation; None: there is no norm.
+        cos: [tokens, 1, head_dim] float32, contiguous; sin is the same. See `rotation`.
+        slots: [tokens] int32 or int64: block * block_size + offset, distinct; negative: not stored. Negative
+            are the padding of a batch and tokens with KV in host memory.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], in qkv's dtype; v_cache has the same shape and
+            strides. Only the dimensions of a head must be contiguous.
+        qk_norm: [heads + kv_heads, head_dim], contiguous: weights of an RMSNorm per head before the rotation.
         eps: of the RMSNorm.
     """
     kv_heads, head_dim = k_cache.shape[2:]
@@ -141,7 +141,7 @@ def rope_append(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """Put `silu(gate) * up` into `out` (SwiGLU).
+    """Write `silu(gate) * up` to `out` (SwiGLU).
 
     Rounds silu(gate), and its product with up.
 
@@ -154,18 +154,17 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy rows into slots of the caches.
+    """Copy rows to slots of the caches.
 
     Args:
-        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim]; v_cache likewise.
-        slots: [tokens] int32 or int64, all different: block * block_size + offset; negative: the row is not
-            copied.
+        k: [tokens, kv_heads, head_dim], each token contiguous, as is v. Tokens may be strided.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim]; v_cache is the same.
+        slots: [tokens] int32 or int64, distinct: block * block_size + offset; negative: the row is skipped.
     """
     if not len(slots):
         return
-    # What belongs nowhere cannot be left out, since the host would have to count it. So it does what some
-    # other row does again; and if there is none, it puts what a slot holds into it.
+    # Filtering the skipped rows would need their count on the host. Instead they repeat the first row that is
+    # copied; if no row is copied, they write a slot's own content back to it.
     belongs = slots >= 0
     any_belongs = belongs.any()
     first = belongs.int().argmax().view(1)
@@ -178,7 +177,7 @@ def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Te
 
 
 def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
+    """Copy slots of the caches to `k` and `v`; arguments as in `write_rows`, but slots may repeat."""
     if not len(slots):
         return
     place = _place(k_cache, slots.clamp_min(0).long())

@@ -1,6 +1,6 @@
-"""Layers of packed weights on a CPU: all that lies between the attention of two layers is one native call.
+"""Layers of packed weights on a CPU: one native call computes everything between the attention of two layers.
 
-Threads are woken once for it. The numbers are those of the single products and operators.
+It wakes the threads once. The results are those of the separate matmuls and operators.
 """
 
 from torch import Tensor
@@ -11,17 +11,17 @@ from neo_desktop.models.given_rows import GIVEN, given_buffers
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
-MAX_ROWS = 32  # whose quantised form stays in a core's caches; of more, single products are as fast
+MAX_ROWS = 32  # their quantised form fits a core's caches; for more rows, separate matmuls are as fast
 
 _RESIDUAL, _X, _QKV, _ATTENTION, _COS, _SIN = (Columns(buffer) for buffer in GIVEN)
 _NORMED, _GATE_UP, _GATED = (Columns(len(GIVEN) + i) for i in range(3))
 
 
 class PackedLayers:
-    """What is computed between the attention of two layers, by which they are.
+    """The native programs between the attention of two layers.
 
     Args:
-        decoder: all of whose matrices are packed; it has no experts.
+        decoder: has packed matrices only, and no experts.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -30,12 +30,12 @@ class PackedLayers:
 
     @classmethod
     def of(cls, decoder: Decoder) -> "PackedLayers | None":
-        """Return those of a decoder; None: not all of its matrices are packed."""
+        """Return the programs of a decoder; None: some matrices are not packed."""
         matrices = (matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, *_mlp(layer)))
         return cls(decoder) if all(isinstance(matrix, PackedMatrix) for matrix in matrices) else None
 
     def advance(self, finished: int | None, begun: int | None, given: list[native.View]) -> None:
-        """See `Stages.advance`; given: what `State.seen_by_native` returns."""
+        """Run the program between two layers, see `Stages.advance`; given: from `State.seen_by_native`."""
         place = finished, begun
         if place not in self._programs:
             self._programs[place] = self._program(finished, begun)

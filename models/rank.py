@@ -1,31 +1,31 @@
-"""Which of the processes a process is among which a model is divided; see `ranks`."""
+"""A process's rank in tensor parallelism; see `ranks`."""
 
 from dataclasses import dataclass
 
-# Inner numbers are divided by the largest of these that leaves each rank about as many: so quantised columns
-# consist of whole blocks.
+# The intermediate size is divided in the largest of these units that keeps the ranks balanced, so that
+# columns of quantised matrices consist of whole blocks.
 _UNITS = (256, 64, 32, 16, 2, 1)
-_FAIR = 16  # units of each rank, at least: the largest part is hardly larger than the mean
+_FAIR = 16  # least units per rank: parts then differ little in size
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of how many ranks."""
+    """A rank and the number of ranks."""
 
     number: int = 0
     count: int = 1
 
     def part(self, size: int) -> slice:
-        """Return its part of so many things; parts differ by one at most."""
+        """Return the rank's part of `size` items; parts differ by at most one."""
         return slice(size * self.number // self.count, size * (self.number + 1) // self.count)
 
     def kv_part(self, heads: int) -> slice:
-        """Return its part of so many key-value heads; of fewer than there are ranks, some have the same."""
+        """Return the rank's KV heads; with fewer heads than ranks, some ranks share a head."""
         first = heads * self.number // self.count
         return slice(first, max(heads * (self.number + 1) // self.count, first + 1))
 
     def inner_part(self, size: int, least_unit: int = 1) -> slice:
-        """Return its part of the inner numbers of a feed-forward network, in multiples of a unit."""
+        """Return the rank's part of the intermediate size, in multiples of a unit."""
         units = [unit for unit in _UNITS if size % unit == 0 and unit % least_unit == 0]
         unit = next((unit for unit in units if size // unit >= _FAIR * self.count), units[-1])
         part = self.part(size // unit)

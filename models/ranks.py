@@ -1,16 +1,16 @@
-"""A model that is divided among ranks: processes with a device each, which compute every layer together.
+"""Tensor parallelism: a model divided among ranks, which are processes with a device each.
 
-Each rank has some of the heads, with their KV, and of each feed-forward network, or of each expert, some of
-the inner numbers (Megatron-LM's division; NEO, section 4, divides the CPU-cache like this, too):
+Each rank has some of the heads, with their KV, and a part of the intermediate size of every feed-forward
+network or expert. This is Megatron-LM's division; NEO, section 4, divides the CPU-cache in the same way:
 
     matrix                  rank r of n has
-    queries, keys, values   the rows of its heads; with fewer key-value heads than ranks, some have the same
+    queries, keys, values   the rows of its heads; ranks share a head if there are fewer KV heads than ranks
     output                  the columns of its heads
     gates, ups              rows r/n to (r + 1)/n, in whole units
     down                    the same columns
 
-What `output` and `down` give is a part of a sum over all ranks, which stages ask for (`stages.Stages`). The
-embedding, norms and routers are the same everywhere. Rank 0 alone has the head and the biases of sums.
+`output` and `down` give partial sums; `stages.Stages` reduces them over the ranks. Embedding, norms and
+routers are replicated. Only rank 0 has the head, and the biases that are added to sums.
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ _ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.v
 
 
 def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """Return the shape of a rank's part of a model.
+    """Return the configuration of a rank's part of a model.
 
-    Raises ModelError for a model that cannot be divided among so many.
+    Raises ModelError for a model that cannot be divided among this number of ranks.
     """
     count, experts = rank.count, config.experts
     if count == 1:
@@ -75,34 +75,34 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         num_kv_heads=max(config.num_kv_heads // count, 1),
         intermediate_size=sizes[0],
         experts=experts,
-        # Where there is no head, the embedding stands for it, and nobody asks.
+        # Ranks above 0 tie the head to the embedding; they never compute logits.
         tie_word_embeddings=config.tie_word_embeddings or rank.number > 0,
     )
 
 
 def form_of_rank(form: WeightFormat, config: ModelConfig, rank: Rank) -> WeightFormat:
-    """Return the form of a rank's part of a model whose matrices are kept in this one."""
+    """Return the weight format of a rank's part of a model."""
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form
-    of_rank = config_of_rank(config, rank)
-    whole, part = config.matrices, of_rank.matrices
+    rank_config = config_of_rank(config, rank)
+    whole, part = config.matrices, rank_config.matrices
 
     def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
         kind = name.partition(".")[2]
         if kind not in part:  # the embedding, and the head
             return parts
-        return tuple(replace(each, rows=each.rows * part[kind].rows // whole[kind].rows) for each in parts)
+        return tuple(replace(shape, rows=shape.rows * part[kind].rows // whole[kind].rows) for shape in parts)
 
     return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
 
 
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:
-    """Return a rank's part of a model's weights, which have been checked.
+    """Return a rank's part of a model's weights.
 
     Args:
-        weights: of the whole model.
-        config: likewise.
-        rank: among which `config_of_rank` can divide it.
+        weights: of the whole model, checked.
+        config: of the whole model.
+        rank: `config_of_rank` accepts it.
 
     Raises ModelError for quantised matrices whose columns cannot be divided.
     """
@@ -110,8 +110,8 @@ def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weight
         return weights
     parts = _Parts(config, rank)
     tensors = {name: parts.of(name, stored) for name, stored in weights.tensors.items()}
-    found = {name: part for name, part in tensors.items() if part is not None}
-    return Weights(weights.path, weights.description, found)
+    own = {name: part for name, part in tensors.items() if part is not None}
+    return Weights(weights.path, weights.description, own)
 
 
 class _Parts:
@@ -127,13 +127,15 @@ class _Parts:
         self._rows |= {"mlp.gate_proj": inner, "mlp.up_proj": inner}
         self._columns = {"self_attn.o_proj": q, "mlp.down_proj": inner}
         if config.experts is not None:
-            names, each = expert_names(config.architecture), range(config.experts.count)
+            names, experts = expert_names(config.architecture), range(config.experts.count)
             inner = rank.inner_part(config.experts.intermediate_size, EXPERT_UNIT)
-            self._rows |= dict.fromkeys((*names.of_each("gate", each), *names.of_each("up", each)), inner)
-            self._columns |= dict.fromkeys(names.of_each("down", each), inner)
+            self._rows |= dict.fromkeys(
+                (*names.of_each("gate", experts), *names.of_each("up", experts)), inner
+            )
+            self._columns |= dict.fromkeys(names.of_each("down", experts), inner)
 
     def of(self, name: str, stored: StoredTensor) -> StoredTensor | None:
-        """Return the rank's part of a tensor; None: it has none."""
+        """Return the rank's part of a tensor; None: the rank has no part."""
         if name == "lm_head.weight":
             return stored if self._rank.number == 0 else None
         if not name.startswith("model.layers."):
@@ -163,12 +165,12 @@ def _of_columns(name: str, stored: StoredTensor, columns: slice, rank: Rank) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """See `weights.StoredTensor`: some rows and columns of another tensor, in order.
+    """A `weights.StoredTensor`: consecutive rows and columns of another tensor.
 
     Args:
-        whole: the other one.
-        rows: of it.
-        columns: of it; None: all, or it is a vector.
+        whole: the other tensor.
+        rows: of the part.
+        columns: of the part; None: all columns, or a vector.
     """
 
     whole: StoredTensor
@@ -177,7 +179,6 @@ class _Part:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
         return self.whole.file
 
     @property
@@ -217,18 +218,18 @@ class _Part:
     def _cut(
         self, pieces: Iterator[tuple[int, Tensor]], columns: slice | None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the part in one: its rows need not begin where a piece does."""
-        found = []
+        """Yield the part in one piece: its rows need not start at a piece's."""
+        parts = []
         for first, piece in pieces:
             if first >= self.rows.stop:
                 break
             rows = piece[max(self.rows.start - first, 0) : max(self.rows.stop - first, 0)]
-            found.append(rows if columns is None else rows[:, columns])
-        yield 0, torch.cat(found)
+            parts.append(rows if columns is None else rows[:, columns])
+        yield 0, torch.cat(parts)
 
 
 class _Zeros(_Part):
-    """Zeros in place of a bias that another rank adds."""
+    """Zeros in place of a bias that rank 0 adds."""
 
     def __init__(self, whole: StoredTensor) -> None:
         super().__init__(whole, slice(0, whole.shape[0]))

@@ -1,25 +1,25 @@
-"""Files that are read from their beginning to their end, faster than they are touched."""
+"""Read-ahead for files that are read from start to end."""
 
 import os
 from pathlib import Path
 
 READ_AHEAD_BYTES = 256 << 20
-_ASKED_BYTES = 8 << 20  # in one call
+_ASKED_BYTES = 8 << 20  # bytes per call
 
 
 class ReadAhead:
-    """Has the system read what comes next in a file, while somebody works on what was read.
+    """Asks the system to read a file's next bytes while the caller works on the previous ones.
 
-    What is mapped is otherwise read when it is touched, and the disk waits in between. Systems without
-    `posix_fadvise` read ahead as they see fit.
+    Without it, mapped pages are read on first access, and the disk idles in between. Systems without
+    `posix_fadvise` use their own read-ahead.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked = 0  # up to which byte
+        self._asked = 0  # end of the requested bytes
 
     def at(self, position: int) -> None:
-        """Tell where in the file somebody works now: it moves forward."""
+        """Set the position of the reader, which moves forward."""
         end = min(position + READ_AHEAD_BYTES, self._path.stat().st_size)
         if self._asked >= end or not hasattr(os, "posix_fadvise"):
             return

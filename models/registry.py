@@ -1,4 +1,6 @@
-"""Ready decoders: loaded from a checkpoint, or with random weights for measurements and tests."""
+"""Decoders that are ready to run: loaded from a checkpoint, or with random weights for measurements and
+tests.
+"""
 
 import logging
 
@@ -34,14 +36,13 @@ def load_model(
 ) -> Decoder:
     """Load a checkpoint, or a rank's part; `progress(done_bytes, total_bytes)` is called after each tensor.
 
-    Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
-    Raises ModelError for weights that are missing, left over, damaged or of another shape, or that cannot be
-    divided.
+    Everything is checked against `config` before memory is allocated, and at most one tensor is in memory
+    twice. Raises ModelError for weights that are missing, superfluous, damaged, misshapen or indivisible.
     """
     whole = check_model(checkpoint, config)
     if isinstance(config, TracedConfig) and config.of_model.most_tokens is not None:
         whole.notes.append(
-            f"has a context of {config.max_context_tokens} tokens here: in longer ones it rotates otherwise"
+            f"has a context of {config.max_context_tokens} tokens here: RoPE would change beyond that length"
         )
     for note in whole.notes if rank.number == 0 else ():
         logger.warning("%s %s", checkpoint.name, note)
@@ -57,7 +58,7 @@ def load_model(
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     """Compare a checkpoint's weights with its configuration, from headers alone.
 
-    Raises ModelError for weights that are missing, left over, damaged or of another shape.
+    Raises ModelError for weights that are missing, superfluous, damaged or misshapen.
     """
     weights = checkpoint.weights()
     spec = _decoder(config, config.dtype, torch.device("meta"))
@@ -72,7 +73,7 @@ def _decoder(
 ) -> Decoder:
     if isinstance(config, TracedConfig):
         if device.type != "meta":
-            logger.info("%s: no decoder of our own, so that of transformers is cut", config.architecture)
+            logger.info("%s: no decoder here, so the one of transformers is cut", config.architecture)
         return TracedDecoder(config, dtype=dtype, device=device, form=form)
     return Decoder(config, dtype=dtype, device=device, form=form)
 
@@ -84,12 +85,12 @@ def stages_of(
 
     Args:
         decoder: whole, or a rank's part.
-        operators: None: those of the device.
-        reduce: adds up what the ranks give; None: it is whole, or this part alone is measured.
-        has_head: whether it is the part with the head.
+        operators: None: the device's own.
+        reduce: sums over the ranks; None: the decoder is whole, or its part is measured alone.
+        has_head: this part has the head.
 
     Raises:
-        ModelError: they are those of transformers, and cannot be cut.
+        ModelError: the model of transformers cannot be cut.
     """
     if isinstance(decoder, TracedDecoder):
         from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed
@@ -106,7 +107,9 @@ def random_model(
     seed: int = 0,
     form: WeightFormat = DENSE,
 ) -> Decoder:
-    """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
+    """Return a decoder with norms of one, other weights from normal(0, 0.02); deterministic per seed and
+    device.
+    """
     decoder = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):

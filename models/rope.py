@@ -1,4 +1,4 @@
-"""Rotary position embedding: which frequencies a checkpoint rotates its heads with."""
+"""Rotary position embedding: the frequencies of a checkpoint."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths slowed by `factor`, short ones kept, a smooth passage between (Llama 3.1)."""
+    """Long wavelengths slowed by `factor`, short ones kept, interpolated in between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class FactorScaling:
-    """Each frequency divided by a factor of its own: how GGUF files express Llama 3.1's scaling."""
+    """Each frequency divided by its own factor; GGUF files express Llama 3.1's scaling like this."""
 
     factors: tuple[float, ...]  # [head_dim / 2]
 
@@ -50,7 +50,7 @@ Scaling = LinearScaling | FactorScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Base of the rotation frequencies and how they are stretched for longer contexts."""
+    """Base of the RoPE frequencies, and their scaling for longer contexts."""
 
     theta: float = 10_000.0
     scaling: Scaling | None = None
@@ -59,7 +59,7 @@ class RopeConfig:
     def from_config(cls, config: JsonFile, max_position_embeddings: int) -> "RopeConfig":
         """Read config.json in either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`.
 
-        Raises ModelError for a rotation that the decoder cannot compute.
+        Raises ModelError for an unsupported kind.
         """
         rope = _rotation(config)
         if any(isinstance(value, dict) for value in rope.values.values()):
@@ -74,18 +74,18 @@ class RopeConfig:
                 raise NotWrittenError(
                     f"{config.path} sets partial_rotary_factor; the decoder here rotates whole heads."
                 )
-        # transformers prefers the number beside the section to that in it.
+        # transformers prefers the number beside the section to the one inside.
         original = rope.integer("original_max_position_embeddings", max_position_embeddings)
         original = config.integer("original_max_position_embeddings", original)
         return cls(theta, _scaling(rope, max_position_embeddings, original))
 
     @property
     def attention_factor(self) -> float:
-        """Factor on cos and sin: 1 except for YaRN."""
+        """Factor on cos and sin: 1 except with YaRN."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians per position of each pair of channels, `[head_dim / 2]` float32 on the CPU."""
+        """Return radians per position for each pair of channels, `[head_dim / 2]` float32 on the CPU."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / self.theta**exponents
         match self.scaling:
@@ -96,7 +96,7 @@ class RopeConfig:
             case FactorScaling(factors):
                 return frequencies / torch.tensor(factors)
             case Llama3Scaling(factor, low, high, original):
-                turns = original * frequencies / (2 * math.pi)  # over the original context
+                turns = original * frequencies / (2 * math.pi)  # in the original context
                 keep = ((turns - low) / (high - low)).clamp(0, 1)
                 return (1 - keep) * frequencies / factor + keep * frequencies
             case YarnScaling() as yarn:
@@ -105,10 +105,10 @@ class RopeConfig:
 
 
 def _rotation(config: JsonFile) -> JsonFile:
-    """Return the section that counts: `rope_scaling`, unless it is empty."""
+    """Return the RoPE section: `rope_scaling`, unless it is empty."""
     sections = (config.section(key) for key in ("rope_scaling", "rope_parameters"))
-    found = [section for section in sections if section is not None and section.values]
-    return found[0] if found else JsonFile(config.path, {})
+    filled = [section for section in sections if section is not None and section.values]
+    return filled[0] if filled else JsonFile(config.path, {})
 
 
 def _scaling(rope: JsonFile, max_position_embeddings: int, original: int) -> Scaling | None:
@@ -116,7 +116,7 @@ def _scaling(rope: JsonFile, max_position_embeddings: int, original: int) -> Sca
     match kind:
         case "default":
             return None
-        case "dynamic":  # frequencies change beyond max_position_embeddings, where the context ends
+        case "dynamic":  # differs only beyond max_position_embeddings, the end of the context
             rope.number("factor")
             return None
         case "linear":
@@ -150,12 +150,12 @@ def _scaling(rope: JsonFile, max_position_embeddings: int, original: int) -> Sca
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
-    """Return by how much attention is sharpened in a context that is stretched by `factor`."""
+    """Return YaRN's attention temperature for a context stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
-    """The temperature of section 3.4, or the ratio of two where both `mscale`s are given."""
+    """Return the temperature of section 3.4, or the ratio of two if both `mscale`s are given."""
 
     mscale, mscale_all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
     if mscale and mscale_all_dim:
@@ -166,7 +166,7 @@ def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
 
 
 def _yarn_ramp(yarn: YarnScaling, theta: float, head_dim: int) -> Tensor:
-    """0 for channels that turn more than `beta_fast` times over the original context, 1 below `beta_slow`."""
+    """Return 0 for channels with more than `beta_fast` turns in the original context, 1 below `beta_slow`."""
 
     def channel(turns: float) -> float:
         return head_dim * math.log(yarn.original_max_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -10,7 +10,7 @@ from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling, yarn
 
 
 def shape(name: str) -> ModelConfig:
-    """The shape called `name`; ValueError lists the names where there is none."""
+    """Return the shape called `name`. Raise ValueError with the known names if it is unknown."""
     if name not in SHAPES:
         raise ValueError(f"There is no shape called {name!r}: choose one of {', '.join(SHAPES)}.")
     return SHAPES[name]
@@ -152,7 +152,7 @@ def _smollm2(*sizes: int) -> ModelConfig:
     )
 
 
-# vocabulary, hidden, intermediate, layers, heads, key-value heads: as in the config.json of each release
+# vocabulary, hidden, intermediate, layers, heads, key-value heads: from the config.json of the releases
 SHAPES: dict[str, ModelConfig] = {
     "llama-2-7b": _llama2(32_000, 4096, 11_008, 32, 32, 32),
     "llama-2-13b": _llama2(32_000, 5120, 13_824, 40, 40, 40),

@@ -1,6 +1,6 @@
-"""A decoder's arithmetic as stages that work in given memory, for any mix of prompts and decodes.
+"""A decoder's arithmetic as stages in preallocated memory, for any mix of prefill chunks and decodes.
 
-An iteration over a sub-batch of n tokens, of any requests:
+An iteration over a sub-batch of n tokens, from any requests:
 
     stages.embed(token_ids, positions, state)
     for layer in range(config.num_layers):
@@ -10,7 +10,7 @@ An iteration over a sub-batch of n tokens, of any requests:
     stages.final_norm(state, normed)
     logits = stages.logits(normed, room)
 
-Between stages, `residual + x` are the hidden states: the sum is part of the next normalisation.
+Between stages, `residual + x` are the hidden states: the next normalisation adds the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,21 +32,21 @@ from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, PackedLayers
 
 Reduce = Callable[[Tensor], object]
-"""Puts the sum over all ranks into what each of them gives, of the same shape; see `models.ranks`."""
+"""All-reduce: replaces each rank's tensor by the sum over all ranks; see `models.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory of single stages; shared by all states of a device, which runs one stage after the other."""
+    """Scratch memory within a stage; states of a device share it, because stages run one after the other."""
 
     normed: Tensor  # [rows, hidden]
     gate_up: Tensor  # [rows, 2 * intermediate]
     gated: Tensor  # [rows, intermediate]
-    experts: ExpertScratch | None = None  # where a model has some
+    experts: ExpertScratch | None = None  # None: a dense model
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Return room for so many rows, with any content."""
+        """Allocate uninitialised memory for `rows` tokens."""
         intermediate = config.intermediate_size if "gate_up" in config.matrices else 0
 
         def room(width: int) -> Tensor:
@@ -63,16 +63,16 @@ class Scratch:
 
 @dataclass(slots=True)
 class State:
-    """What the stages of one sub-batch hand on, of the model's dtype unless said otherwise.
+    """The tensors that the stages of one sub-batch pass on, in the model's dtype unless noted.
 
-    A stage may put another tensor in the place of `x` and `qkv`, if a product cannot be written into a given
-    one (`Stages.writes_in_place`).
+    A stage may replace `x` and `qkv` by other tensors if a matmul cannot write to given memory
+    (`Stages.writes_in_place`).
     """
 
     residual: Tensor  # [rows, hidden]
-    x: Tensor  # [rows, hidden]: what is to be added to it
+    x: Tensor  # [rows, hidden]: the next normalisation adds it to the residual
     qkv: Tensor  # [rows, (heads + 2 * kv_heads) * head_dim]
-    attention: Tensor  # [rows, heads, head_dim]: its output
+    attention: Tensor  # [rows, heads, head_dim]: output of the attention
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor
     scratch: Scratch
@@ -82,7 +82,7 @@ class State:
     def empty(
         cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
     ) -> "State":
-        """Return room for so many rows, with any content.
+        """Allocate uninitialised memory for `rows` tokens.
 
         Args:
             scratch: of at least as many rows.
@@ -103,19 +103,18 @@ class State:
 
     @property
     def rows(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self.residual)
 
     def seen_by_native(self) -> list[native.View]:
-        """Return what native programs of rows are given, see `given_rows`, each [rows, width]."""
+        """Return the buffers of native row programs, see `given_rows`, each [rows, width]."""
         if self._seen is None:
-            of_rows = self.attention.flatten(1), self.cos[:, 0], self.sin[:, 0]
-            tensors = (self.residual, self.x, self.qkv, *of_rows)
+            row_buffers = self.attention.flatten(1), self.cos[:, 0], self.sin[:, 0]
+            tensors = (self.residual, self.x, self.qkv, *row_buffers)
             self._seen = [native.view_of("rows", tensor) for tensor in tensors]
         return self._seen
 
     def first(self, rows: int) -> "State":
-        """Return views of the first rows."""
         return State(
             self.residual[:rows],
             self.x[:rows],
@@ -127,21 +126,21 @@ class State:
         )
 
     def select(self, rows: Tensor, into: "State", first_row: int) -> None:
-        """Copy some rows, as far as the stages after the attention read them.
+        """Copy some rows of the tensors that later stages read.
 
         Args:
             rows: [m] int64
-            into: room for them, not of this state.
-            first_row: where they go.
+            into: destination; must not share memory with this state.
+            first_row: of the destination.
         """
-        of_them = slice(first_row, first_row + len(rows))
-        torch.index_select(self.residual, 0, rows, out=into.residual[of_them])
-        torch.index_select(self.attention, 0, rows, out=into.attention[of_them])
+        target = slice(first_row, first_row + len(rows))
+        torch.index_select(self.residual, 0, rows, out=into.residual[target])
+        torch.index_select(self.attention, 0, rows, out=into.attention[target])
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product with a matrix that is split; the caller computes its parts, overlapped."""
+    """A matmul with an offloaded matrix; the caller computes its parts, overlapped."""
 
     name: str  # one of `TURN`
     layer: int
@@ -152,19 +151,19 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum over all ranks: of what each of them has in `x`, and into it."""
+    """An all-reduce of `x`, in place."""
 
     reduce: Reduce
     x: Tensor
 
     def __call__(self) -> None:
-        """Compute it, together with the others."""
+        """Compute it, together with the other ranks."""
         self.reduce(self.x)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is computed up to a product that is split, or a sum, and that; None: there is none."""
+    """Work up to an offloaded matmul or all-reduce, and that operation; None: absent."""
 
     work: Callable[[], object] | None
     product: "Product | DividedExperts | Sum | None"
@@ -172,11 +171,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class DividedExperts:
-    """A layer's experts, of which some lie in host memory, and rows that have been given to them."""
+    """A layer's experts that are partly in host memory, and the rows routed to them."""
 
     moe: MoE
-    x: Tensor  # [rows, hidden]: free once the device's experts have read it
-    room: ExpertScratch  # with the choice
+    x: Tensor  # [rows, hidden]: reusable after the device's experts have read it
+    room: ExpertScratch  # has the routing
     out: Tensor  # [rows, hidden]
 
 
@@ -184,10 +183,10 @@ class Stages:
     """The stages of a decoder.
 
     Args:
-        decoder: gives the weights.
-        operators: what lies between products; None: native kernels on a CPU, torch's operators elsewhere.
-        reduce: of a decoder that is one rank's part of a model; None: it is all of it.
-        has_head: whether it is the part with the head.
+        decoder: has the weights.
+        operators: between matmuls; None: native kernels on a CPU, torch's operators elsewhere.
+        reduce: all-reduce for a decoder that is one rank's part; None: the decoder is whole.
+        has_head: this part has the head.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Stages:
         has_head: bool = True,
     ) -> None:
         if reduce is not None and decoder.has_splits:
-            raise ValueError("a part of a model is not split once more")
+            raise ValueError("weight offloading is not supported with tensor parallelism")
         self.decoder = decoder
         self._reduce = reduce
         self.has_head = has_head
@@ -212,20 +211,20 @@ class Stages:
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks have the other parts of the model, so that all must compute the same stages."""
+        """True if other ranks hold the other parts of the model; all ranks must then run the same stages."""
         return self._reduce is not None
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether all that stages hand on lies in the memory that was given, as CUDA graphs need it."""
+        """True if stages write only to the given memory, as CUDA graphs require."""
         return all(linear.writes_in_place for linear in self.decoder.linears())
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
-        """The matrices that are split, by their turn and by their names there, which are some of `TURN`.
+        """The offloaded matrices, by layer boundary and by name in `TURN`.
 
-        A turn is what lies between the attention of two layers: it ends a layer and begins the next one. Its
-        products follow each other in the order of `TURN`.
+        Boundary i is between the attention of layers i - 1 and i: it ends one layer and starts the next. Its
+        matmuls follow the order of `TURN`.
         """
         linears = {
             (layer + (name != "qkv"), name): weights.linear(name)
@@ -235,26 +234,26 @@ class Stages:
         return {place: linear for place, linear in linears.items() if isinstance(linear, OffloadedLinear)}
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
-        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
+        """Start an iteration: embed the tokens [rows], and compute RoPE for their positions [rows]."""
         self.decoder.embed(token_ids, state.residual)
         state.x.zero_()
         self.rotate(positions, state.cos, state.sin)
 
     def rotate(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Compute the rotation at positions; see `operators.rotation`."""
+        """Compute RoPE's cos and sin for positions; see `operators.rotation`."""
         factor = self.config.rope.attention_factor
         rotation(positions, self.decoder.inverse_frequencies, factor, cos, sin)
 
     def advance(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> None:
-        """Compute what follows the attention of layer `finished`, then what precedes that of `begun`.
+        """Compute layer `finished` after its attention, then layer `begun` up to its attention.
 
         Args:
-            finished: None: nothing.
-            begun: None: nothing.
+            finished: None: no layer.
+            begun: None: no layer.
             state: `state.attention` holds the attention's output of layer `finished`.
-            store: where keys and values of layer `begun` go; None: they stay in the state.
+            store: destination of layer `begun`'s keys and values; None: they stay in the state.
         """
         if self._layers is not None and store is None and state.rows <= MAX_ROWS:
             self._layers.advance(finished, begun, state.seen_by_native())
@@ -267,10 +266,10 @@ class Stages:
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> Iterator[Step]:
-        """Yield the arithmetic of `advance`, cut at products with offloaded matrices and at sums over ranks.
+        """Yield the arithmetic of `advance`, cut at offloaded matmuls and at all-reduces.
 
-        The caller runs the work of a step, then its product or sum, one step after the other. All products
-        have to be written in place.
+        The caller runs a step's work, then its matmul or all-reduce, one step after the other. All matmuls
+        must write in place.
         """
         work: list[Callable[[], object]] = []
         if finished is not None:
@@ -303,7 +302,7 @@ class Stages:
     def _cut(
         self, work: list[Callable[[], object]], name: str, layer: int, x: Tensor, out: Tensor
     ) -> Iterator[Step]:
-        """Yield what was to be done before a product that is split; another becomes work."""
+        """Yield the work before an offloaded matmul; append any other matmul to the work."""
         linear = self.decoder.layers[layer].linear(name)
         if isinstance(linear, OffloadedLinear):
             yield Step(partial(_run, tuple(work)) if work else None, Product(name, layer, linear, x, out))
@@ -317,7 +316,7 @@ class Stages:
             work.clear()
 
     def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
-        """Compute queries, keys and values; with `store`, put keys and values into a cache."""
+        """Compute queries, keys and values; with `store`, write keys and values to a cache."""
         self._norm_for_attention(layer, state)
         state.qkv = self.decoder.layers[layer].qkv.multiply(state.scratch.normed, state.qkv)
         self._rotate_heads(layer, state, store)
@@ -350,18 +349,18 @@ class Stages:
         return torch.unflatten(heads[:, config.num_heads :], 1, (2, config.num_kv_heads)).transpose(0, 1)
 
     def post_attention(self, layer: int, state: State) -> None:
-        """Compute what follows the attention, whose output is in `state.attention`."""
+        """Compute the layer after its attention, whose output is in `state.attention`."""
         self.attention_out(layer, state)
         self.mlp(layer, state)
 
     def attention_out(self, layer: int, state: State) -> None:
-        """Project the attention's output."""
+        """Compute the attention's output projection."""
         state.x = self.decoder.layers[layer].output.multiply(state.attention.flatten(1), state.x)
         if self._reduce is not None:
             self._reduce(state.x)
 
     def mlp(self, layer: int, state: State) -> None:
-        """Compute the feed-forward network."""
+        """Compute the feed-forward network, or the experts."""
         self._mlp(layer, state)
         if self._reduce is not None:
             self._reduce(state.x)
@@ -382,19 +381,19 @@ class Stages:
         self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, state.scratch.normed)
 
     def final_norm(self, state: State, out: Tensor) -> None:
-        """Put what the head reads, and what stands for a text, into `out` [rows, hidden]."""
+        """Write the input of the head, which is also a text's embedding, to `out` [rows, hidden]."""
         self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, self._eps, out)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
         """Return scores [m, vocab] of the next token, in `out` if it can be written.
 
         Args:
-            normed: [m, hidden], of `final_norm`.
+            normed: [m, hidden], from `final_norm`.
             out: [m, vocab]
         """
         return self.decoder.lm_head.multiply(normed, out)
 
 
 def _run(work: tuple[Callable[[], object], ...]) -> None:
-    for each in work:
-        each()
+    for item in work:
+        item()

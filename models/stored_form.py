@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint stay as they are stored, on a CPU and on a GPU."""
+"""The weight format that keeps a checkpoint's quantised matrices, on a CPU and on a GPU."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -21,12 +21,12 @@ from neo_desktop.models.weights import FLOATS, Weights
 
 @dataclass(frozen=True, slots=True)
 class StoredForm(Dense):
-    """See `protocol.WeightFormat`: matrices with kernels for their types stay packed, others are dequantised.
+    """A `protocol.WeightFormat`: matrices stay packed if their types have kernels; others are dequantised.
 
     Args:
-        stored: by the names of `WeightFormat.named`: the parts of those that are quantised, if only in part.
+        stored: matrix name (see `WeightFormat.named`) -> parts, of matrices with at least one quantised part.
         kernels: of a GPU; None: for a CPU.
-        name: of the one that is meant.
+        name: of the selected matrix.
     """
 
     stored: Mapping[str, tuple[PartShape, ...]] = field(default_factory=dict)
@@ -34,16 +34,15 @@ class StoredForm(Dense):
     name: str = ""
 
     def on_gpu(self, kernels: Kernels) -> "StoredForm":
-        """Return the form for a GPU with these kernels."""
+        """Return the format for a GPU with these kernels."""
         return replace(self, kernels=kernels)
 
     def named(self, name: str) -> "StoredForm":
-        """See `WeightFormat`, likewise the others."""
         return replace(self, name=name)
 
     def of_rows(self, rows: slice) -> "StoredForm":
         parts, first = [], 0
-        for part in self.parts:  # none: what is not kept as a whole is not kept in part
+        for part in self.parts:  # none if the whole matrix is dequantised
             count = min(rows.stop - first, part.rows) - max(rows.start - first, 0)
             parts += [PartShape(part.type_name, count)] if count > 0 else []
             first += part.rows
@@ -51,26 +50,26 @@ class StoredForm(Dense):
 
     @property
     def parts(self) -> tuple[PartShape, ...]:
-        """Of the one that is meant; none: it is dequantised."""
+        """Parts of the selected matrix; empty: it is dequantised."""
         parts = self.stored.get(self.name, ())
         if self.kernels is not None and "experts_" in self.name and len(merged(parts)) > 1:
-            return ()  # all of a layer's experts are found by their number
+            return ()  # kernels index a layer's experts in one matrix
         return parts if all(self._has_kernel(part) for part in parts) else ()
 
     @property
     def kept_types(self) -> Set[str]:
-        """Types of matrices that stay."""
+        """Types of matrices that stay packed."""
         return {part.type_name for name in self.stored for part in self.named(name).parts}
 
     @property
     def widened(self) -> Mapping[str, int]:
-        """Types that stay, in more bits than in the file -> those bits."""
+        """Types that take more bits in memory than in the file -> bits in memory."""
         bits = quantised.WIDENED if self.kernels is None else grouped.WIDENED
         return {name: bits[name] for name in bits if name in self.kept_types}
 
     @property
     def without_kernel(self) -> tuple[str, ...]:
-        """Types of quantised matrices that are dequantised; the others of a fused one are, too."""
+        """Quantised types that are dequantised; a fused matrix is dequantised as a whole."""
         dequantised = [parts for name, parts in self.stored.items() if not self.named(name).parts]
         return tuple(sorted({part.type_name for parts in dequantised for part in parts} - FLOATS))
 
@@ -120,10 +119,10 @@ class StoredForm(Dense):
 
 
 def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
-    """Tell what a form makes of quantised matrices: "Q3_K in 6 bits, others kept as they are".
+    """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are".
 
     Args:
-        form: of a model some of whose matrices are quantised.
+        form: of a model with quantised matrices.
         dtype: of the model.
     """
     if isinstance(form, OffloadedFormat):
@@ -131,19 +130,19 @@ def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
     if not isinstance(form, StoredForm) or not form.kept_types:
         return dequantised
-    said = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
+    changes = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
     if form.without_kernel:
-        said.append(f"{' and '.join(form.without_kernel)} {dequantised}")
-    return f"{', '.join(said)}, others kept as they are" if said else "kept as they are"
+        changes.append(f"{' and '.join(form.without_kernel)} {dequantised}")
+    return f"{', '.join(changes)}, others kept as they are" if changes else "kept as they are"
 
 
 def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
     """Return, for each name of `WeightFormat.named` and for "embedding", the tensors of its parts."""
     if isinstance(config, TracedConfig):
-        of_model = config.of_model
-        names = {fused.name: list(fused.weights) for fused in of_model.all_matrices}
-        names |= {} if of_model.head is None else {"head": list(of_model.head.weights)}
-        return names | {"embedding": [of_model.embedding]}
+        traced = config.of_model
+        names = {fused.name: list(fused.weights) for fused in traced.all_matrices}
+        names |= {} if traced.head is None else {"head": list(traced.head.weights)}
+        return names | {"embedding": [traced.embedding]}
     names = {"embedding": ["model.embed_tokens.weight"]}
     if not config.tie_word_embeddings:
         names["head"] = ["lm_head.weight"]
@@ -154,7 +153,9 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
         if config.experts is not None and index in config.experts.layers:
             for kind in ("gate", "up", "down"):
                 modules = expert_names(config.architecture).of_each(kind, range(config.experts.count))
-                names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
+                names[f"{index}.experts_{kind}"] = [
+                    f"model.layers.{index}.{module}.weight" for module in modules
+                ]
             continue
         names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
         names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
@@ -162,9 +163,9 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
-    """Return the form in which as much as possible stays as it is stored, for a CPU.
+    """Return the format for a CPU that keeps as many matrices quantised as possible.
 
-    Matrices that were fused stay if all their parts can.
+    Fused matrices stay quantised if all their parts can.
     """
     matrices: dict[str, tuple[PartShape, ...]] = {}
     for name, tensors in matrix_names(config).items():
@@ -179,9 +180,9 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
 
 
 def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
-    """Return the form of a model all of whose matrices are of one type, for a CPU.
+    """Return the format for a CPU with one type for all matrices.
 
-    Rows that do not consist of whole blocks of it are of Q8_0, which has the shortest ones.
+    Matrices whose width is not a multiple of its block size use Q8_0, which has the shortest blocks.
     """
     columns = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
     columns["embedding"] = (config.vocab_size, config.hidden_size)
@@ -195,7 +196,7 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
 
 
 def forms_of(form: WeightFormat, config: ModelConfig) -> set[str]:
-    """Return what the quantised linear layers of a model would call their forms (`Linear.form`)."""
+    """Return the names (`Linear.form`) of the formats of a model's quantised linear layers."""
     if isinstance(form, OffloadedFormat):
         return forms_of(form.device_form, config) | forms_of(form.host_form, config)
     if not isinstance(form, StoredForm):

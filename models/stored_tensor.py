@@ -10,23 +10,23 @@ from neo_desktop.models.gguf.types import Blocks
 
 
 class StoredTensor(Protocol):
-    """One tensor of a checkpoint, still in its file."""
+    """A tensor of a checkpoint, still in its file."""
 
     @property
     def file(self) -> Path:
-        """The file that holds it."""
+        """File with the tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows first."""
+        """Sizes, rows first."""
 
     @property
     def type_name(self) -> str:
-        """The name of its type in its format."""
+        """Name of its type in the file's format."""
 
     @property
     def is_quantised(self) -> bool:
-        """True if its numbers have less than 16 bits."""
+        """True if its numbers have fewer than 16 bits."""
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +34,7 @@ class StoredTensor(Protocol):
 
     @property
     def blocks(self) -> Blocks | None:
-        """Its bytes as stored, for kernels that take them; None: it is read as floats."""
+        """Its bytes in the file's format, for kernels that accept them; None: it is read as floats."""
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Read it: yield the first row and floats of some rows, until all were there."""
+        """Yield the tensor in pieces: the first row, and floats of some rows."""

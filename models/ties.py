@@ -1,4 +1,4 @@
-"""Weights that a configuration ties, of which a checkpoint may hold each one."""
+"""Weights that a configuration ties although a checkpoint may contain both."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,23 +9,23 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig, untied
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the written decoders
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the project's own decoder
 _ROWS = 4096  # compared at once
-_EQUAL: dict[tuple[object, ...], bool] = {}  # what has been compared
+_EQUAL: dict[tuple[object, ...], bool] = {}  # results of comparisons
 
 
 def ties_of(config: ModelConfig) -> dict[str, str]:
-    """Return the weights that are one in a model: another name of a weight → its name."""
+    """Return tied weights: another name of a weight → its name."""
     if isinstance(config, TracedConfig):
         return dict(config.of_model.aliases)
     return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
 
 
-def are_equal(name: str, one: StoredTensor, of_other: str, other: StoredTensor) -> bool:
-    """Return whether two tensors hold the same numbers; they are read once, until their files change."""
+def are_equal(name: str, one: StoredTensor, other_name: str, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same numbers; the result is cached until the files change."""
     key = tuple(
-        (each.file, each.file.stat().st_mtime_ns, each.nbytes, of_it)
-        for of_it, each in ((name, one), (of_other, other))
+        (tensor.file, tensor.file.stat().st_mtime_ns, tensor.nbytes, tensor_name)
+        for tensor_name, tensor in ((name, one), (other_name, other))
     )
     if key not in _EQUAL:
         _EQUAL[key] = _have_equal_numbers(one, other)
@@ -45,7 +45,7 @@ def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def without_ties(config: ModelConfig, names: Mapping[str, str]) -> ModelConfig:
-    """Return a configuration that does not tie some pairs of `ties_of`: each is a weight of its own."""
+    """Return a configuration in which some pairs of `ties_of` are separate weights."""
     if isinstance(config, TracedConfig):
         return untied(config, tuple(sorted(names)))
     return replace(config, tie_word_embeddings=False)

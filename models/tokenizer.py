@@ -14,9 +14,9 @@ from neo_desktop.models.harmony import CLOSING, OPENING, HarmonyStream
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size, read_text
 from neo_desktop.models.marks import ChatText, Marks
 
-MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; those of the largest vocabularies have 35 MB
+MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; the largest vocabularies need 35 MB
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
-_MAX_HELD_TOKENS = 64  # a run of broken bytes longer than this is passed on rather than held for ever
+_MAX_HELD_TOKENS = 64  # a longer run of broken bytes is passed on, not held forever
 _THOUGHTS = frozenset((OPENING, CLOSING))
 _SPOKEN = _THOUGHTS | {
     "<tool_call>",
@@ -26,14 +26,14 @@ _SPOKEN = _THOUGHTS | {
     "<arg_value>",
     "</arg_value>",
 }
-TOOL_USE = "tool_use"  # the template for chats with tools, where a model has several
+TOOL_USE = "tool_use"  # name of the template for chats with tools
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint, with what chat templates need beside it.
+    """The tokenizer of a checkpoint, with the data for chat templates.
 
-    `special_tokens` maps roles to texts ("bos_token" -> "<s>"); `chat_template` is Jinja source, or None, and
-    `tool_template` that for chats with tools, None where it is the same.
+    `special_tokens` maps roles to texts ("bos_token" -> "<s>"). `chat_template` is Jinja source, or None;
+    `tool_template` is the template for chats with tools, None if it is the same.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Tokenizer:
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in self._added.items() if token.special}
         self._harmony = harmony.special_of(special)
-        self._texts_alone: dict[int, str | None] = {}  # found out so far; every token generated is looked up
+        self._texts_alone: dict[int, str | None] = {}  # cache: every generated token is looked up
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
 
-        Raises ModelError where tokenizer.json is missing or damaged.
+        Raises ModelError if tokenizer.json is missing or damaged.
         """
         file = path / "tokenizer.json"
         if not file.exists():
@@ -80,39 +80,39 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that starts a text, None where the model has none."""
+        """The token that starts a text; None if the model has none."""
         return self._role_id("bos_token")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own end-of-text token; the model's configuration may name more."""
+        """The tokenizer's end-of-text token; the model's configuration may name more."""
         token_id = self._role_id("eos_token")
         return () if token_id is None else (token_id,)
 
     @property
     def special_token_ids(self) -> tuple[int, ...]:
-        """Tokens that are no text: `decode` leaves them out."""
+        """Tokens without text; `decode` omits them."""
         return tuple(token_id for token_id, token in self._added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised as such.
+        """Return the token ids of `text`; it may contain special tokens by their text.
 
-        Raises ValueError for a lone surrogate, which Python and JSON can hold but no vocabulary can.
+        Raises ValueError for a lone surrogate, which Python and JSON permit but no vocabulary contains.
         """
         try:
-            # encode() holds the GIL as long as it takes, seconds for a book; encode_batch() lets it go.
+            # encode() holds the GIL, for a book for seconds; encode_batch() releases it.
             return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         except TypeError:
             raise ValueError(
-                "The text holds half of a surrogate pair, which is no character: remove it."
+                "The text holds half of a surrogate pair, which is not a character: remove it."
             ) from None
 
     @cached_property
     def marks(self) -> Marks:
-        """The texts that become control tokens where a chat template writes them, and nowhere else.
+        """The texts that become control tokens if the chat template writes them, and only then.
 
-        These are all special tokens. Tokens that are text in a vocabulary, like `<think>`, are marks where
-        the chat template names them or reasoning and calls are known to be marked by them.
+        All special tokens are marks. Ordinary tokens like `<think>` are marks if the chat template names
+        them, or if they are known to mark reasoning or calls.
         """
         control, spoken = self._control_texts()
         return Marks(control, spoken)
@@ -123,9 +123,10 @@ class Tokenizer:
         return control_texts(special, ordinary, f"{self.chat_template}{self.tool_template}")
 
     def encode_chat(self, chat: ChatText) -> list[int]:
-        """Token ids of a chat: its marks are control tokens, text that looks like one is text.
+        """Return the token ids of a chat: its marks become control tokens, text that looks like a mark stays
+        text.
 
-        The token that starts a text comes first where the tokenizer puts it before texts.
+        BOS comes first if the tokenizer puts it before texts.
 
         Raises:
             ValueError: see `encode`.
@@ -140,7 +141,7 @@ class Tokenizer:
             return self._chat_backends.encode(chat)
         except TypeError:
             raise ValueError(
-                "The text holds half of a surrogate pair, which is no character: remove it."
+                "The text holds half of a surrogate pair, which is not a character: remove it."
             ) from None
 
     @cached_property
@@ -151,24 +152,24 @@ class Tokenizer:
         return {key: value for key, value in self.__dict__.items() if key != "_chat_backends"}
 
     def chat_template_for(self, *, has_tools: bool) -> str | None:
-        """Return the template of a chat; None where the model has none."""
+        """Return the template of a chat; None if the model has none."""
         return self.tool_template or self.chat_template if has_tools else self.chat_template
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids outside the vocabulary have no text."""
+        """Return the text of `token_ids`; ids outside the vocabulary have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, is_chat: bool = False) -> "DecodeStream | HarmonyStream":
-        """A new stream of text from token ids that arrive one by one.
+        """Return a new stream that detokenises ids one by one.
 
         Args:
-            is_chat: sign the marks of thoughts, where they are no text (see `HarmonyStream`).
+            is_chat: sign the marks of thoughts if they are not text (see `HarmonyStream`).
         """
         stream = DecodeStream(self)
         return stream if self._harmony is None else HarmonyStream(stream, self._harmony, is_signed=is_chat)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, perhaps part of a character; none outside the vocabulary."""
+        """Return the bytes of one token, possibly part of a character; empty outside the vocabulary."""
         if token_id in self._added:
             return self._added[token_id].content.encode()
         token = self._backend.id_to_token(token_id)
@@ -181,11 +182,11 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no whole character appear as U+FFFD."""
+        """Return one token as text; bytes that form no whole character appear as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def text_alone(self, token_id: int) -> str | None:
-        """What `decode` gives for one token; None for a special token and outside the vocabulary."""
+        """Return `decode` of one token; None for a special token and outside the vocabulary."""
         if token_id not in self._texts_alone:
             self._texts_alone[token_id] = self.decode([token_id]) if self._has_text(token_id) else None
         return self._texts_alone[token_id]
@@ -201,7 +202,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per UTF-8 byte, its id the byte's value, and 256 for the end; needs no files."""
+    """One token per UTF-8 byte, with the byte's value as its id, and 256 for the end; needs no files."""
 
     def __init__(self) -> None:
         backend = tokenizers.Tokenizer(models.BPE(vocab={c: b[0] for c, b in _BYTE_OF.items()}, merges=[]))
@@ -212,20 +213,20 @@ class ByteTokenizer(Tokenizer):
 
 
 class DecodeStream:
-    """Text of a growing sequence, each piece given out once no later token can change it.
+    """Text of a growing sequence; a piece is returned as soon as no later token can change it.
 
-    A piece is held back while it ends inside a character. Special tokens give no text. The pieces and
-    `flush` together are `decode` of all the tokens. (Where a byte-fallback vocabulary breaks off a character,
-    `decode` alone would blot out the whole characters before it too; the stream keeps them.)
+    A piece is held back while it ends inside a character. Special tokens give no text. The pieces and `flush`
+    together equal `decode` of the sequence, with one exception: if a byte-fallback vocabulary leaves a
+    character incomplete, `decode` also replaces the whole characters before it, and the stream keeps them.
 
-    The library's own `decoders.DecodeStream` gives the same pieces, 1 µs per token faster. But it never gives
-    what an unfinished character left behind, waits for one without end, and fails where bytes of a
-    byte-fallback vocabulary are no character.
+    The library's `decoders.DecodeStream` gives the same pieces, 1 µs per token faster. But it drops the bytes
+    of an unfinished character, waits for its end without limit, and fails if bytes of a byte-fallback
+    vocabulary form no character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Decoding starts one piece back: decoders treat a token by its left neighbour (spaces, bytes).
+        # Decoding starts one piece back: a token's text depends on its left neighbour (spaces, bytes).
         self._token_ids: list[int] = []
         self._num_given_tokens = 0
         self._given_text = ""
@@ -247,14 +248,14 @@ class DecodeStream:
         return piece
 
     def flush(self) -> str:
-        """The text still held back; call once after the last token."""
+        """Return the held-back text; call once after the last token."""
         piece = self._tokenizer.decode(self._token_ids)[len(self._given_text) :]
         self._token_ids, self._num_given_tokens, self._given_text = [], 0, ""
         return piece
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where printable."""
+    """Return character -> byte of byte-level vocabularies (GPT-2); printable bytes map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
@@ -265,7 +266,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _tokenizer_config(path: Path) -> JsonFile:
-    """tokenizer_config.json, with the roles of an older special_tokens_map.json where it names none."""
+    """Read tokenizer_config.json; an older special_tokens_map.json adds the roles that it lacks."""
     values: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).exists():
@@ -274,24 +275,24 @@ def _tokenizer_config(path: Path) -> JsonFile:
 
 
 def _special_tokens(config: JsonFile) -> dict[str, str]:
-    """Entries like "eos_token": either text or {"content": text}."""
-    found = {}
+    """Return entries like "eos_token": either text or {"content": text}."""
+    texts = {}
     for role, value in config.values.items():
         text = value.get("content") if isinstance(value, dict) else value
         if role.endswith("_token") and isinstance(text, str):
-            found[role] = text
-    return found
+            texts[role] = text
+    return texts
 
 
 def _mark_special(backend: tokenizers.Tokenizer, special_tokens: dict[str, str]) -> None:
-    """A text with a role is a special token even where tokenizer.json lists it as an ordinary one."""
+    """Make texts with a role special tokens, even if tokenizer.json lists them as ordinary ones."""
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     texts = {text for text in special_tokens.values() if backend.token_to_id(text) is not None} - marked
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(texts)])
 
 
 def _chat_templates(path: Path, config: JsonFile) -> dict[str, object]:
-    """Name → source."""
+    """Return template name → source."""
     template = config.raw("chat_template")
     if isinstance(template, list):
         named = {
@@ -309,9 +310,9 @@ def _chat_templates(path: Path, config: JsonFile) -> dict[str, object]:
 
 
 def choose_templates(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the sources of the template for chats and of that for chats with tools.
+    """Return the templates for chats, and for chats with tools.
 
-    Without one that is named "default", the first one takes its place.
+    Without a template named "default", the first one is used.
     """
     default = named.get("default", next(iter(named.values()), None))
     return default, named.get(TOOL_USE)
@@ -320,11 +321,11 @@ def choose_templates(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def control_texts(
     special: Collection[str], ordinary: Collection[str], templates: str
 ) -> tuple[list[str], list[str]]:
-    """Return the texts that are marks in chats, and those that an assistant's own text may hold.
+    """Return the texts that are marks in chats, and the marks that an assistant's own text may contain.
 
     Args:
         special: texts of special tokens.
-        ordinary: texts that are one token without being special.
+        ordinary: texts of other added tokens.
         templates: source of the chat templates.
     """
     named = [text for text in ordinary if _is_bracketed(text) and text in templates]

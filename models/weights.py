@@ -1,4 +1,4 @@
-"""Weights from a checkpoint: checked whole before use, then streamed tensor by tensor."""
+"""Weights from a checkpoint: checked completely before use, then streamed tensor by tensor."""
 
 import re
 from collections import Counter
@@ -31,23 +31,21 @@ from neo_desktop.models.traced.experts import parts_of_stacks
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 Packed = Quantised | QuantisedOnGPU | OffloadedLinear
-SMALL_SHARE = 0.02  # of the bytes; norms have less
+SMALL_SHARE = 0.02  # of the bytes; norms are below it
 FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
-PREFIX = "model."  # of names in a base model's checkpoint that others have
+PREFIX = "model."  # prefix of names that checkpoints of a base model lack
 
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """A decoder's weight as checkpoints of Hugging Face have it; in the decoder it may be part of another."""
+    """A decoder's weight in the form of Hugging Face checkpoints; the decoder may fuse it with others."""
 
     name: str
     shape: tuple[int, ...]
-    # Takes rows from a first one on, of any floating-point dtype; each once.
+    # (first row, rows of any floating-point dtype); every row must be loaded once.
     load: Callable[[int, Tensor], object]
-    dense: Callable[[], Tensor]  # returns it in the decoder's dtype, a view or a copy
-    load_stored: Callable[[int, Tensor], None] | None = (
-        None  # instead of `load`: takes rows as they are stored
-    )
+    dense: Callable[[], Tensor]  # in the decoder's dtype, a view or a copy
+    load_stored: Callable[[int, Tensor], None] | None = None  # replaces `load` for rows in the file's format
 
 
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
@@ -68,7 +66,7 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
         yield _tensor(prefix + "post_attention_layernorm.weight", layer.post_attention_norm)
         if layer.qk_norm is not None:
             heads = zip(("q_norm", "k_norm"), layer.qk_norm.tensor_split([config.num_heads]), strict=True)
-            for name, rows in heads:  # a row per head, all alike
+            for name, rows in heads:  # a row per head, all equal
                 yield replace(
                     _tensor(f"{prefix}self_attn.{name}.weight", rows[0]), load=partial(_copy_to_all, rows)
                 )
@@ -101,9 +99,9 @@ def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
         yield _tensor(name, tensor)
     for fused, linear in decoder.fused:
         rows = dict(zip(fused.weights, fused.rows, strict=True))
-        found = list(_parts("", linear, fused.columns, rows))
-        for each, name in zip(found, (*fused.weights, *fused.biases), strict=True):
-            yield replace(each, name=name)
+        parts = list(_parts("", linear, fused.columns, rows))
+        for part, name in zip(parts, (*fused.weights, *fused.biases), strict=True):
+            yield replace(part, name=name)
 
 
 def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: int) -> Iterator[NamedWeight]:
@@ -116,8 +114,8 @@ def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: i
         ("up", intermediate, hidden),
         ("down", hidden, intermediate),
     ):
-        of_each = dict.fromkeys(names.of_each(kind, range(count)), rows)
-        yield from _parts(prefix, getattr(experts, kind), columns, of_each)
+        expert_rows = dict.fromkeys(names.of_each(kind, range(count)), rows)
+        yield from _parts(prefix, getattr(experts, kind), columns, expert_rows)
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
@@ -132,7 +130,7 @@ def _copy_to_all(rows: Tensor, row: int, values: Tensor) -> None:
 
 
 def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> Iterator[NamedWeight]:
-    """Yield weights, then biases, of layers that were fused; `rows` is their names → rows of each."""
+    """Yield weights, then biases, of fused layers; `rows`: name → number of rows."""
     ends = list(accumulate(rows.values()))
     for (name, count), end in zip(rows.items(), ends, strict=True):
         first = end - count
@@ -173,13 +171,13 @@ def _dense_rows(linear: Linear, rows: slice) -> Tensor:
 
 
 class Weights:
-    """The tensors of a checkpoint, by the names that `named_weights` gives.
+    """The tensors of a checkpoint, under the names of `named_weights`.
 
     Args:
         path: of the checkpoint.
-        description: what says which tensors there should be: "config.json".
-        tensors: all of them.
-        says_tied: the description says that the head is the embedding.
+        description: name of the file that determines the tensors: "config.json".
+        tensors: all tensors.
+        says_tied: the description ties the head to the embedding.
     """
 
     def __init__(
@@ -199,7 +197,7 @@ class Weights:
 
     @property
     def stored_as(self) -> str:
-        """The types of most of the bytes, as the format calls them: "Q4_1 and Q8_0"."""
+        """Types of most bytes, under the format's names: "Q4_1 and Q8_0"."""
         nbytes = Counter[str]()
         for stored in self.tensors.values():
             nbytes[stored.type_name] += stored.nbytes
@@ -208,18 +206,18 @@ class Weights:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether some are stored with less than 16 bits, and turned into floats when they are loaded."""
+        """True if some tensors have fewer than 16 bits per number."""
         return any(stored.is_quantised for stored in self.tensors.values())
 
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:
-        """Give tensors the names of weights, as transformers does when it loads them.
+        """Rename tensors to weights, as transformers does when it loads them.
 
         Args:
             config: of the model.
             expected: names of its weights.
 
         Raises:
-            ModelError: two tensors are the same weight, or one cannot be converted.
+            ModelError: two tensors are the same weight, or a conversion fails.
         """
         if isinstance(config, TracedConfig):
             from neo_desktop.models.traced.spec import conversions_of  # noqa: PLC0415 - large
@@ -237,7 +235,7 @@ class Weights:
             self.tensors[other] = self.tensors.pop(name)
 
     def untied(self, config: ModelConfig) -> ModelConfig:
-        """Return a configuration that ties no weights of which the files hold both, and not as equals."""
+        """Return the configuration without ties between weights that differ in the files."""
         ties = ties_of(config)
         self.rename(config, {*ties, *ties.values()})
         both = {alias: name for alias, name in ties.items() if {alias, name} <= self.tensors.keys()}
@@ -250,8 +248,8 @@ class Weights:
     def check(self, config: ModelConfig, expected: dict[str, NamedWeight]) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
 
-        It drops buffers that the model computes itself, weights that text does not need, and layers of
-        multi-token prediction. It also drops copies of tied weights, and the biases of zeros that GPTQ adds.
+        Dropped first: buffers that the model recomputes, weights that text does not need, layers of multi-
+        token prediction, copies of tied weights, and the zero biases that GPTQ adds.
         """
         if isinstance(config, TracedConfig):
             for moe in config.of_model.moe_layers:
@@ -262,7 +260,7 @@ class Weights:
                     f"{self.path} holds {alias} with other numbers than {name}, but {self.description} says "
                     "that they are the same: set tie_word_embeddings to false there."
                 )
-            if alias in self.tensors:  # alone, it is both
+            if alias in self.tensors:  # the files have only one of the pair
                 self.tensors.setdefault(name, self.tensors.pop(alias))
         untied = config.source.untied if isinstance(config, TracedConfig) else ()
         if untied or (self.says_tied and not config.tie_word_embeddings):
@@ -315,7 +313,7 @@ class Weights:
     ) -> None:
         """Load each tensor as the weight of its name, one at a time.
 
-        Raises ModelError for a weight that is not finite once cast to `dtype`.
+        Raises ModelError for a weight that is not finite in `dtype`.
         """
         total_bytes, done_bytes = self.nbytes, 0
         for name, stored in self.tensors.items():
@@ -344,8 +342,8 @@ def _load_as_stored(
 
 
 def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredTensor) -> None:
-    # The extremes show an infinity as it is and a NaN as NaN, at a tenth of the cost of isfinite. Rounding
-    # keeps their order, so that only they need to be cast.
+    # The extremes show any infinity or NaN, at a tenth of the cost of isfinite. Rounding keeps their order,
+    # so only they need the cast.
     if not torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all():
         raise ModelError(
             f"{name} in {stored.file} has values that are not finite as {dtype} (stored as "
@@ -354,7 +352,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredT
 
 
 def _other_prefix(name: str) -> str:
-    """Return what the same weight is called with or without the base model's prefix."""
+    """Return the weight's other name, with or without the base model's prefix."""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else PREFIX + name
 
 

@@ -1,11 +1,11 @@
 """Models in GGUF files, the format of llama.cpp.
 
-container   what a file says of itself: metadata, and where its tensors lie
-types       the ways in which numbers are stored, and what they are as floats
-tensors     the tensors of a model, under the names and in the order that a decoder knows them by
-config      metadata → `ModelConfig`
-traced      likewise, of architectures that only `transformers` knows; and the names of their tensors
-tokenizer   metadata → `Tokenizer`; `pre_tokenizers` has the patterns of the vocabularies
-checkpoint  all of this, for loading a model
-writer      the way back, for comparisons with llama.cpp
+- `container`: the file format: metadata and tensor locations
+- `types`: the quantisation types, and their dequantisation
+- `tensors`: a model's tensors under the decoder's names and in its row order
+- `config`: metadata → `ModelConfig`
+- `traced`: the same for architectures that only `transformers` knows; the names of their tensors
+- `tokenizer`: metadata → `Tokenizer`; `pre_tokenizers` has the split patterns of the vocabularies
+- `checkpoint`: loads a model from these parts
+- `writer`: writes GGUF files, for comparisons with llama.cpp
 """

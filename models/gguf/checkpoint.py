@@ -1,4 +1,4 @@
-"""A model in a GGUF file, or in the parts of a split one."""
+"""A model in a GGUF file, or in several files of a split model."""
 
 import re
 from functools import cached_property
@@ -21,24 +21,24 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """Return the models in a folder, of split ones the first part; what only sees for another is none."""
+    """Return the models in a folder: first parts only of split models, and no vision encoders (mmproj)."""
     files = sorted(path for path in folder.glob("*.gguf") if "mmproj" not in path.name.lower())
     return [path for path in files if is_first_part(path.name)]
 
 
 def model_name(path: Path) -> str:
-    """Return what a file's model is called: the file's name without its end."""
+    """Return the model's name: the file name without part number and suffix."""
     part = _PART.fullmatch(path.name)
     return part["name"] if part else path.name.removesuffix(".gguf")
 
 
 def split_files(path: Path) -> list[Path]:
-    """Return the files of a split model, of which one is given, as their names tell; else the file alone."""
+    """Return all files of the split model to which `path` belongs, by its name; else `path` alone."""
     return [path.with_name(name) for name in parts_of(path.name)]
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of all files of a split model, of which one is given; else that name alone."""
+    """Return the names of the files of the split model to which `name` belongs; else `name` alone."""
     part = _PART.fullmatch(name)
     if part is None or not 0 < int(part["count"]) <= MAX_PARTS:
         return [name]
@@ -46,16 +46,16 @@ def parts_of(name: str) -> list[str]:
 
 
 def is_first_part(name: str) -> bool:
-    """Whether a file is no part of a split model, or its first one."""
+    """Return True for the first part of a split model and for a file that is not split."""
     part = _PART.fullmatch(name)
     return part is None or part["number"] == "00001"
 
 
 class GGUFCheckpoint:
-    """See `checkpoint.Checkpoint`. Making it reads the first file, and raises ModelError if it is none.
+    """A `checkpoint.Checkpoint` in GGUF files. The constructor reads the first file; ModelError if invalid.
 
     Args:
-        path: of the file; of a split model, any part.
+        path: of the file; any part of a split model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class GGUFCheckpoint:
         self.file.read_ahead.at(0)
 
     def check_tokenizer(self) -> None:
-        """Raise ModelError for a kind of tokenizer that is not supported; it is not made."""
+        """Raise ModelError for an unsupported kind of tokenizer, without building it."""
         check_kind(self.vocabulary)
 
     def weights(self) -> Weights:
@@ -90,19 +90,19 @@ class GGUFCheckpoint:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens, and what the file says of them."""
+        """Tokens and tokenizer settings from the metadata."""
         return Vocabulary.read(self.file)
 
     @cached_property
     def files(self) -> list[GGUFFile]:
-        """All parts, the first one first. Raises ModelError where one is missing or another model's."""
+        """All parts in order. Raises ModelError if one is missing or belongs to another model."""
         count = self.file.metadata.get("split.count", 0) or 1
         path, parts = self.file.path, split_files(self.file.path)
         if count == 1:
             return [self.file]
         if count != len(parts):
             raise ModelError(
-                f"{path} says that it is one of {str(count)[:20]} parts, which its name does not: parts are "
+                f"{path} says that it is one of {str(count)[:20]} parts, but its name does not: parts are "
                 "called NAME-00001-of-00002.gguf. Download all of them under their own names."
             )
         files = [self.file]
@@ -111,5 +111,5 @@ class GGUFCheckpoint:
                 raise ModelError(f"{path.parent} has no {other.name}: complete the download.")
             files.append(GGUFFile(other))
             if [files[-1].metadata.get(key) for key in ("split.no", "split.count")] != [number, count]:
-                raise ModelError(f"{other} is no part {number + 1} of {count}: download it again.")
+                raise ModelError(f"{other} is not part {number + 1} of {count}: download it again.")
         return files

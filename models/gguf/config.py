@@ -1,4 +1,4 @@
-"""The shape of a model from the metadata of a GGUF file."""
+"""The configuration of a model from the metadata of a GGUF file."""
 
 from collections import Counter
 from collections.abc import Set
@@ -38,13 +38,13 @@ from neo_desktop.models.rope import (
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture of llama.cpp is called elsewhere, and what it always has."""
+    """The transformers architecture of a llama.cpp architecture, and its fixed flags."""
 
     architecture: str
     qk_norm: bool = False
 
 
-FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
+FAMILIES = {  # Mistral's and SmolLM's models are also "llama"
     "llama": _Family("LlamaForCausalLM"),
     "qwen2": _Family("Qwen2ForCausalLM"),
     "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
@@ -53,7 +53,7 @@ FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
 }
 _PER_LAYER = frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length"))
 _MIXTRAL = _Family("MixtralForCausalLM")  # "llama" with experts
-# What other architectures have, and the values with which it leaves the numbers of these models as they are.
+# Settings of other architectures, and the values with which they have no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(
         (
@@ -71,7 +71,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "attention.causal": (True,),
 }
-# The entries that are read, or that change nothing here.
+# Entries that are read, or that do not affect inference.
 _KNOWN = frozenset(
     (
         *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
@@ -87,9 +87,9 @@ _KNOWN = frozenset(
 
 
 def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
-    """Read it from the first part, and from the types and names of all tensors.
+    """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Raises ModelError for an architecture that is not supported, and for numbers that are absurd.
+    Raises ModelError for an unsupported architecture and for numbers out of range.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
@@ -115,7 +115,7 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     if rope.theta <= 1:
         raise ModelError(f"{path} has a rope.freq_base of {rope.theta:g}, which is not above 1: correct it.")
     max_context_tokens = stretched_tokens(trained_tokens, rope)
-    # llama.cpp reads it of gpt-oss alone.
+    # llama.cpp reads the window only for gpt-oss.
     window = own.integer("attention.sliding_window", 0, minimum=0) if is_gpt_oss else 0
     is_windowed = 0 < window < max_context_tokens
     experts = _experts(own, name, num_layers, hidden_size, places.keys())
@@ -168,11 +168,11 @@ def _architecture(metadata: JsonFile) -> str:
 
 
 def entries_of(metadata: JsonFile, architecture: str) -> JsonFile:
-    """Return the entries of an architecture, without the prefix; one that is the same in all layers is one.
+    """Return the entries of an architecture without its prefix; an array of equal numbers becomes one number.
 
     Raises:
         UnsupportedModelError: layers have different sizes.
-        ModelError: there are not as many numbers as layers.
+        ModelError: an array's length differs from the number of layers.
     """
     path, prefix = metadata.path, f"{architecture}."
     values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
@@ -192,9 +192,9 @@ def entries_of(metadata: JsonFile, architecture: str) -> JsonFile:
 
 
 def check_is_model(metadata: JsonFile) -> None:
-    """Raise ModelError for a file that belongs to a model, but is none."""
+    """Raise ModelError for a GGUF file of another kind (an adapter)."""
     if metadata.text("general.type", "model") != "model":
-        raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
+        raise ModelError(f"{metadata.path} is not a model, but {metadata.raw('general.type')!r} for one.")
 
 
 def _experts(
@@ -205,7 +205,7 @@ def _experts(
         return None
     if name not in ("llama", "qwen3moe", "gpt-oss"):
         raise UnsupportedModelError(
-            f"{own.path} has a mixture of experts as Mixtral's and Qwen3's are none, which is not supported: "
+            f"{own.path} has a mixture of experts unlike Mixtral's and Qwen3's, which is not supported: "
             "choose another model."
         )
     layers = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors)
@@ -244,7 +244,7 @@ def _scaling(
     factors = _factors(files, head_dim)
     is_stretched = kind == "yarn" or (kind == "linear" and factor != 1)
     if (factors is not None and is_stretched) or (kind != "yarn" and attention_factor != 1):
-        raise UnsupportedModelError(f"{own.path} stretches rotations in two ways, which is not supported.")
+        raise UnsupportedModelError(f"{own.path} scales RoPE in two ways, which is not supported.")
     match kind:
         case "none":
             return factors
@@ -265,7 +265,7 @@ def _scaling(
 
 
 def _factors(files: list[GGUFFile], head_dim: int) -> FactorScaling | None:
-    """Return the factors of frequencies that a file holds; None: it holds none."""
+    """Return the frequency factors stored in a file; None: no file has them."""
     for file in files:
         place = file.tensors.get(ROPE_FACTORS)
         if place is not None:
@@ -276,13 +276,15 @@ def _factors(files: list[GGUFFile], head_dim: int) -> FactorScaling | None:
                 )
             factors = tensor.dequantised(0, head_dim // 2)
             if not ((factors > 1e-6) & (factors < 1e9)).all():
-                raise ModelError(f"{file.path} has {ROPE_FACTORS} that are no factors: download it again.")
+                raise ModelError(
+                    f"{file.path} has {ROPE_FACTORS} that are not valid factors: download it again."
+                )
             return FactorScaling(tuple(factors.tolist()))
     return None
 
 
 def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
-    """Return what most of the weights are stored in; quantised ones are meant for 16 bits."""
+    """Return the dtype of most weights, by bytes; quantised weights count as bfloat16."""
     nbytes: Counter[torch.dtype] = Counter()
     for file in files:
         for place in file.tensors.values():
@@ -291,7 +293,7 @@ def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
 
 
 def generation_defaults(metadata: JsonFile) -> GenerationDefaults:
-    """Return the sampling that the model's makers recommend."""
+    """Return the sampling parameters that the file recommends."""
 
     def number(key: str) -> float | None:
         key = f"general.sampling.{key}"

@@ -1,12 +1,12 @@
-"""What a GGUF file says of itself, metadata and the places of its tensors, checked against its size.
+"""The GGUF format: metadata and tensor locations, checked against the file's size.
 
     "GGUF"  version u32  tensors u64  entries u64
     entries: key, type u32, value        strings: length u64, UTF-8        arrays: type u32, count u64, values
     tensors: name, dimensions u32, sizes u64..., type u32, offset u64
-    padding up to a multiple of the alignment, then what the offsets count from
+    padding up to a multiple of the alignment, then the tensor data: offsets count from here
 
-All numbers are little-endian. Nothing is made that is larger than what the file holds: an array stays in the
-file until somebody asks for it.
+All numbers are little-endian. No allocation exceeds the file's size; arrays stay in the file until they are
+requested.
 """
 
 import mmap
@@ -36,7 +36,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one tensor lies, and how."""
+    """Location, type and shape of one tensor in the file."""
 
     name: str
     type: StoredType
@@ -66,29 +66,29 @@ class StringArray:
         return self._count
 
     def texts(self) -> list[str]:
-        """Return all of them; ModelError for what is not UTF-8."""
-        found = []
+        """Return the strings. Raise ModelError for invalid UTF-8."""
+        texts = []
         position, length_of = self._position, struct.Struct("<Q").unpack_from
         for index in range(self._count):
             start = position + 8
             position = start + length_of(self._data, position)[0]
             try:
-                found.append(self._data[start:position].decode())
+                texts.append(self._data[start:position].decode())
             except UnicodeDecodeError:
                 raise ModelError(
                     f"{self._path} is damaged ({self._key} has something that is not text at {index}): "
                     "download it again."
                 ) from None
-        return found
+        return texts
 
 
 Value = int | float | str | NumberArray | StringArray
 
 
 class GGUFFile:
-    """One file, open for as long as somebody holds it.
+    """A memory-mapped GGUF file; the mapping lives as long as this object.
 
-    Raises ModelError for what is no GGUF file, is damaged, or was made to do harm.
+    Raises ModelError for a file of another format, a damaged file and a malicious one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class GGUFFile:
         if version not in VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             what = "is a big-endian GGUF file" if big_endian else f"is a GGUF file of version {version}"
-            raise ModelError(f"{path} {what}, which is not supported: choose a newer one of this model.")
+            raise ModelError(f"{path} {what}, which is not supported: choose a newer file of this model.")
         num_tensors, num_entries = reader.integer("Q"), reader.integer("Q")
         reader.expect_items(num_entries, MAX_ENTRIES, 13, "entries of metadata")
         self.metadata: dict[str, Value] = {}
@@ -118,7 +118,7 @@ class GGUFFile:
         self.read_ahead = ReadAhead(path)
 
     def raw(self, place: TensorPlace) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor as they lie in the file, a view that cannot be written to."""
+        """Return the bytes of a tensor as stored, a read-only view."""
         return np.frombuffer(self._bytes, np.uint8, place.nbytes, place.offset)
 
     def _alignment(self, reader: "_Reader") -> int:
@@ -128,7 +128,7 @@ class GGUFFile:
         return alignment
 
     def _placed(self, reader: "_Reader", places: list[TensorPlace], start: int) -> dict[str, TensorPlace]:
-        """Check that tensors lie in the file, aligned and beside each other; return them by name."""
+        """Check that tensors are aligned, disjoint and within the file; return them by name."""
         alignment = self._alignment(reader)
         tensors: dict[str, TensorPlace] = {}
         end = start
@@ -137,7 +137,7 @@ class GGUFFile:
             if place.name in tensors:
                 raise reader.damaged(f"the tensor {place.name!r} twice")
             if place.offset % alignment:
-                raise reader.damaged(f"{place.name!r} at {place.offset}, no multiple of {alignment}")
+                raise reader.damaged(f"{place.name!r} at {place.offset}, not a multiple of {alignment}")
             if offset < end:
                 raise reader.damaged(f"{place.name!r} in the place of another tensor")
             end = offset + place.nbytes
@@ -151,7 +151,7 @@ class GGUFFile:
 
 
 class _Reader:
-    """Reads from the front, and never beyond the end."""
+    """Reads forward and never past the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -159,22 +159,20 @@ class _Reader:
         self._data = data
 
     def damaged(self, what: str) -> ModelError:
-        """Return an error that says what the file has."""
+        """Return an error that describes the damage: "it has `what`"."""
         shown = what if len(what) <= 300 else f"{what[:300]}…"
         return ModelError(f"{self.path} is damaged (it has {shown}): download it again.")
 
     def take(self, count: int) -> bytes:
-        """Read some bytes."""
         self._expect(count)
         self.position += count
         return self._data[self.position - count : self.position]
 
     def integer(self, code: str) -> int:
-        """Read one integer; see `struct`."""
+        """Read one integer of a `struct` format code."""
         return int(self._number(code))
 
     def text(self, most: int | None, what: str) -> str:
-        """Read a string."""
         length = self.integer("Q")
         if most is not None and length > most:
             raise self.damaged(f"{what} with {length} bytes")
@@ -184,12 +182,11 @@ class _Reader:
             raise self.damaged(f"{what} that is not text") from None
 
     def expect_items(self, count: int, most: int, least_bytes: int, what: str) -> None:
-        """Raise ModelError if there are more of something than may be, or than there is room for."""
+        """Raise ModelError if `count` exceeds `most`, or the items cannot fit into the rest of the file."""
         if count > most or count * least_bytes > len(self._data) - self.position:
             raise self.damaged(f"{count} {what} in {len(self._data)} bytes")
 
     def value(self, key: str) -> Value:
-        """Read the value of an entry."""
         kind = self.integer("I")
         if kind == _ARRAY:
             return self._array(key)
@@ -205,7 +202,7 @@ class _Reader:
         return self._number(_NUMBERS[kind])
 
     def tensor(self) -> TensorPlace:
-        """Read where a tensor lies; its offset is still relative."""
+        """Read the description of a tensor; its offset is still relative."""
         name = self.text(MAX_NAME_BYTES, "the name of a tensor")
         dimensions = self.integer("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -214,8 +211,8 @@ class _Reader:
         kind, offset = self.integer("I"), self.integer("Q")
         if kind not in TYPES:
             raise UnsupportedModelError(
-                f"{name} in {self.path} is stored in a way that is not supported (type {kind}): choose a "
-                f"file with {', '.join(each.name for each in TYPES.values())}."
+                f"{name} in {self.path} has a type that is not supported ({kind}): choose a "
+                f"file with {', '.join(stored.name for stored in TYPES.values())}."
             )
         stored = TYPES[kind]
         elements = 1

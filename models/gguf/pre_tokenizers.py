@@ -1,6 +1,6 @@
-"""How texts are cut into words before a byte-level vocabulary joins bytes, by `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level vocabularies, by `tokenizer.ggml.pre`: the split of a text into words.
 
-Words are found by one pattern after the other, each in what those before it left as one piece.
+Patterns apply in order. Each splits the pieces that the patterns before it have made.
 """
 
 from tokenizers import Regex, pre_tokenizers
@@ -8,7 +8,7 @@ from tokenizers import Regex, pre_tokenizers
 _CONTRACTIONS = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (  # a word begins with its capitals: "fooBar" is two
+_CASED = (  # a capital starts a word: "fooBar" is two
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
@@ -64,16 +64,16 @@ _SAME = {
     "llama4": "gpt-4o",
 }
 PRE_TOKENIZERS = (*_PATTERNS, *_SAME)
-"""The names of those that are known."""
+"""Supported names."""
 
-# Words that are tokens are never taken apart and joined again.
+# A word that is a token of the vocabulary skips the merges.
 WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken", "glm4"))
-# Texts begin with the token for it, if the file says nothing else.
+# Texts start with the BOS token unless the file says otherwise.
 BEGIN_WITH_BOS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
-    """Return the one of that name; KeyError where there is none."""
+    """Return the pre-tokenizer of a name. Raise KeyError if it is unknown."""
     patterns = _PATTERNS[_SAME.get(name, name)]
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     return pre_tokenizers.Sequence(

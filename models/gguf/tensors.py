@@ -1,4 +1,4 @@
-"""The tensors of a model in GGUF files, as a decoder knows them: their names, and the order of their rows."""
+"""The tensors of a model in GGUF files, under the decoder's names and in its row order."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks, StoredType
 from neo_desktop.models.json_file import ModelError
 
-STORED_PIECE_ELEMENTS = 2**25  # of rows that stay as they are stored: work for many threads
+STORED_PIECE_ELEMENTS = 2**25  # of rows kept in the file's format; one piece occupies many threads
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
 
 _NAMES = {
@@ -38,19 +38,20 @@ _LAYER_NAMES = {
 _GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm"}
 SINKS = "attn_sinks"
 ROUTER = "ffn_gate_inp"
-EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # those of all in one
+# One tensor holds a layer's experts.
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """See `weights.StoredTensor`.
+    """A `weights.StoredTensor` in a GGUF file.
 
     Args:
         source: its file.
-        place: where it lies there.
-        rotated_heads: None, or the size of heads whose rows are in llama.cpp's order: it turns channel 2i
-            with 2i + 1, a decoder here i with i + head_dim / 2.
-        shift: what has been added to its numbers, which are floats: they are given without.
+        place: its location in the file.
+        rotated_heads: head size if RoPE pairs are interleaved as in llama.cpp, which rotates channel 2i with
+            2i + 1; the decoder rotates i with i + head_dim / 2. None: rows are in the decoder's order.
+        shift: an offset that the file adds to the floats; reading subtracts it.
     """
 
     source: GGUFFile
@@ -60,12 +61,11 @@ class GGUFTensor:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
         return self.source.path
 
     @property
     def type(self) -> StoredType:
-        """How its numbers are stored."""
+        """Quantisation type or dtype of the stored numbers."""
         return self.place.type
 
     @property
@@ -89,12 +89,12 @@ class GGUFTensor:
         return Blocks(self.type_name, self.raw_pieces) if self.is_quantised else None
 
     def raw(self, first: int, end: int) -> Tensor:
-        """Return rows as they are stored, but in the decoder's order: `[rows, bytes of a row]` uint8.
+        """Return rows in the file's format but the decoder's order: `[rows, bytes of a row]` uint8.
 
-        A view of the file, which cannot be written to, where the order is the same; where it is not, of whole
-        heads only.
+        If the order is the same, it is a read-only view of the file. Otherwise `first` and `end` must be
+        multiples of the head size.
         """
-        with warnings.catch_warnings():  # that it cannot be written to
+        with warnings.catch_warnings():  # torch warns that the view is read-only
             warnings.simplefilter("ignore")
             stored = torch.from_numpy(self.source.raw(self.place))
         rows = stored.view(self.shape[0], -1)[first:end]
@@ -104,12 +104,12 @@ class GGUFTensor:
         return pairs.transpose(1, 2).reshape(rows.shape)
 
     def dequantised(self, first: int, end: int) -> Tensor:
-        """Return rows as floats, `[rows, columns]`, of a vector `[rows]`."""
+        """Return rows as floats: `[rows, columns]`, or `[rows]` for a vector."""
         numbers = self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
         return numbers - self.shift if self.shift else numbers
 
     def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first row and bytes as stored, of multiples of `rows` rows and of the rest."""
+        """Yield the first row and stored bytes of pieces; all but the last have a multiple of `rows` rows."""
         unit = math.lcm(rows, self.rotated_heads or 1)
         step = max(STORED_PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
         for first in range(0, self.shape[0], step):
@@ -129,9 +129,9 @@ class GGUFTensor:
 
 
 def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
-    """Return the tensors of all parts.
+    """Return the tensors of every part.
 
-    Raises ModelError for one that is there twice, and for what is no matrix or vector.
+    Raises ModelError for a duplicate tensor, and for one that is neither matrix nor vector.
     """
     architecture = files[0].metadata.get("general.architecture")
     rotated_heads = head_dim if architecture == "llama" else None
@@ -150,9 +150,9 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
 
 
 def checked(named: Iterable[tuple[str, GGUFTensor]]) -> dict[str, GGUFTensor]:
-    """Return tensors by their names.
+    """Return tensors by name.
 
-    Raises ModelError for one that is there twice, and for what is no matrix or vector.
+    Raises ModelError for a duplicate tensor, and for one that is neither matrix nor vector.
     """
     tensors: dict[str, GGUFTensor] = {}
     for name, tensor in named:
@@ -173,7 +173,7 @@ def checked(named: Iterable[tuple[str, GGUFTensor]]) -> dict[str, GGUFTensor]:
 
 
 def _named(places: Iterable[TensorPlace], names: ExpertNames) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield tensors with their names in Hugging Face's checkpoints, where each expert has its own."""
+    """Yield tensors under their Hugging Face names; each expert becomes a tensor."""
     for place in places:
         match place.name.split("."):
             case ["blk", layer, kind, end] if kind in EXPERTS and len(place.shape) == 2 + (end == "weight"):
@@ -188,7 +188,7 @@ def _named(places: Iterable[TensorPlace], names: ExpertNames) -> Iterator[tuple[
 
 
 def _name(name: str, names: ExpertNames) -> str:
-    """The name in Hugging Face's checkpoints; that of a tensor that is not known stays."""
+    """Return the Hugging Face name; unknown names stay."""
     match name.split("."):
         case ["blk", layer, kind, end] if kind == ROUTER:
             return f"model.layers.{layer}.{names.block}.{names.router}.{end}"
@@ -204,7 +204,7 @@ def _name(name: str, names: ExpertNames) -> str:
 
 
 def stored_name(name: str) -> str:
-    """The name in GGUF files of a tensor that is known and no expert's: the inverse of what is read."""
+    """Return the GGUF name of a known tensor that belongs to no expert; the inverse of `_name`."""
     names = {ours: stored for stored, ours in (_NAMES | _LAYER_NAMES).items()}
     module, _, end = name.rpartition(".")
     if module in names:

@@ -1,4 +1,4 @@
-"""A tokenizer from the vocabulary of a GGUF file, which gives the ids that llama.cpp gives."""
+"""A tokenizer from the vocabulary of a GGUF file; it gives the same ids as llama.cpp."""
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
@@ -8,12 +8,12 @@ from neo_desktop.models.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFI
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.tokenizer import Tokenizer, choose_templates
 
-MAX_PIECE = 512  # characters of a token that is joined by scores; those of SentencePiece have 16
+MAX_PIECE = 512  # characters of a token in a vocabulary with scores; SentencePiece's limit is 16
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Return it. Raises ModelError for a kind of vocabulary that is not known, and for a damaged one."""
+    """Build the tokenizer. Raise ModelError for an unknown kind of vocabulary and for a damaged one."""
     check_kind(vocabulary)
     backend = _sentence_piece(vocabulary) if vocabulary.model == "llama" else _byte_level(vocabulary)
     _add_special_tokens(backend, vocabulary)
@@ -23,7 +23,7 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def check_kind(vocabulary: Vocabulary) -> None:
-    """Raise ModelError for a kind of vocabulary that is not known."""
+    """Raise ModelError for an unknown kind of vocabulary."""
     if vocabulary.model not in ("gpt2", "llama"):
         raise UnsupportedModelError(
             f"{vocabulary.path} has a tokenizer of the kind {vocabulary.model[:40]!r}, which is not "
@@ -31,13 +31,13 @@ def check_kind(vocabulary: Vocabulary) -> None:
         )
     if vocabulary.model == "gpt2" and vocabulary.pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{vocabulary.path} cuts texts into words by {vocabulary.pre[:40]!r}, which is not supported: "
+            f"{vocabulary.path} has the pre-tokenizer {vocabulary.pre[:40]!r}, which is not supported: "
             f"{', '.join(PRE_TOKENIZERS)} are."
         )
 
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """GPT-2's way: a text is cut into words, and bytes of a word are joined in the order of the merges."""
+    """Build GPT-2's kind: split a text into words, then merge bytes in a word, in the order of the merges."""
     pre = vocabulary.pre
     merges = [
         (merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0
@@ -50,9 +50,9 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """Llama's way: characters are joined as long as that gives a token, that with the best score first.
+    """Build Llama's kind: merge characters while the result is a token, the best score first.
 
-    What is no token is written in bytes. Spaces are characters like any other, "▁".
+    Text outside the vocabulary becomes byte tokens. Spaces are ordinary characters, "▁".
     """
     unknown = vocabulary.token_id("unknown")
     backend = _backend(
@@ -74,7 +74,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, those that make the one with the best score first."""
+    """Return all pairs of tokens whose concatenation is a token, sorted by its score, best first."""
     scores = vocabulary.scores
     if scores is None:
         raise ModelError(f"{vocabulary.path} has no scores of its tokens: choose another file of this model.")
@@ -105,15 +105,15 @@ def _backend(
     except Exception as error:  # the library raises nothing narrower
         reason = str(error)[:300]
         raise ModelError(
-            f"{vocabulary.path} has no valid vocabulary ({reason}): download it again."
+            f"{vocabulary.path} has an invalid vocabulary ({reason}): download it again."
         ) from None
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    """Texts that are one token wherever they stand: those without meaning for people, and others."""
-    found = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    """Add control tokens and user-defined tokens, which match before the pre-tokenizer splits a text."""
+    kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)
     special = {
-        token: kind != USER_DEFINED for token, kind in found if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        token: kind != USER_DEFINED for token, kind in kinds if kind in (CONTROL, UNKNOWN, USER_DEFINED)
     }
     backend.add_special_tokens([_added(token, True) for token, is_special in special.items() if is_special])
     backend.add_tokens([_added(token, False) for token, is_special in special.items() if not is_special])
@@ -124,7 +124,7 @@ def _added(token: str, special: bool) -> AddedToken:
 
 
 def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:
-    """Tokens before and after a text, where the file or its kind of vocabulary wants them."""
+    """Add BOS and EOS around a text if the file or its kind of vocabulary asks for them."""
     template, ends = ["$A"], []
     for role, default in (("bos", begins), ("eos", False)):
         token = vocabulary.token_id(role)

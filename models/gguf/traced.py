@@ -1,7 +1,7 @@
-"""Architectures without a decoder here: metadata → what a config.json of `transformers` would say.
+"""Architectures computed by the code of `transformers`: metadata → the values of a config.json.
 
-Names of tensors are those of `gguf`, llama.cpp's own package. What its converter changes of numbers is
-undone, and where a file is silent, its defaults hold. An entry of unknown meaning is refused by name.
+Tensor names come from `gguf`, llama.cpp's package. Reading undoes the changes that its converter makes to
+numbers. Missing entries take its defaults; an unknown entry is an error that names it.
 """
 
 import json
@@ -26,7 +26,7 @@ from neo_desktop.models.limits import (
 from neo_desktop.models.traced.config import TracedConfig, traced_config
 from neo_desktop.models.traced.source import Source
 
-_INTEGERS = {  # entry -> what config.json calls it, the most that it may be
+_INTEGERS = {  # entry -> key of config.json, maximum
     "block_count": ("num_hidden_layers", MAX_LAYERS),
     "context_length": ("max_position_embeddings", MAX_CONTEXT_TOKENS),
     "embedding_length": ("hidden_size", MAX_HIDDEN_SIZE),
@@ -45,13 +45,13 @@ _NONE_IF_ZERO = frozenset(("expert_count", "expert_used_count", "attention.slidi
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a file says, and what has been made of it.
+    """A GGUF file's entries, and the values derived from them.
 
     Args:
         own: the entries of its architecture, without the prefix.
-        values: of config.json: the sizes.
+        values: config.json's sizes.
         head_dim: size of a head.
-        tensors: names of all tensors.
+        tensors: names of the file's tensors.
     """
 
     own: JsonFile
@@ -60,20 +60,22 @@ class _Described:
     tensors: frozenset[str]
 
     def layer_types(self, period: int) -> list[str]:
-        """Return which layers have a window: all but the last of each period, unless the file says it."""
+        """Return each layer's type: the last one in a period has full attention, unless the file says
+        otherwise.
+        """
         layers, key = self.values["num_hidden_layers"], "attention.sliding_window_pattern"
-        said = self.own.raw(key)
-        if isinstance(said, NumberArray):
-            has_window = [bool(each) for each in said.data.tolist()]
+        pattern = self.own.raw(key)
+        if isinstance(pattern, NumberArray):
+            has_window = [bool(flag) for flag in pattern.data.tolist()]
             if len(has_window) < layers:
                 raise ModelError(f"{self.own.path} has no {key} for each layer: download it again.")
         else:
             period = self.own.integer(key, period, maximum=MAX_LAYERS)
             has_window = [(layer + 1) % period != 0 for layer in range(layers)]
-        return ["sliding_attention" if each else "full_attention" for each in has_window[:layers]]
+        return ["sliding_attention" if windowed else "full_attention" for windowed in has_window[:layers]]
 
     def scale_of(self, layers_of_the_largest: int) -> int:
-        """Return by whose root scores are divided: in Gemma's largest model, it is not a head's size."""
+        """Return d where attention scores are divided by √d: head_dim, except in Gemma's largest model."""
         if self.values["num_hidden_layers"] == layers_of_the_largest:
             return int(self.values["hidden_size"] // self.values["num_attention_heads"])
         return self.head_dim
@@ -81,17 +83,17 @@ class _Described:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture of llama.cpp is in `transformers`.
+    """The counterpart in `transformers` of an architecture of llama.cpp.
 
     Args:
-        model_type: as config.json has it; architecture likewise.
-        eps: the entry with the number that norms add, and what config.json calls it.
-        others: what else config.json says.
-        keys: the entries that are read for it.
-        has_head_dim: config.json says the size of heads; if not, it follows from other sizes.
-        is_partly_rotated: only a part of each head may be.
+        model_type: value in config.json; `architecture` is the value there, in `architectures`.
+        eps: the entry with the norms' epsilon, and its key in config.json.
+        others: further values of config.json.
+        keys: further entries that are read.
+        has_head_dim: config.json has the head size; otherwise it follows from other sizes.
+        is_partly_rotated: RoPE may cover only part of a head.
         rotates_neighbours: rows of queries and keys are in llama.cpp's order, see `GGUFTensor`.
-        shifts_norms: the converter has added one to the weights of norms.
+        shifts_norms: the converter has added one to the norms' weights.
     """
 
     model_type: str
@@ -117,7 +119,7 @@ def _gemma2(described: _Described) -> dict[str, Any]:
 
 
 def _gemma3(described: _Described) -> dict[str, Any]:
-    """Layers with a window rotate otherwise than the others, whose positions alone are scaled."""
+    """Layers with a window have their own RoPE base; position scaling applies to the other layers only."""
     own = described.own
     every: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
     scaled = own.text("rope.scaling.type", "none")
@@ -145,7 +147,7 @@ def _gemma3(described: _Described) -> dict[str, Any]:
 
 
 def _phi3(described: _Described) -> dict[str, Any]:
-    """Zero means that there is no window."""
+    """Zero means no window."""
     return {"sliding_window": described.own.integer("attention.sliding_window", 0, minimum=0) or None}
 
 
@@ -160,7 +162,7 @@ def _granite(described: _Described) -> dict[str, Any]:
 
 
 def _stablelm(described: _Described) -> dict[str, Any]:
-    """What tensors there are tells more than the entries, which older files lack."""
+    """The tensors decide, because older files lack the entries."""
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in described.tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in described.tensors,
@@ -204,7 +206,7 @@ FAMILIES = {
         "Phi3ForCausalLM",
         _RMS,
         _phi3,
-        # The length before a scaling, of which there would be tensors.
+        # The original context length matters only with scaling factors, which would be tensors.
         frozenset(("attention.sliding_window", "rope.scaling.original_context_length")),
         is_partly_rotated=True,
     ),
@@ -218,16 +220,16 @@ FAMILIES = {
     ),
     "starcoder2": _Family("starcoder2", "Starcoder2ForCausalLM", (_EPS, "norm_epsilon")),
 }
-"""By the names of architectures in llama.cpp."""
+"""Keys are llama.cpp's names of architectures."""
 
 
 def read_traced(files: list[GGUFFile], vocabulary: Vocabulary) -> TracedConfig:
-    """Read the configuration of a model that `transformers` knows; see `gguf.config.read_config`.
+    """Read the configuration of a model for the code of `transformers`; see `gguf.config.read_config`.
 
     Raises:
-        UnsupportedModelError: the file has what is not known here, transformers is not installed, or it
-            cannot cut this model into stages.
-        ModelError: something is missing, or absurd.
+        UnsupportedModelError: an entry or tensor is unknown, transformers is not installed, or it cannot cut
+            the model into stages.
+        ModelError: an entry is missing or out of range.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
@@ -256,11 +258,11 @@ def read_traced(files: list[GGUFFile], vocabulary: Vocabulary) -> TracedConfig:
 
 
 def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str, GGUFTensor]:
-    """Return the tensors of all parts, by the names of parameters.
+    """Return the tensors of every part, by parameter name.
 
     Raises:
-        UnsupportedModelError: there is one that the model of `transformers` has not.
-        ModelError: one is there twice, or is no matrix or vector.
+        UnsupportedModelError: the model of `transformers` lacks the tensor's parameter.
+        ModelError: a tensor is duplicate, or neither matrix nor vector.
     """
     architecture = str(files[0].metadata["general.architecture"])
     family, names = FAMILIES[architecture], _names(architecture, config)
@@ -271,7 +273,7 @@ def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str
                 name = names.get(place.name)
                 if name is None:
                     raise UnsupportedModelError(
-                        f"{file.path} has {place.name}, which {family.architecture} of transformers has not."
+                        f"{file.path} has {place.name}, which {family.architecture} of transformers lacks."
                     )
                 kind = place.name.split(".")[-2]
                 is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
@@ -283,9 +285,9 @@ def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str
 
 
 def _names(architecture: str, config: TracedConfig) -> dict[str, str]:
-    """Return names of tensors in files -> names of parameters."""
+    """Return tensor name in files -> parameter name."""
     try:
-        import gguf  # noqa: PLC0415 - only such models need it
+        import gguf  # noqa: PLC0415 - only these models need it
     except ImportError:
         raise ModelError(
             f"{config.source.path} describes a model that only transformers knows: install "
@@ -293,20 +295,23 @@ def _names(architecture: str, config: TracedConfig) -> dict[str, str]:
         ) from None
     number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, config.num_layers)
-    of_model = config.of_model
-    matrices = [*of_model.matrices, *(() if of_model.head is None else (of_model.head,))]
-    parameters = [*of_model.parameters, *(name for each in matrices for name in each.weights + each.biases)]
-    found: dict[str, str] = {}
+    traced = config.of_model
+    matrices = [*traced.matrices, *(() if traced.head is None else (traced.head,))]
+    parameters = [
+        *traced.parameters,
+        *(name for matrix in matrices for name in matrix.weights + matrix.biases),
+    ]
+    parameter_of: dict[str, str] = {}
     for parameter in parameters:
         name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
-        if name is None or name in found:
+        if name is None or name in parameter_of:
             raise ModelError(f"{config.source.path} needs {parameter}, for which gguf has no name.")
-        found[name] = parameter
-    return found
+        parameter_of[name] = parameter
+    return parameter_of
 
 
 def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str, Any]:
-    """Return what the config.json of the model would say. Raises ModelError."""
+    """Return the values of the model's config.json. Raise ModelError if some are missing or unsupported."""
     path = files[0].path
     own = entries_of(JsonFile(path, dict(files[0].metadata)), name)
     for key, value in own.values.items():
@@ -343,7 +348,7 @@ def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str,
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": rope,
         family.eps[1]: own.number(family.eps[0]),
-        # Which tokens they are, the vocabulary says.
+        # The token ids come from the vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     return values | family.others(_Described(own, values, head_dim, frozenset(shapes)))

@@ -1,8 +1,8 @@
-"""The ways in which numbers are stored in GGUF files, and the floats that they stand for.
+"""The quantisation types of GGUF files, and their dequantisation.
 
-A row of a matrix is cut into blocks of 32 or 256 numbers. A block has a scale in float16, perhaps a minimum,
-and few bits per number; a block of 256 ("K") has scales of its parts in 4 to 8 bits beside them. Numbers of
-less than a byte are interleaved: the low bits of a run of bytes are its first numbers, the high bits others.
+A row of a matrix is cut into blocks of 32 or 256 numbers. A block has a float16 scale, sometimes a minimum,
+and a few bits per number. A block of 256 ("K") also has scales of its parts, in 4 to 8 bits. Numbers of less
+than a byte are interleaved: the low bits of a run of bytes hold its first numbers, the high bits the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Dequantised at once: what is computed in between should stay in the processor's caches.
+# Elements to dequantise at once: intermediate results should stay in the processor's caches.
 PIECE_ELEMENTS = 2**20
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
@@ -19,27 +19,27 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the val
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """One way to store numbers."""
+    """A quantisation type or dtype."""
 
     name: str
-    elements: int  # of a block
-    nbytes: int  # of a block
+    elements: int  # per block
+    nbytes: int  # per block
     floats: Callable[[Tensor], Tensor]  # [blocks, nbytes] uint8 -> [blocks, elements] float32
-    dtype: torch.dtype | None = None  # in which every such number is exact; None: it is quantised
+    dtype: torch.dtype | None = None  # that represents the numbers exactly; None: quantised
 
     def dequantised(self, raw: Tensor) -> Tensor:
-        """Return `[rows, columns]` float32 of rows of bytes `[rows, row_bytes]`; contiguous."""
+        """Return rows of bytes `[rows, row_bytes]` as float32 `[rows, columns]`, contiguous."""
         return self.floats(raw.reshape(-1, self.nbytes)).view(len(raw), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix that can be had in blocks of one of these types.
+    """A matrix that is available in the blocks of one type.
 
     Args:
         type_name: of the type.
-        pieces: yields the first row and bytes `[rows, bytes of a row]` uint8, of multiples of so many rows
-            and of the rest.
+        pieces: given a number of rows, yields the first row and the bytes `[rows, bytes of a row]` uint8 of
+            pieces; all but the last have a multiple of that number.
     """
 
     type_name: str
@@ -47,7 +47,7 @@ class Blocks:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at one place of every block, `[blocks, 1]` float32."""
+    """Return the float16 at an offset of every block, `[blocks, 1]` float32."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -58,7 +58,7 @@ def unpacked(data: Tensor, bits: int, run: int) -> Tensor:
 
 
 def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
-    """`numbers * scales + minima`, with a scale for each of equal parts of a block."""
+    """Compute `numbers * scales + minima`; each of a block's equal parts has its own scale."""
     parts = numbers.float().view(*scales.shape, -1)
     parts *= scales[:, :, None]
     if minima is not None:
@@ -84,7 +84,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def five_bits(blocks: Tensor, start: int) -> Tensor:
-    """The fifth bits are 32 in a row, then come four bits each."""
+    """Unpack numbers of 5 bits: 4 bytes with the fifth bits come first, then four bits per number."""
     fifth = (blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return unpacked(blocks[:, start + 4 :], 4, 16) | (fifth.flatten(1) << 4)
 
@@ -112,7 +112,9 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, eight of each; the last four borrow high bits of the first four."""
+    """Return scales and minima of Q4_K and Q5_K, eight each; the last four borrow high bits of the first
+    four.
+    """
     scales, minima, rest = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scales = torch.cat((scales & 63, (rest & 15) | ((scales >> 2) & 48)), 1)
     minima = torch.cat((minima & 63, (rest >> 4) | ((minima >> 2) & 48)), 1)
@@ -153,13 +155,13 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def fp4_scales(blocks: Tensor) -> Tensor:
-    """Of MXFP4, `[blocks, 1]` float32; NaN where there is none."""
+    """Return the scales of MXFP4, `[blocks, 1]` float32; NaN for the exponent 255."""
     exponents = blocks[:, :1].float()
     return torch.exp2(exponents - 128).masked_fill(exponents == 255, torch.nan)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """The scale is a power of two alone, its exponent in a byte."""
+    """The scale is a power of two; a byte holds its exponent."""
     return _scaled(_looked_up(unpacked(blocks[:, 1:], 4, 16), FP4), fp4_scales(blocks))
 
 
@@ -185,4 +187,4 @@ TYPES = {
     23: StoredType("IQ4_XS", 256, 136, _iq4_xs),
     39: StoredType("MXFP4", 32, 17, _mxfp4),
 }
-"""By the numbers that they have in files."""
+"""Keys are the type numbers in files."""

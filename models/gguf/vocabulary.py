@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file, and what it says of them."""
+"""The vocabulary of a GGUF file: tokens, merges, scores and token types."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of t
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 
-# Files name one or two tokens that end an answer; that others do, llama.cpp sees from their texts, too.
+# Files name one or two tokens that end an answer. Like llama.cpp, recognise the others by their text.
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
@@ -26,7 +26,7 @@ _ENDS = frozenset(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer is made of. Raises ModelError where it is asked for something that is damaged.
+    """The entries that describe a tokenizer. A property raises ModelError if its entry is damaged.
 
     Args:
         entries: of the metadata, without `tokenizer.ggml.`
@@ -39,7 +39,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: GGUFFile) -> "Vocabulary":
-        """Take what is there; nothing is looked at before it is asked for."""
+        """Collect the entries; the properties check them on access."""
         entries = {
             key.removeprefix(_PREFIX): value
             for key, value in file.metadata.items()
@@ -57,17 +57,17 @@ class Vocabulary:
 
     @property
     def model(self) -> str:
-        """How texts are tokenised: "gpt2" or "llama"."""
+        """Kind of tokenizer: "gpt2" or "llama"."""
         return self.entries.text("model")
 
     @property
     def pre(self) -> str:
-        """How texts are cut into words, if the model is "gpt2"."""
+        """Name of the pre-tokenizer, for "gpt2"."""
         return self.entries.text("pre", "default")
 
     @cached_property
     def tokens(self) -> list[str]:
-        """Texts of all tokens, in the alphabet of the model; each is there once."""
+        """Distinct texts of the tokens, in the model's alphabet."""
         tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(self._texts("tokens"))]
         if len(tokens) > MAX_VOCAB_SIZE:
             raise ModelError(f"{self.path} has {len(tokens)} tokens, more than any model: download it again.")
@@ -77,12 +77,12 @@ class Vocabulary:
 
     @cached_property
     def merges(self) -> list[str]:
-        """Pairs of tokens that become one, "a b", the most urgent first."""
+        """Pairs of tokens to merge, "a b", highest priority first."""
         return self._texts("merges")
 
     @cached_property
     def types(self) -> list[int]:
-        """Of each token."""
+        """Token types, by token id."""
         numbers = self._numbers("token_type", "iu")
         types = [NORMAL] * len(self.tokens) if numbers is None else numbers
         for token in self.end_ids:
@@ -91,11 +91,11 @@ class Vocabulary:
 
     @cached_property
     def scores(self) -> list[Any] | None:
-        """Of each token."""
+        """Scores, by token id; None: the file has none."""
         return self._numbers("scores", "fiu")
 
     def token_id(self, role: str) -> int | None:
-        """Return the token with a role ("bos"), None where there is none."""
+        """Return the token id of a role ("bos"), or None."""
         key = f"{role}_token_id"
         if key not in self.entries:
             return None
@@ -104,11 +104,11 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, the one that the file names first."""
+        """Tokens that end an answer; the token that the file names comes first."""
         named = [self.token_id(role) for role in ("eos", "eot", "eom")]
         known = [index for index, text in enumerate(self.tokens) if text in _ENDS]
         ends = dict.fromkeys(token for token in (*named, *known) if token is not None)
-        if set(harmony.MARKS).issubset(self.tokens):  # there it ends a message, and the next one follows
+        if set(harmony.MARKS).issubset(self.tokens):  # harmony: it ends a message, not the answer
             ends.pop(self.tokens.index(harmony.END), None)
         return tuple(ends)
 
@@ -119,12 +119,11 @@ class Vocabulary:
         return texts.texts()
 
     def _numbers(self, key: str, kinds: str) -> list[Any] | None:
-        """One for each token, of these kinds of NumPy's; None where the file has none."""
+        """Return a number per token; `kinds`: allowed kinds of NumPy dtypes. None if the file has none."""
         numbers = self.entries.raw(key)
         if numbers is None:
             return None
         is_whole = isinstance(numbers, NumberArray) and len(numbers) == len(self.tokens)
         if not is_whole or numbers.data.dtype.kind not in kinds:
             raise ModelError(f"{self.path} has no {_PREFIX}{key} for each token: download it again.")
-        found: list[Any] = numbers.data.tolist()
-        return found
+        return list(numbers.data.tolist())

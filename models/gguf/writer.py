@@ -1,7 +1,7 @@
-"""A loaded model as a GGUF file, for llama.cpp to compute with the same weights.
+"""Writes a loaded model as a GGUF file, so that llama.cpp computes with the same weights.
 
-Matrices keep the model's dtype; norms and biases are float32, as llama.cpp wants them. The vocabulary is made
-up, without special tokens, so that no token ends an answer: llama.cpp is given token ids, and tells them.
+Matrices keep the model's dtype; norms and biases become float32, as llama.cpp requires. The vocabulary is
+synthetic and has no special tokens, so no token ends an answer. Callers exchange token ids with llama.cpp.
 """
 
 import math
@@ -28,7 +28,7 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  #
 
 
 def check_expressible(config: ModelConfig) -> None:
-    """Raise ValueError for a model that llama.cpp computes otherwise, or that is not written here."""
+    """Raise ValueError for a model that llama.cpp computes differently, or that this module cannot write."""
     scaling, experts = config.rope.scaling, config.experts
     reason = None
     if config.architecture not in _ARCHITECTURES:
@@ -38,7 +38,7 @@ def check_expressible(config: ModelConfig) -> None:
     elif any(window is not None for window in config.layer_windows):
         reason = "sliding windows"
     elif experts is not None and len(experts.layers) < config.num_layers:
-        reason = "layers without experts beside others with some"
+        reason = "a mix of dense layers and layers with experts"
     elif experts is not None and not experts.normalises:
         reason = "weights of experts that are not normalised"
     elif (
@@ -48,20 +48,20 @@ def check_expressible(config: ModelConfig) -> None:
     elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
         reason = f"the rotation {type(scaling).__name__}"
     if reason is not None:
-        raise ValueError(f"llama.cpp cannot be given this model, because of {reason}: leave --baseline out")
+        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: leave --baseline out")
 
 
 def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = None) -> None:
-    """Write the model; one matrix at a time is held twice.
+    """Write the model; at most one matrix is in memory twice.
 
     Args:
         gguf: the module of that name.
-        decoder: a model of which `check_expressible` does not complain.
+        decoder: a model that passes `check_expressible`.
         path: of the new file.
-        type_name: of matrices, as "Q4_1"; None: the model's dtype.
+        type_name: quantisation type of matrices, for example "Q4_1"; None: the model's dtype.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[decoder.config.architecture])
     try:
@@ -70,7 +70,7 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
         for name, tensor in _tensors(spec):
             kind = gguf.GGMLQuantizationType[_type(tensor, type_name)]
             shape, num_bytes = tensor.shape, tensor.nbytes
-            if type_name is not None:  # a shape in bytes is what the writer wants of quantised tensors
+            if type_name is not None:  # for quantised tensors the writer expects a shape in bytes
                 shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
                 num_bytes = math.prod(shape)
             numbers = np.dtype(np.float32 if type_name is None else np.uint8)
@@ -87,13 +87,13 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
                 writer.write_tensor_data(gguf.quants.quantize(data.float().numpy(), kind).view(np.uint8))
         writer.flush()
         for file in writer.fout:
-            os.fsync(file.fileno())  # so that the disk is idle when llama.cpp is measured
+            os.fsync(file.fileno())  # the disk must be idle while llama.cpp is measured
     finally:
         writer.close()
 
 
 def _type(tensor: Tensor, type_name: str | None) -> str:
-    """Return the name of a tensor's type; what is no matrix keeps its own."""
+    """Return the name of a tensor's type; vectors keep their dtype."""
     return _TYPES[tensor.dtype] if type_name is None or tensor.ndim == 1 else type_name
 
 
@@ -118,19 +118,19 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
     if isinstance(config.rope.scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.scaling.factor)
-    writer.add_tokenizer_model("rwkv")  # the one that needs no special tokens
+    writer.add_tokenizer_model("rwkv")  # the only model that needs no special tokens
     writer.add_token_list(["\\n", *(f"<{token}>" for token in range(1, config.vocab_size))])
 
 
 def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights as they are stored, with their names in GGUF files."""
+    """Yield the weights under their GGUF names, in GGUF's row order."""
     config = decoder.config
     rotates_neighbours = _ARCHITECTURES[config.architecture] == "llama"
     for index, layer in enumerate(decoder.layers):
         if isinstance(layer.mlp, Experts):
             assert config.experts is not None
-            for kind, of_kind in EXPERTS.items():
-                matrix = getattr(layer.mlp, of_kind).dense()
+            for kind, attribute in EXPERTS.items():
+                matrix = getattr(layer.mlp, attribute).dense()
                 yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
     for weight in named_weights(decoder):
         if ".experts." in weight.name:

@@ -1,12 +1,12 @@
-"""Linear layers: what lies in memory, and what multiplies with it. A new form is a file beside these.
+"""Linear layers: weight formats and their matmuls. A new format is one more file here.
 
-protocol    what a linear layer is, and what is asked of a form before a model is loaded
-packed      what matrices of a CPU have in common: tiles of 16 rows
-plain       rows of numbers, multiplied by torch: on a GPU
-tiles       numbers of 16 rows side by side, multiplied by the native kernels: on a CPU
-quantised   packed blocks of 4 to 8 bits with the numbers of GGUF files, multiplied by the native kernels
-quantised_gpu   the same on a GPU; grouped and codes: how they lie there
-split       rows on a device, the others in host memory: streamed to it, or computed by the CPU
-unpack      quantised tiles of a CPU as numbers on a device
-dense       the form that models have so far: numbers of the model's dtype, by whichever of these is faster
+- `protocol`: the interfaces of linear layers and weight formats
+- `packed`: matrices of a CPU in tiles of 16 rows, shared by the CPU's formats
+- `plain`: dense rows, multiplied by torch: on a GPU
+- `tiles`: dense tiles of 16 rows, multiplied by the native kernels: on a CPU
+- `quantised`: packed blocks of 4 to 8 bits from GGUF files, multiplied by the native kernels
+- `quantised_gpu`: the same on a GPU; `grouped` and `codes` define its layout
+- `offloaded`: some rows on a device, the others in host memory: streamed, or computed by the CPU
+- `unpack`: dequantises a CPU's tiles on a device
+- `dense`: the default format: the model's dtype, in `plain` or `tiles`
 """

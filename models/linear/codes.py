@@ -1,4 +1,4 @@
-"""What the blocks of GGUF files are made of, as numbers that a GPU computes with: codes, scales, minima."""
+"""GGUF blocks decomposed for a GPU: codes, scales and minima."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from torch import Tensor
 
 from neo_desktop.models.gguf.types import FP4, five_bits, fp4_scales, six_bits, unpacked
 
-UNIT = 256  # numbers of a block of K types, which share what their scales are multiplied by
+UNIT = 256  # numbers in a block of K types; they share a float16 factor on their scales
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a type's numbers are kept: each is `(code - centre) * scale + minimum`."""
+    """Encoding of a type's numbers: each is `(code - centre) * scale + minimum`."""
 
     bits: int
     centre: int
     has_minima: bool = False
     group: int = 32  # numbers that share a scale
     scale_dtype: torch.dtype = torch.float16
-    is_wider: bool = False  # codes take more bits than in files
+    is_wider: bool = False  # codes have more bits than in files
 
     @property
     def has_units(self) -> bool:
-        """Whether scales are whole numbers, to be multiplied by others."""
+        """True if scales are integers, to be multiplied by a float16 unit."""
         return not self.scale_dtype.is_floating_point
 
 
@@ -40,14 +40,14 @@ CODINGS = {
     "Q6_K": Coding(8, 32, group=16, scale_dtype=torch.int8, is_wider=True),
     "MXFP4": Coding(8, 16, scale_dtype=torch.bfloat16, is_wider=True),
 }
-"""By the names of types of GGUF files."""
+"""Keys are the names of GGUF types."""
 
 
 def decode(type_name: str, blocks: Tensor) -> Sequence[Tensor]:  # noqa: PLR0911
-    """Return what some blocks `[n, bytes]` are made of, each `[n, as many as there are]`.
+    """Decompose blocks `[n, bytes]` into tensors `[n, …]`.
 
-    These are codes uint8, scales, minima where there are some, and what the two are multiplied by where they
-    are whole numbers.
+    These are codes (uint8), scales, and minima if the type has them. If scales are integers, the units of
+    scales and minima follow.
     """
     b = blocks
     match type_name:
@@ -74,7 +74,7 @@ def decode(type_name: str, blocks: Tensor) -> Sequence[Tensor]:  # noqa: PLR0911
             codes = unpacked(b[:, :128], 4, 64) | (unpacked(b[:, 128:192], 2, 32) << 4)
             return codes, b[:, 192:208].view(torch.int8), _half(b, 208)
         case "MXFP4":
-            table = torch.tensor(FP4, dtype=torch.uint8, device=b.device) + 16  # what is below 0 goes round
+            table = torch.tensor(FP4, dtype=torch.uint8, device=b.device) + 16  # uint8 wraps below 0
             places = unpacked(b[:, 1:], 4, 16)
             return table[places.int()], fp4_scales(b).bfloat16()
     raise ValueError(f"{type_name} has no coding")

@@ -1,4 +1,4 @@
-"""Matrices of numbers of the model's dtype."""
+"""Matrices in the model's dtype."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,17 @@ from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """See `protocol.WeightFormat`.
+    """A `protocol.WeightFormat`.
 
     Args:
-        uses_tiles: on a CPU, where they serve.
-        room: where packed matrices of a CPU lie.
+        uses_tiles: use tiles on a CPU if the width permits.
+        room: allocates the memory of packed matrices.
     """
 
     uses_tiles: bool = True
     room: Room = huge_pages
 
     def named(self, name: str) -> "Dense":
-        """See `WeightFormat`, likewise the others: all are alike."""
         return self
 
     def of_rows(self, rows: slice) -> "Dense":
@@ -33,7 +32,7 @@ class Dense:
 
     @property
     def parts(self) -> tuple[PartShape, ...]:
-        """Of the one that is meant, where it is quantised."""
+        """Parts of the named matrix, if it is quantised."""
         return ()
 
     def embedding(
@@ -58,7 +57,7 @@ class Dense:
         return Plain(weight)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """With tiles filled up, which a GPU does not need: models that matter have multiples of 16 rows."""
+        """Count whole tiles, which a GPU does not need: real models have multiples of 16 rows."""
         if self.uses_tiles and fits_tiles(columns):
             return tiles_bytes(rows, columns, dtype)
         return rows * columns * dtype.itemsize

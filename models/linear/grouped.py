@@ -1,14 +1,14 @@
-"""Matrices of 4 or 8 bits with a scale for each group of 16 or 32 numbers, as a GPU keeps them.
+"""Matrices of 4 or 8 bits on a GPU, with a scale for each group of 16 or 32 numbers.
 
 A number is `(code - centre) * scale + minimum`. Codes are packed into words of 32 bits, the first in the
-lowest bits, and 64 rows lie side by side, so that neighbouring threads read neighbouring words:
+lowest bits. 64 rows are interleaved, so that neighbouring threads read neighbouring words:
 
     words             [tiles of 64 rows, columns / numbers of a word, 64] int32
-    scales, minima    [tiles, columns / numbers of a group, 64] float16; of K types whole numbers of 8
-                      bits, of MXFP4 bfloat16
-    scale_units, minimum_units    of K types: [tiles, columns / 256, 64] float16, what they are multiplied by
+    scales, minima    [tiles, columns / numbers of a group, 64] float16; 8-bit integers for K types,
+                      bfloat16 for MXFP4
+    scale_units, minimum_units    only K types: [tiles, columns / 256, 64] float16, factors on the above
 
-These operators are those of torch; `engine.kernels` has faster ones.
+These operators use torch; `engine.kernels` has faster ones.
 """
 
 from collections.abc import Callable
@@ -20,22 +20,22 @@ from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
-MOST_ROWS = 16  # of inputs that meet a matrix as it is packed
-LOADING_BYTES = 64 * 1024**2  # more than a piece of a file takes while it is packed
-PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised for one product after the other
+MOST_ROWS = 16  # of inputs of a matmul with packed weights
+LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a file
+PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
 WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
-"""Types that are kept in more bits than files have them in -> those bits."""
+"""Types that take more bits in memory than in files -> bits in memory."""
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
 _TYPES: dict[str, StoredType] = {stored.name: stored for stored in TYPES.values() if stored.name in CODINGS}
 
 
 def has_kernel(type_name: str) -> bool:
-    """Whether matrices of this type are multiplied as they are stored."""
+    """Return True if matrices of this type can be multiplied without dequantisation."""
     return type_name in CODINGS
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
-    """Return the bytes of a packed matrix, whose rows are filled up to a whole tile."""
+    """Return the bytes of a packed matrix, padded to whole tiles."""
     coding = CODINGS[type_name]
     scales = columns // coding.group * (1 if coding.has_units else 2)
     units = columns // UNIT * 2 if coding.has_units else 0
@@ -44,13 +44,13 @@ def packed_bytes(type_name: str, rows: int, columns: int) -> int:
 
 
 class Grouped:
-    """One such matrix.
+    """A matrix in this layout.
 
     Args:
         type_name: one of `CODINGS`.
         rows: of the matrix.
-        columns: a multiple of the numbers of a block.
-        device: where it lies.
+        columns: a multiple of the block size.
+        device: of its tensors.
     """
 
     def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
@@ -70,33 +70,32 @@ class Grouped:
         self.minimum_units = room(UNIT, torch.float16) if has_units and has_minima else None
 
     def tensors(self) -> list[Tensor]:
-        """Return all that it consists of."""
+        """Return all tensors of the layout."""
         every = (self.words, self.scales, self.minima, self.scale_units, self.minimum_units)
-        return [each for each in every if each is not None]
+        return [tensor for tensor in every if tensor is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(each.nbytes for each in self.tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def to(self, device: torch.device) -> "Grouped":
-        """Return it on a device."""
-        found = Grouped(self.type_name, self.rows, self.columns, device)
-        for target, source in zip(found.tensors(), self.tensors(), strict=True):
+        """Return a copy on a device."""
+        copy = Grouped(self.type_name, self.rows, self.columns, device)
+        for target, source in zip(copy.tensors(), self.tensors(), strict=True):
             target.copy_(source)
-        return found
+        return copy
 
     def fill(self, generator: torch.Generator) -> None:
-        """Take any numbers, for measurements and checks."""
-        for each in self.tensors():
-            if each.is_floating_point():
-                each.normal_(0.0, 0.01, generator=generator)
+        """Fill with random numbers, for measurements and checks."""
+        for tensor in self.tensors():
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.01, generator=generator)
             else:
-                limits = torch.iinfo(each.dtype)
-                each.random_(limits.min, limits.max, generator=generator)
+                limits = torch.iinfo(tensor.dtype)
+                tensor.random_(limits.min, limits.max, generator=generator)
 
     def load(self, row: int, raw: Tensor) -> None:
-        """Take rows as files have them, `[rows, bytes of a row]` uint8.
+        """Load rows in the file's format, `[rows, bytes of a row]` uint8.
 
         Raises ValueError for scales that are not finite.
         """
@@ -120,10 +119,12 @@ class Grouped:
         def product(values: Tensor | None, units: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            found = values[at].float()
+            floats = values[at].float()
             if units is not None:
-                found = found.view(len(found), -1, UNIT // self.coding.group) * units[at].float()[:, :, None]
-            return found.reshape(len(found), -1, 1)
+                floats = (
+                    floats.view(len(floats), -1, UNIT // self.coding.group) * units[at].float()[:, :, None]
+                )
+            return floats.reshape(len(floats), -1, 1)
 
         scales = product(self.scales, self.scale_units)
         assert scales is not None
@@ -131,11 +132,11 @@ class Grouped:
 
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
-    """Put rows into `out` `[n, columns]`, of any floating-point dtype: rounded once, from float32.
+    """Write rows to `out` `[n, columns]`, of any floating-point dtype: rounded once, from float32.
 
     Args:
         weight: the matrix.
-        rows: which, `[n]` int64; or the first of n, a multiple of 64.
+        rows: row numbers, `[n]` int64; or the first of n consecutive rows, a multiple of 64.
         out: contiguous.
     """
     if isinstance(rows, int):
@@ -153,13 +154,13 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
 
 
 def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
-    """Put `x @ weight.T + bias` into `out`.
+    """Write `x @ weight.T + bias` to `out`.
 
     Args:
         x: [n, columns], n from 1 to 16; a row is contiguous.
         weight: the matrix.
         bias: [rows]
-        out: [n, rows], of the dtype of x; a row is contiguous.
+        out: [n, rows], in x's dtype; a row is contiguous.
     """
     multiply_many(x, weight, bias, out, dequantise)
 
@@ -167,7 +168,7 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
 def multiply_many(
     x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor, dequantise: Dequantise
 ) -> None:
-    """Do the same for any n, with one piece of the matrix after the other as numbers of the dtype of x."""
+    """Do the same for any n; dequantise one piece of the matrix after the other to x's dtype."""
     step = max(PIECE_BYTES // (weight.columns * x.element_size()) // TILE_ROWS, 1) * TILE_ROWS
     room = x.new_empty(min(step, weight.rows), weight.columns)
     for first in range(0, weight.rows, step):

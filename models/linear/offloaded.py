@@ -1,12 +1,12 @@
-"""Matrices of which a device keeps some rows, while the others lie in host memory: HeteGen, section 4.
+"""Offloaded matrices: some rows on a device, the others in host memory (HeteGen, section 4).
 
-A product takes three ways at once, divided by the rows of the matrix, which are columns of the result:
+A matmul combines three parts. Each covers rows of the matrix, which are columns of the result:
 
-    | resident on the device | streamed to it for each product | computed by the CPU |
-    0                        resident_rows                     + streamed rows       rows
+    | resident on the device | streamed to it for each matmul | computed by the CPU |
+    0                        resident_rows                    + streamed rows       rows
 
-Host memory holds its rows once, in tiles of 16 as the native kernels read them; what is streamed becomes rows
-of numbers on the device. How much is streamed is chosen for each product.
+Host memory holds its rows once, in tiles of 16 as the native kernels read them. Streamed rows are unpacked on
+the device. The number of streamed rows is chosen per matmul.
 """
 
 from collections import Counter
@@ -29,55 +29,55 @@ from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
 
 CPU = torch.device("cpu")
-PIECE_BYTES = 32 * 1024**2  # of a piece, once it is unpacked
-RESIDENT_STEP = 64  # rows of a tile of `grouped`
+PIECE_BYTES = 32 * 1024**2  # size of an unpacked piece
+RESIDENT_STEP = 64  # rows in a tile of `grouped`
 
 
 class Kernels(Protocol):
-    """What unpacks: `models.linear.unpack`, or something that is faster."""
+    """Operators that unpack streamed rows: `models.linear.unpack` or a faster implementation."""
 
     def unpack_quantised(self, type_name: str, packed: Tensor, out: Tensor, /) -> None:
-        """See `unpack.unpack_quantised`."""
+        """Write the first rows of some tiles to `out`, see `unpack.unpack_quantised`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows that are streamed at once, of one part of the matrix."""
+    """Consecutive rows of one part that are streamed together."""
 
     rows: slice  # of the matrix
     packed: Tensor  # [bytes] uint8: whole tiles, a view of host memory
     columns: int
-    part: int  # of the host's rows
+    part: int  # index of the part of host memory
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """What comes to the device, one after the other."""
+        """Host memory to copy to the device, in order."""
         return (self.packed,)
 
     @property
     def nbytes(self) -> int:
-        """How much that is."""
+        """Bytes to copy."""
         return len(self.packed)
 
     @property
     def elements(self) -> int:
-        """How many numbers it unpacks to."""
+        """Elements after unpacking."""
         rows: int = self.rows.stop - self.rows.start
         return rows * self.columns
 
 
 class OffloadedLinear:
-    """See `protocol.Linear`.
+    """A `protocol.Linear` divided between device and host memory.
 
     Args:
-        resident: the first rows, on the device, with their part of the bias; None: no rows.
-        resident_rows: how many these are.
-        host: the other rows, in host memory; its bias becomes a part of the other.
-        parts: of all rows, where they are quantised in host memory.
+        resident: the first rows, on the device; it shares their part of the bias. None: no rows.
+        resident_rows: their number.
+        host: the other rows, in host memory; it gets their part of the bias.
+        parts: of the whole matrix, if rows are quantised in host memory.
         bias: [rows] on the device
         dtype: of the model.
-        device: of x and of products.
-        kernels: what unpacks quantised rows.
+        device: of x and the results.
+        kernels: unpack quantised rows.
     """
 
     form = "split"
@@ -102,13 +102,12 @@ class OffloadedLinear:
         if device.type == "cuda":
             self.launch_all()
         if bias is not None:
-            of_host = bias[resident_rows:]
-            host.bias = of_host if device.type == "cpu" else torch.empty_like(of_host, device=CPU)
+            host_bias = bias[resident_rows:]
+            host.bias = host_bias if device.type == "cpu" else torch.empty_like(host_bias, device=CPU)
             if resident is not None:
                 resident.bias = bias[:resident_rows]
 
     def memory(self) -> dict[torch.device, int]:
-        """See `Linear`, likewise the others."""
         memory = Counter(self.host.memory())
         if self.resident is not None:
             memory.update(self.resident.memory())
@@ -118,7 +117,7 @@ class OffloadedLinear:
 
     @property
     def takes_stored(self) -> bool:
-        """Whether rows are taken as they are stored: by `load_stored`, not by `load`."""
+        """True if rows load in the file's format: by `load_stored`, not by `load`."""
         return isinstance(self.host, Quantised)
 
     def load(self, row: int, weight: Tensor) -> None:
@@ -129,7 +128,7 @@ class OffloadedLinear:
             self.host.load(max(row - self.resident_rows, 0), weight[count:])
 
     def load_stored(self, row: int, raw: Tensor) -> None:
-        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
+        """Load rows of a part in the file's format, `[rows, bytes of a row]`; each row once.
 
         Raises ValueError for scales that are not finite.
         """
@@ -145,31 +144,31 @@ class OffloadedLinear:
             self.host.load_stored(max(row - self.resident_rows, 0), raw[count:])
 
     def launch_all(self) -> None:
-        """Launch what unpacks pieces, so that no iteration waits for a compiler."""
+        """Launch the unpacking kernels once, so that no iteration waits for a compiler."""
         room = torch.empty(TILE_ROWS, self.columns, dtype=self._dtype, device=self._device)
         for index, part in enumerate(self.host.packed_parts):
             self.unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
-        """Take some numbers of the bias from a checkpoint.
+        """Load a range of the bias from a checkpoint.
 
         Args:
-            row: the first of them.
+            row: the first element.
             bias: [rows], of any floating-point dtype and on any device.
         """
         assert self.bias is not None
         self.bias[row : row + len(bias)].copy_(bias)
         if self.host.bias is not None and row + len(bias) > self.resident_rows:
             first = max(row, self.resident_rows)
-            of_host = slice(first - self.resident_rows, row + len(bias) - self.resident_rows)
-            self.host.bias[of_host].copy_(bias[first - row :])
+            host_range = slice(first - self.resident_rows, row + len(bias) - self.resident_rows)
+            self.host.bias[host_range].copy_(bias[first - row :])
 
     def dense(self) -> Tensor:
-        of_host = self.host.dense().to(self._device)
-        return of_host if self.resident is None else torch.cat((self.resident.dense(), of_host))
+        host = self.host.dense().to(self._device)
+        return host if self.resident is None else torch.cat((self.resident.dense(), host))
 
     def streamed(self, share: float) -> int:
-        """Return how many rows to stream, about a share of the host's: whole tiles of each part."""
+        """Return the number of rows to stream: about this share of the host's, in whole tiles per part."""
         if not 0 <= share <= 1:
             raise ValueError(f"a share of {share} cannot be streamed: give a number from 0 to 1")
         wanted, rows = share * self.host_rows, 0
@@ -180,35 +179,35 @@ class OffloadedLinear:
         return rows
 
     def pieces(self, streamed_rows: int) -> list[Piece]:
-        """Return what is streamed, in order.
+        """Return the pieces to stream, in order.
 
         Args:
-            streamed_rows: of the host's, see `streamed`.
+            streamed_rows: of the host's rows, see `streamed`.
         """
         row_bytes = self.columns * self._dtype.itemsize
         step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
         return self.pieces_of(slice(0, streamed_rows), step)
 
     def pieces_of(self, rows: slice, step: int) -> list[Piece]:
-        """Return some of the host's rows as pieces, none of which belongs to two parts.
+        """Divide some of the host's rows into pieces; a piece is within one part.
 
         Args:
-            rows: the first of them begins a tile.
-            step: how many a piece has at most: whole tiles.
+            rows: start at a tile.
+            step: most rows of a piece: whole tiles.
         """
         pieces, before = [], 0
         for index, part in enumerate(self.host.packed_parts):
             start, last = max(rows.start - before, 0), min(rows.stop - before, part.rows)
             for first in range(start, last, step):
-                of_part = slice(first, min(first + step, last))
+                part_rows = slice(first, min(first + step, last))
                 begin = self.resident_rows + before
-                of_all = slice(begin + of_part.start, begin + of_part.stop)
-                pieces.append(Piece(of_all, part.tiles_of(of_part), self.columns, index))
+                matrix_rows = slice(begin + part_rows.start, begin + part_rows.stop)
+                pieces.append(Piece(matrix_rows, part.tiles_of(part_rows), self.columns, index))
             before += part.rows
         return pieces
 
     def host_matrix(self, streamed_rows: int) -> native.Matrix | None:
-        """Return what the CPU computes, and its bias; None: nothing."""
+        """Return the CPU's rows, with bias, for the native kernels; None: no rows."""
         parts, before = [], 0
         for part in self.host.packed_parts:
             first = max(streamed_rows - before, 0)
@@ -223,7 +222,7 @@ class OffloadedLinear:
 
         Args:
             x: [n, columns] on the device
-            out: [n, rows] likewise, of which these columns are filled.
+            out: [n, rows] on the device; only these columns are written.
         """
         if self.resident is not None:
             self.resident.multiply(x, out[:, : self.resident_rows])
@@ -234,9 +233,9 @@ class OffloadedLinear:
         Args:
             piece: one of `pieces`.
             staged: its bytes on the device, `[bytes]` uint8.
-            room: `[at least piece.elements]` on the device, of the model's dtype: scratch.
+            room: `[at least piece.elements]` on the device, in the model's dtype: scratch.
             x: [n, columns] on the device
-            out: [n, rows] likewise, of which these columns are filled.
+            out: [n, rows] on the device; only these columns are written.
         """
         weight = room[: piece.elements].view(-1, self.columns)
         self.unpack(piece.part, staged, weight)
@@ -246,12 +245,12 @@ class OffloadedLinear:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
 
     def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
-        """Turn tiles of a part into numbers, on the device.
+        """Unpack tiles of a part on the device.
 
         Args:
-            part: of the host's rows.
+            part: index of the part of host memory.
             staged: [bytes] uint8
-            weight: [rows, columns], filled.
+            weight: [rows, columns], the output.
         """
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
@@ -260,11 +259,11 @@ class OffloadedLinear:
             unpack_tiles(staged, weight)
 
     def multiply_host(self, x: Tensor, out: Tensor, streamed_rows: int) -> None:
-        """Compute the CPU's part.
+        """Compute the CPU's columns.
 
         Args:
             x: [n, columns] in host memory, rows are contiguous.
-            out: [n, host_rows - streamed_rows] likewise.
+            out: [n, host_rows - streamed_rows] in host memory.
             streamed_rows: see `streamed`.
         """
         matrix = self.host_matrix(streamed_rows)
@@ -272,7 +271,7 @@ class OffloadedLinear:
             native.packed_linear(x, *matrix, out)
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Do all of it, one after the other: the CPU computes for few rows, others are streamed."""
+        """Compute all columns sequentially; few rows use the CPU, more rows stream the weights."""
         streamed_rows = self.streamed(UNMEASURED.of(len(x)))
         self.multiply_resident(x, out)
         pieces = self.pieces(streamed_rows)
@@ -280,25 +279,27 @@ class OffloadedLinear:
         for piece in pieces:
             self.multiply_piece(piece, piece.packed.to(self._device), room, x, out)
         if streamed_rows < self.host_rows:
-            of_host = out[:, self.resident_rows + streamed_rows :]
-            product = of_host if self._device.type == "cpu" else torch.empty_like(of_host, device=CPU)
+            host_columns = out[:, self.resident_rows + streamed_rows :]
+            product = (
+                host_columns if self._device.type == "cpu" else torch.empty_like(host_columns, device=CPU)
+            )
             self.multiply_host(x.contiguous().cpu(), product, streamed_rows)
-            if product is not of_host:
-                of_host.copy_(product)
+            if product is not host_columns:
+                host_columns.copy_(product)
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedFormat:
-    """See `protocol.WeightFormat`: some matrices of a model are split.
+    """A `protocol.WeightFormat` that offloads rows of some matrices.
 
     Args:
-        device_form: how rows lie on the device.
-        host_form: how they lie in host memory, and where.
-        resident_rows: by the names of `WeightFormat.named`: how many rows of a matrix stay on the device, a
-            multiple of 64 or all. All rows of others do, and of embeddings and head.
-        kernels: what unpacks quantised rows on the device.
-        name: of the one that is meant.
+        device_form: format of rows on the device.
+        host_form: format of rows in host memory, with their allocator.
+        resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of
+            64 or all. Matrices without an entry stay on the device, as do embeddings and head.
+        kernels: unpack quantised rows on the device.
+        name: of the selected matrix.
     """
 
     device_form: WeightFormat
@@ -308,12 +309,11 @@ class OffloadedFormat:
     name: str = ""
 
     def named(self, name: str) -> "OffloadedFormat":
-        """See `WeightFormat`, likewise the others."""
         forms = self.device_form.named(name), self.host_form.named(name)
         return replace(self, device_form=forms[0], host_form=forms[1], name=name)
 
     def of_rows(self, rows: slice) -> WeightFormat:
-        """A part of a matrix is not split any more."""
+        """Return the device's format: a part of a matrix is not offloaded again."""
         return self.device_form.of_rows(rows)
 
     def embedding(
@@ -330,13 +330,15 @@ class OffloadedFormat:
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """See `WeightFormat`. Raises ValueError for rows that cannot be resident, or cannot be split."""
+        """Return a layer to load. Raise ValueError for an invalid number of resident rows or an unsuitable
+        width.
+        """
         resident, device_form, host_form = self._split(rows)
         if resident == rows:
             return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
         host = host_form.empty(rows - resident, columns, has_bias=False, dtype=dtype, device=CPU)
         if not isinstance(host, Tiles | Quantised):
-            raise ValueError(f"{self.name} cannot be split: its {columns} columns cannot lie in tiles")
+            raise ValueError(f"{self.name} cannot be offloaded: its {columns} columns do not fit tiles")
         on_device = (
             device_form.empty(resident, columns, has_bias=False, dtype=dtype, device=device)
             if resident
@@ -347,7 +349,7 @@ class OffloadedFormat:
         return OffloadedLinear(on_device, resident, host, parts, bias, dtype, device, self.kernels)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Of the device."""
+        """Return the bytes on the device."""
         resident, device_form, _ = self._split(rows)
         return device_form.nbytes(resident, columns, dtype) if resident else 0
 
@@ -358,8 +360,8 @@ class OffloadedFormat:
         resident = self.resident_rows.get(self.name, rows)
         if not 0 <= resident <= rows or (resident % RESIDENT_STEP and resident < rows):
             raise ValueError(
-                f"{resident} of the {rows} rows of {self.name} cannot stay on the device: it has to be "
+                f"{resident} of the {rows} rows of {self.name} cannot stay on the device: give "
                 f"a multiple of {RESIDENT_STEP}, or all of them"
             )
-        of_device = self.device_form.of_rows(slice(0, resident))
-        return resident, of_device, self.host_form.of_rows(slice(resident, rows))
+        device_form = self.device_form.of_rows(slice(0, resident))
+        return resident, device_form, self.host_form.of_rows(slice(resident, rows))

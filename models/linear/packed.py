@@ -1,4 +1,4 @@
-"""Matrices of a CPU, in tiles of 16 rows that lie side by side, as the native kernels read them."""
+"""Matrices of a CPU in interleaved tiles of 16 rows, the layout of the native kernels."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,47 +9,47 @@ from neo_desktop import native
 
 TILE_ROWS = 16
 Room = Callable[[int], Tensor]
-"""Gives so many bytes of host memory: uint8 `[bytes]`, with any content."""
+"""Allocates host memory: a number of bytes → uninitialised uint8 `[bytes]`."""
 
 
 def huge_pages(nbytes: int) -> Tensor:
-    """Return bytes of host memory that are read fast, where the system agrees."""
+    """Allocate host memory, in huge pages if the system permits."""
     room = torch.empty(nbytes, dtype=torch.uint8)
     native.advise_huge_pages(room)
     return room
 
 
 class PackedRows:
-    """Some rows of a matrix, stored in one way.
+    """Rows of a matrix in one format.
 
     Args:
-        kind: of `native.STORED_TYPES`, then `native.DENSE_TYPES`: which.
-        rows: of them; the last tile may have rows that are none.
+        kind: index into `native.STORED_TYPES` followed by `native.DENSE_TYPES`.
+        rows: number of rows; the last tile may have padding rows.
         columns: of the matrix.
-        packed: [bytes] uint8: one tile after the other.
+        packed: [bytes] uint8, consecutive tiles.
     """
 
     def __init__(self, kind: int, rows: int, columns: int, packed: Tensor) -> None:
         self.kind, self.rows, self.columns, self.packed = kind, rows, columns, packed
         self.tile_bytes = packed.nbytes // -(-rows // TILE_ROWS)
-        packed[-self.tile_bytes :].zero_()  # it may have rows that are none
+        packed[-self.tile_bytes :].zero_()  # padding rows of the last tile
 
     def tiles_of(self, rows: slice) -> Tensor:
-        """Return the bytes of some rows, the first of which begins a tile."""
+        """Return the bytes of some rows, which start at a tile."""
         first, last = rows.start // TILE_ROWS, -(-rows.stop // TILE_ROWS)
         return self.packed[first * self.tile_bytes : last * self.tile_bytes]
 
     def native_from(self, row: int) -> tuple[int, int, int, int]:
-        """Return the rows from one that begins a tile, as `native.packed_linear` takes them."""
+        """Return the rows from `row` on, which starts a tile, in the form of `native.packed_linear`."""
         packed = self.tiles_of(slice(row, self.rows))
         return self.kind, packed.data_ptr(), packed.nbytes, self.rows - row
 
 
 class PackedMatrix:
-    """What all forms of such matrices have; see `protocol.Linear`.
+    """The base class of packed matrices; see `protocol.Linear`.
 
     Args:
-        parts: of the rows, one after the other.
+        parts: consecutive rows.
         bias: [out]
     """
 
@@ -62,13 +62,12 @@ class PackedMatrix:
         self._native = [part.native_from(0) for part in parts]
 
     def memory(self) -> dict[torch.device, int]:
-        """See `Linear`, likewise the others."""
         nbytes = sum(part.packed.nbytes for part in self.packed_parts)
         return {torch.device("cpu"): nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     @property
     def native(self) -> native.Matrix:
-        """What steps of `native.RowProgram` take."""
+        """The matrix in the form of `native.RowProgram` and `native.packed_linear`."""
         return self._native, self.bias
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:

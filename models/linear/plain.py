@@ -1,14 +1,14 @@
-"""Rows of numbers, multiplied by torch's own choice."""
+"""Dense rows, multiplied by torch."""
 
 import torch
 from torch import Tensor
 
 
 class Plain:
-    """See `protocol.Linear`.
+    """A `protocol.Linear` with a dense weight.
 
     Args:
-        weight: [out, in], to be loaded, or loaded already.
+        weight: [out, in], loaded now or later.
         bias: [out]
     """
 
@@ -20,7 +20,6 @@ class Plain:
         self.bias = bias
 
     def memory(self) -> dict[torch.device, int]:
-        """See `Linear`, likewise the others."""
         return {self.weight.device: self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:

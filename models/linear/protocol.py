@@ -1,4 +1,4 @@
-"""What a linear layer is, and what is asked of a form of them before a model is loaded."""
+"""The interfaces of linear layers and weight formats."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,75 +8,75 @@ from torch import Tensor
 
 
 class Linear(Protocol):
-    """`x @ weight.T + bias`; its weight `[out, in]` is loaded part by part, and then multiplied with."""
+    """`x @ weight.T + bias`; the weight `[out, in]` is loaded in parts."""
 
     bias: Tensor | None  # [out], of the model's dtype
 
     @property
     def form(self) -> str:
-        """Its name."""
+        """Name of the format."""
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether products always lie in the memory that was given for them, as CUDA graphs need it."""
+        """True if results are always written to the given memory, as CUDA graphs require."""
 
     def memory(self) -> Mapping[torch.device, int]:
-        """Return the bytes that weight and bias take, by where they lie."""
+        """Return the bytes of weight and bias per device."""
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Take some rows from a checkpoint; once all have come, products can be asked for.
+        """Load some rows from a checkpoint; all rows must be loaded before the first matmul.
 
         Args:
-            row: the first of them.
+            row: the first row.
             weight: [rows, in], of any floating-point dtype and on any device.
         """
 
     def dense(self) -> Tensor:
-        """Return the weight, of the model's dtype: a copy if it is not kept like that."""
+        """Return the weight in the model's dtype; a copy if it is stored differently."""
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the product `[n, out]`, of the model's dtype.
+        """Return the product `[n, out]`, in the model's dtype.
 
         Args:
-            x: [n, in], of that dtype.
-            out: [n, out]: room for the product, not of x; it may lie elsewhere (`writes_in_place`).
+            x: [n, in], in that dtype.
+            out: [n, out], must not alias x. The result may be elsewhere (see `writes_in_place`).
         """
 
 
 class Embedding(Linear, Protocol):
-    """A matrix whose rows are looked up, too."""
+    """A matrix that is also used for lookups."""
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
-        """Put some rows `[n]` into `out` `[n, in]`, of the model's dtype."""
+        """Write rows `[n]` to `out` `[n, in]`, in the model's dtype."""
 
 
 class WeightFormat(Protocol):
-    """How the matrices of a model are kept."""
+    """Storage format of a model's matrices."""
 
     def named(self, name: str) -> "WeightFormat":
-        """Return the form of one matrix: "3.qkv", or "head"; all may have the same."""
+        """Return the format of one matrix: "3.qkv" or "head"."""
 
     def of_rows(self, rows: slice) -> "WeightFormat":
-        """Return the form of some rows of the matrix that is meant, from the first to the last of them."""
+        """Return the format of consecutive rows of the selected matrix."""
 
     def embedding(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> "Tensor | Embedding":
-        """Return the embeddings, to be loaded; where they are no tensor, a tied head is the same object."""
+        """Return the embedding, to be loaded. If it is not a tensor, a tied head is the same object."""
 
     def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Return the bytes that embeddings take."""
+        """Return the bytes of the embedding."""
 
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """Return a layer to be loaded, for a model of this dtype on this device."""
+        """Return a layer to be loaded."""
 
     def tied(self, weight: Tensor) -> Linear:
-        """Return the head that shares its weight with the embeddings, which are loaded as such."""
+        """Return the head that shares its weight with the embedding."""
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Return the bytes that a weight takes."""
+        """Return the bytes of a weight."""
 
     def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Return the bytes that it takes beside them while it is loaded."""
+        """Return the additional bytes while a weight is loaded."""

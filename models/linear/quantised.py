@@ -1,7 +1,7 @@
-"""Weights of a CPU that keep the numbers of a GGUF file, multiplied by the native kernels.
+"""Weights of a CPU that stay quantised as in a GGUF file, multiplied by the native kernels.
 
-Each block of 32 numbers of the input is rounded to 8 bits, with a scale; weights are exact. A row's product
-does not depend on how many rows there are.
+Each block of 32 input elements is rounded to 8 bits, with a scale; weights are exact. A row's result does not
+depend on the number of rows.
 """
 
 from collections.abc import Sequence
@@ -15,40 +15,40 @@ from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.linear.packed import PackedMatrix, PackedRows, Room, huge_pages
 
 KERNEL_TYPES = native.STORED_TYPES
-WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # -> bits that they are kept in
+WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # type -> bits in memory
 _TYPES = {stored.name: stored for stored in TYPES.values() if stored.name in KERNEL_TYPES}
 
 
 def has_kernel(type_name: str) -> bool:
-    """Whether matrices of this type are multiplied without being turned into floats."""
+    """Return True if matrices of this type can be multiplied without conversion to floats."""
     return type_name in _TYPES
 
 
 def dequantised(type_name: str, raw: Tensor) -> Tensor:
-    """Return rows as they are stored, `[rows, bytes of a row]`, as float32 `[rows, columns]`."""
+    """Dequantise rows `[rows, bytes of a row]` to float32 `[rows, columns]`."""
     return _TYPES[type_name].dequantised(raw)
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
-    """Return the bytes of a packed matrix: about those of the file, or of the bits that it is kept in."""
+    """Return the bytes of a packed matrix: the file's size, unless the type takes more bits in memory."""
     return native.packed_bytes(type_name, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """Some rows of a matrix that are stored in one way."""
+    """Consecutive rows of a matrix with one type."""
 
     type_name: str  # one of KERNEL_TYPES
     rows: int
 
 
 class Part(PackedRows):
-    """Packed rows, as native/include/neo_desktop/quantised_kernels.h draws them.
+    """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout.
 
     Args:
-        shape: what they are.
+        shape: type and number of rows.
         columns: of the matrix.
-        room: where they lie.
+        room: allocates the memory.
     """
 
     def __init__(self, shape: PartShape, columns: int, room: Room = huge_pages) -> None:
@@ -57,7 +57,7 @@ class Part(PackedRows):
         self.type: StoredType = _TYPES[shape.type_name]
 
     def load(self, row: int, raw: Tensor) -> None:
-        """Take rows as they are stored, `[rows, bytes of a row]`; each once.
+        """Load rows in the file's format, `[rows, bytes of a row]`; each row once.
 
         Raises ValueError for scales that are not finite.
         """
@@ -65,21 +65,21 @@ class Part(PackedRows):
             raise ValueError("scales that are not finite")
 
     def rows_of(self, rows: Tensor) -> Tensor:
-        """Return some rows `[n]` as float32 `[n, columns]`."""
+        """Return rows `[n]` as float32 `[n, columns]`."""
         floats = torch.empty(len(rows), self.columns)
         native.unpack_quantised(self.type.name, self.packed, rows.tolist(), floats)
         return floats
 
 
 class Quantised(PackedMatrix):
-    """See `protocol.Linear`.
+    """A quantised `protocol.Linear`.
 
     Args:
-        parts: of the rows, one after the other.
-        columns: a multiple of the blocks of all parts.
+        parts: consecutive rows.
+        columns: a multiple of the block size of every part.
         bias: [out]
         dtype: of the model.
-        room: where it lies.
+        room: allocates the memory.
     """
 
     def __init__(
@@ -96,15 +96,14 @@ class Quantised(PackedMatrix):
 
     @property
     def form(self) -> str:
-        """See `Linear`, likewise the others."""
         return "+".join(sorted({part.type.name for part in self.parts}))
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Floats are not taken: see `load_stored`."""
-        raise TypeError("this matrix takes its rows as they are stored")
+        """Raise TypeError: the matrix loads rows by `load_stored`."""
+        raise TypeError("this matrix loads rows only in the file's format")
 
     def load_stored(self, row: int, raw: Tensor) -> None:
-        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
+        """Load rows of a part in the file's format, `[rows, bytes of a row]`; each row once.
 
         Raises ValueError for scales that are not finite.
         """
@@ -118,6 +117,6 @@ class Quantised(PackedMatrix):
         return torch.cat([part.rows_of(torch.arange(part.rows)) for part in self.parts]).to(self._dtype)
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
-        """Put some rows `[n]` into `out` `[n, columns]`; of matrices of one part."""
+        """Write rows `[n]` to `out` `[n, columns]`; only for matrices with one part."""
         (part,) = self.parts
         out.copy_(part.rows_of(rows))

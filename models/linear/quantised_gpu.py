@@ -1,7 +1,7 @@
 """Weights of a GPU that stay in 4 or 8 bits.
 
-Few rows are multiplied with the weights as they are packed; for more rows the weights become numbers of the
-model's dtype, piece by piece. Neither weights nor inputs are rounded to less than that.
+Few rows are multiplied with the packed weights. For more rows the weights are dequantised to the model's
+dtype, piece by piece. Neither weights nor inputs are rounded further.
 """
 
 from collections.abc import Sequence
@@ -17,33 +17,33 @@ from neo_desktop.models.linear.quantised import PartShape
 
 
 class Kernels(Protocol):
-    """What computes: `models.linear.grouped`, or something that is faster."""
+    """Matmul operators: `models.linear.grouped` or a faster implementation."""
 
     @property
     def dequantise(self) -> Dequantise:
-        """See `grouped.dequantise`."""
+        """Counterpart of `grouped.dequantise`."""
 
     def multiply_few(self, x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor, /) -> None:
-        """See `grouped.multiply_few`."""
+        """Write `x @ weight.T + bias` to `out`, see `grouped.multiply_few`."""
 
 
 def merged(parts: Sequence[PartShape]) -> Sequence[PartShape]:
-    """Return the parts that are multiplied at once: neighbours of one type become one."""
+    """Return the parts that are multiplied at once: adjacent parts of one type are merged."""
     alike = groupby(parts, lambda part: part.type_name)
-    return [PartShape(name, sum(part.rows for part in those)) for name, those in alike]
+    return [PartShape(name, sum(part.rows for part in group)) for name, group in alike]
 
 
 class QuantisedOnGPU:
-    """See `protocol.Linear`.
+    """A quantised `protocol.Linear` on a GPU.
 
     Args:
-        parts: of the rows, one after the other.
+        parts: consecutive rows.
         columns: a multiple of 32.
         bias: [out]
         dtype: of the model.
-        device: where the weights lie.
-        kernels: what multiplies.
-        is_stacked: of several experts, which are not multiplied all at once.
+        device: of the weights.
+        kernels: matmul operators.
+        is_stacked: the matrix holds several experts, which are never multiplied all at once.
     """
 
     writes_in_place = True
@@ -67,7 +67,6 @@ class QuantisedOnGPU:
 
     @property
     def form(self) -> str:
-        """See `Linear`, likewise the others."""
         return "+".join(sorted({part.type_name for part in self.parts}))
 
     def memory(self) -> dict[torch.device, int]:
@@ -75,11 +74,11 @@ class QuantisedOnGPU:
         return {self._device: nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Floats are not taken: see `load_stored`."""
-        raise TypeError("this matrix takes its rows as they are stored")
+        """Raise TypeError: the matrix loads rows by `load_stored`."""
+        raise TypeError("this matrix loads rows only in the file's format")
 
     def load_stored(self, row: int, raw: Tensor) -> None:
-        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
+        """Load rows of a part in the file's format, `[rows, bytes of a row]`; each row once.
 
         Raises ValueError for scales that are not finite.
         """
@@ -94,10 +93,10 @@ class QuantisedOnGPU:
             self.launch_all()
 
     def launch_all(self) -> None:
-        """Launch whatever products and look-ups will need, so that no iteration waits for a compiler."""
+        """Launch all kernels of matmuls and lookups once, so that no iteration waits for a compiler."""
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
         x, out = (torch.zeros(MOST_ROWS, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
-        for count in (1, 2, MOST_ROWS):  # each is multiplied by another kernel
+        for count in (1, 2, MOST_ROWS):  # each selects another kernel
             self.multiply(x[:count], out[:count])
         for part in self.parts:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
@@ -123,6 +122,6 @@ class QuantisedOnGPU:
         return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
-        """Put some rows `[n]` into `out` `[n, columns]`; of matrices of one type."""
+        """Write rows `[n]` to `out` `[n, columns]`; only for matrices with one type."""
         (part,) = self.parts
         self._kernels.dequantise(part, rows, out)

@@ -1,4 +1,4 @@
-"""Matrices of several experts that lie one after the other on a device."""
+"""Matrices of a layer's experts, stacked on a device."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """One matrix of each expert, `[rows, columns]`."""
+    """One matrix per expert, `[rows, columns]`, stacked."""
 
     weight: Tensor | Grouped  # [experts * rows, columns]
     bias: Tensor | None  # [experts * rows]
@@ -24,15 +24,15 @@ class Stacked:
         """Return an expert's matrix, in `dtype` if it is quantised, and its bias.
 
         Args:
-            expert: its number, or where it lies on the device, [1].
+            expert: its number, or a tensor with the number on the device, [1].
             dtype: of the model.
         """
         if isinstance(expert, int):
             first = expert * self.rows
-            of_it = slice(first, first + self.rows)
-            bias = None if self.bias is None else self.bias[of_it]
+            expert_rows = slice(first, first + self.rows)
+            bias = None if self.bias is None else self.bias[expert_rows]
             if isinstance(self.weight, Tensor):
-                return self.weight[of_it], bias
+                return self.weight[expert_rows], bias
             return self._numbers(self.weight, first, dtype), bias
         rows = expert.long() * self.rows + torch.arange(self.rows, device=expert.device)
         bias = None if self.bias is None else self.bias.index_select(0, rows)
@@ -58,7 +58,7 @@ class StackedExperts:
 
 
 def stacked(linear: Linear, experts: int) -> Stacked:
-    """Return a matrix of all experts as those of each; one of another form is held as numbers, once more."""
+    """Return a stacked matrix; formats other than plain and quantised are copied as dense numbers."""
     if isinstance(linear, QuantisedOnGPU) and len(linear.parts) == 1:
         (part,) = linear.parts
         return Stacked(part, linear.bias, part.rows // experts)

@@ -1,6 +1,6 @@
 """Weights of a CPU in the model's dtype, in tiles of 16 rows, multiplied by the native kernels.
 
-A row's product does not depend on how many rows there are.
+A row's result does not depend on the number of rows.
 """
 
 import torch
@@ -11,26 +11,26 @@ from neo_desktop.models.linear.packed import TILE_ROWS, PackedMatrix, PackedRows
 
 
 def fits_tiles(columns: int) -> bool:
-    """Whether matrices of this width can be multiplied."""
+    """Return True if the kernels support matrices of this width."""
     return columns > 0 and columns % 2 == 0
 
 
 def tiles_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a packed matrix, whose rows are filled up to a whole tile."""
+    """Return the bytes of a packed matrix, padded to whole tiles."""
     return -(-rows // TILE_ROWS) * TILE_ROWS * columns * dtype.itemsize
 
 
 def rows_of_tiles(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return packed bytes as numbers `[tiles, 16, columns / width, width]`: a view.
 
-    Of bfloat16, dot products take two columns at a time: its width is 2, of others 1.
+    width is 2 for bfloat16, because its dot products take two columns at a time, and 1 for other dtypes.
     """
     width = 2 if dtype is torch.bfloat16 else 1
     return packed.view(dtype).view(-1, columns // width, TILE_ROWS, width).transpose(1, 2)
 
 
 def unpack_tiles(packed: Tensor, out: Tensor) -> None:
-    """Put the first rows of some tiles into `out` `[rows, columns]`, contiguous and of their dtype."""
+    """Copy the first rows of some tiles to `out` `[rows, columns]`, contiguous and in their dtype."""
     tiles = rows_of_tiles(packed, out.shape[1], out.dtype)
     whole, rest = divmod(len(out), TILE_ROWS)
     torch.unflatten(out[: whole * TILE_ROWS], 0, (whole, TILE_ROWS)).view(whole, *tiles.shape[1:]).copy_(
@@ -41,14 +41,14 @@ def unpack_tiles(packed: Tensor, out: Tensor) -> None:
 
 
 class Tiles(PackedMatrix):
-    """See `protocol.Embedding`.
+    """A dense `protocol.Embedding` in tiles.
 
     Args:
         rows: of the weight.
         columns: an even number.
         bias: [out]
         dtype: of the model.
-        room: where it lies.
+        room: allocates the memory.
     """
 
     form = "tiles"
@@ -64,7 +64,7 @@ class Tiles(PackedMatrix):
 
     def load(self, row: int, weight: Tensor) -> None:
         shape = self._rows.shape[2:]
-        while len(weight):  # the rest of a tile, whole tiles, the beginning of a tile
+        while len(weight):  # the end of a tile, whole tiles, the start of a tile
             tile, first = divmod(row, TILE_ROWS)
             whole = len(weight) // TILE_ROWS if first == 0 else 0
             if whole:
@@ -79,5 +79,5 @@ class Tiles(PackedMatrix):
         return self._rows.reshape(-1, self._columns)[: self.rows]
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
-        """Put some rows `[n]` into `out` `[n, columns]`."""
+        """Write rows `[n]` to `out` `[n, columns]`."""
         out.copy_(self._rows[rows // TILE_ROWS, rows % TILE_ROWS].flatten(1))

@@ -1,7 +1,7 @@
-"""Quantised tiles of a CPU as numbers, on any device.
+"""Dequantisation of a CPU's quantised tiles on any device.
 
-How they lie is drawn in native/include/neo_desktop/quantised_kernels.h. These operators are those of torch;
-`engine.kernels` has a faster one.
+native/include/neo_desktop/quantised_kernels.h draws the layout. These operators use torch; `engine.kernels`
+has a faster one.
 """
 
 from dataclasses import dataclass
@@ -12,48 +12,48 @@ from torch import Tensor
 from neo_desktop.models.linear.packed import TILE_ROWS
 
 BLOCK = 32  # columns
-AT_ONCE = 2**22  # numbers, which take some twenty times as many bytes on the way
+AT_ONCE = 2**22  # numbers; intermediate results take about 20 bytes for each
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a type's rows are kept by a CPU: numbers are `(code - offset) * scale + minimum`."""
+    """Layout of a type's rows on a CPU; numbers are `(code - offset) * scale + minimum`."""
 
-    bits: int  # of a code; 8 are signed
+    bits: int  # per code; 8-bit codes are signed
     offset: int = 0
     has_minima: bool = False
-    scales: int = 0  # of a block, in 8 bits: 0, 1 or 2; where there are some, a unit has 8 blocks
-    is_fp4: bool = False  # codes stand for these numbers, and scales are bfloat16
+    scales: int = 0  # 8-bit scales per block: 0, 1 or 2; with scales, a unit has 8 blocks
+    is_fp4: bool = False  # codes are FP4 numbers, and scales are bfloat16
 
     @property
     def unit_blocks(self) -> int:
-        """Blocks that share a scale in 16 bits."""
+        """Blocks that share a 16-bit scale."""
         return 8 if self.scales else 1
 
     @property
     def groups(self) -> int:
-        """Of 4 bytes of each row, in a block: they hold the lowest 4 bits of codes, or all 8."""
+        """Groups of 4 bytes per row and block with the low 4 bits of codes, or with 8-bit codes."""
         return 8 if self.bits == 8 else 4
 
     @property
     def high_groups(self) -> int:
-        """Likewise, of the bits above."""
+        """Groups of 4 bytes per row and block with the remaining high bits."""
         return 0 if self.bits == 8 else self.bits - 4
 
     @property
     def header_bytes(self) -> int:
-        """Of a unit: scales and minima in 16 bits."""
+        """Bytes of a unit's 16-bit scales and minima."""
         return 2 * TILE_ROWS * (1 + self.has_minima)
 
     @property
     def scale_bytes(self) -> int:
-        """Of a block: scales and minima in 8 bits."""
+        """Bytes of a block's 8-bit scales and minima."""
         return TILE_ROWS * self.scales * (1 + self.has_minima)
 
     @property
     def block_bytes(self) -> int:
-        """Of a tile's rows."""
+        """Bytes of a block in all rows of a tile."""
         return self.scale_bytes + 4 * TILE_ROWS * (self.groups + self.high_groups)
 
     @property
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of scales in 16 bits."""
+        """Dtype of 16-bit scales."""
         return torch.bfloat16 if self.is_fp4 else torch.float16
 
 
@@ -82,11 +82,11 @@ LAYOUTS = {
     "IQ4_XS": Layout(8, scales=1),
     "MXFP4": Layout(4, is_fp4=True),
 }
-"""By the names of `native.STORED_TYPES`."""
+"""Keys are the names of `native.STORED_TYPES`."""
 
 
 def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
-    """Put the first rows of some tiles into `out`: rounded once, from float32.
+    """Dequantise the first rows of some tiles to `out`: rounded once, from float32.
 
     Args:
         type_name: one of `LAYOUTS`.
@@ -105,11 +105,11 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
 
 
 def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
-    """Return numbers `[tiles, rows, columns]` float32 of tiles `[tiles, units, bytes]`."""
+    """Return tiles `[tiles, units, bytes]` as numbers `[tiles, rows, columns]` float32."""
     header = tiles[..., : layout.header_bytes].contiguous().view(layout.scale_dtype).float()
     blocks = torch.unflatten(tiles[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
     codes = _codes(layout, blocks[..., layout.scale_bytes :])
-    # [tiles, units, blocks, scales of a block, rows]
+    # [tiles, units, blocks, scales per block, rows]
     scales, minima = header[:, :, None, None, :TILE_ROWS], header[:, :, None, None, TILE_ROWS:]
     if layout.scales:
         small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, TILE_ROWS))
@@ -123,7 +123,7 @@ def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
 
 
 def _codes(layout: Layout, blocks: Tensor) -> Tensor:
-    """Return codes without their offsets `[tiles, units, blocks, rows, 32]` float32 of blocks' bytes."""
+    """Return the codes of blocks, minus the offset, as `[tiles, units, blocks, rows, 32]` float32."""
     bytes_of_four = torch.unflatten(blocks, 3, (-1, TILE_ROWS, 4))
     low, high = bytes_of_four[:, :, :, : layout.groups], bytes_of_four[:, :, :, layout.groups :]
     if layout.bits == 8:

@@ -1,5 +1,5 @@
-"""Folders of Hugging Face: their tensors, and the ways in which quantised ones are stored.
+"""Hugging Face folders: their tensors, and the storage of quantised ones.
 
-`scheme` reads what config.json says of them, `packed` and `scaled` turn several tensors of a file into the
-one matrix that they stand for.
+`scheme` reads the quantisation settings of config.json. `packed` and `scaled` combine the tensors of a
+quantised matrix.
 """

@@ -1,8 +1,8 @@
-"""Tensors of all experts of a layer, as gpt-oss's checkpoints have them, cut into those of each.
+"""gpt-oss's tensors with all experts of a layer, cut into a tensor per expert.
 
-A tensor is [experts, columns, rows] of floats, or [experts, rows, columns / 32, 16] of bytes, two numbers of
-MXFP4 each, with scales [experts, rows, columns / 32]; a bias is [experts, rows]. Rows of gates and ups take
-turns in one tensor.
+A tensor is [experts, columns, rows] of floats, or [experts, rows, columns / 32, 16] of bytes with two MXFP4
+numbers each, and scales [experts, rows, columns / 32]; a bias is [experts, rows]. One tensor interleaves the
+rows of gates and ups.
 """
 
 import re
@@ -22,19 +22,19 @@ from neo_desktop.models.stored_tensor import StoredTensor
 _MXFP4 = next(stored for stored in TYPES.values() if stored.name == "MXFP4")
 _BLOCK = 32  # numbers that share a scale
 _NAME = re.compile(r"(?P<prefix>.+)\.experts\.(?P<kind>gate_up|down)_proj(?P<end>|_bias|_blocks|_scales)")
-# kind -> the matrices that take turns in its rows
+# kind -> the matrices interleaved in its rows
 _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
 @dataclass(frozen=True, slots=True)
 class _OfExpert:
-    """What an expert has of a tensor.
+    """One expert's part of a tensor.
 
     Args:
-        source: of all experts.
-        expert: which.
-        first: its first row there.
-        step: from a row to the next.
+        source: the tensor with every expert.
+        expert: index of the expert.
+        first: the expert's first row.
+        step: distance between its rows.
     """
 
     source: SafeTensor
@@ -44,12 +44,11 @@ class _OfExpert:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise what follows."""
         return self.source.file
 
 
 class ExpertTensor(_OfExpert):
-    """See `weights.StoredTensor`: an expert's matrix or bias in floats."""
+    """A `weights.StoredTensor`: an expert's matrix or bias in floats."""
 
     __slots__ = ()
 
@@ -80,7 +79,7 @@ class ExpertTensor(_OfExpert):
 
 @dataclass(frozen=True, slots=True)
 class ExpertInBlocks(_OfExpert):
-    """See `weights.StoredTensor`: an expert's matrix in MXFP4."""
+    """A `weights.StoredTensor`: an expert's matrix in MXFP4."""
 
     scales: SafeTensor
 
@@ -109,9 +108,9 @@ class ExpertInBlocks(_OfExpert):
         yield 0, _MXFP4.dequantised(self._raw())
 
     def _raw(self) -> Tensor:
-        """Return the rows as a GGUF file has them, in which the halves of a byte are 16 numbers apart."""
+        """Return the rows in GGUF's format: the numbers in the halves of a byte are 16 columns apart."""
         pairs, scales = (
-            _of_expert(each, self.expert)[self.first :: self.step] for each in (self.source, self.scales)
+            _of_expert(tensor, self.expert)[self.first :: self.step] for tensor in (self.source, self.scales)
         )
         numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
         data = numbers[:, :, :16] | (numbers[:, :, 16:] << 4)
@@ -119,20 +118,20 @@ class ExpertInBlocks(_OfExpert):
 
 
 def _of_expert(source: SafeTensor, expert: int) -> Tensor:
-    found: Tensor = source.opened.get_slice(source.name)[expert : expert + 1]
-    return found[0]
+    expert_slice: Tensor = source.opened.get_slice(source.name)[expert : expert + 1]
+    return expert_slice[0]
 
 
 def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str, StoredTensor]:
-    """Return the matrices and biases of single experts; the tensors of all of them are taken out.
+    """Return the matrices and biases of single experts; remove the stacked tensors from `tensors`.
 
     Args:
         tensors: of a checkpoint.
-        names: what those of single experts are called.
+        names: of single experts' modules.
 
-    Raises ModelError for tensors that do not go together.
+    Raises ModelError for tensors that do not fit together.
     """
-    found: dict[str, StoredTensor] = {}
+    experts: dict[str, StoredTensor] = {}
     for name in list(tensors):
         match = _NAME.fullmatch(name)
         if match is None or match["end"] == "_scales" or name not in tensors:
@@ -143,15 +142,15 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
             scales = _scales(tensors, source)
         elif len(source.shape) != (2 if match["end"] else 3) or source.shape[-1] % len(matrices):
             raise ModelError(
-                f"{name} in {source.file} has the shape {list(source.shape)}, which those of experts have "
-                "not: download the model again."
+                f"{name} in {source.file} has the shape {list(source.shape)}, which tensors of experts "
+                "never have: download the model again."
             )
         layer = match["prefix"].removesuffix(f".{names.block}")
         end = "bias" if match["end"] == "_bias" else "weight"
         for first, kind in enumerate(matrices):
             for expert, module in enumerate(names.of_each(kind, range(source.shape[0]))):
                 place = expert, first, len(matrices)
-                found[f"{layer}.{module}.{end}"] = (
+                experts[f"{layer}.{module}.{end}"] = (
                     ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, *place, scales)
                 )
     for name, left in tensors.items():
@@ -159,7 +158,7 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
         if match is not None and match["end"] == "_scales":
             blocks = name.removesuffix("_scales") + "_blocks"
             raise ModelError(f"{left.file.parent} lacks {blocks}: complete the download.")
-    return found
+    return experts
 
 
 def _scales(tensors: dict[str, SafeTensor], source: SafeTensor) -> SafeTensor:
@@ -169,8 +168,8 @@ def _scales(tensors: dict[str, SafeTensor], source: SafeTensor) -> SafeTensor:
         raise ModelError(f"{source.file.parent} lacks {name}: complete the download.")
     if len(source.shape) != 4 or source.shape[3] != _BLOCK // 2 or source.shape[1] % 2:
         raise ModelError(
-            f"{source.name} in {source.file} has the shape {list(source.shape)}, which no blocks of experts "
-            "have: download the model again."
+            f"{source.name} in {source.file} has the shape {list(source.shape)}, which blocks of experts "
+            "never have: download the model again."
         )
     source.check([source.shape], ("U8",))
     scales.check([source.shape[:3]], ("U8",))

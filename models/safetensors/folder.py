@@ -1,4 +1,4 @@
-"""A folder as Hugging Face has them: config.json, tokenizer.json, and weights in safetensors files."""
+"""A Hugging Face folder: config.json, tokenizer.json, and weights in safetensors files."""
 
 import os
 from pathlib import Path
@@ -22,9 +22,9 @@ from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import read_config
 from neo_desktop.models.weights import Weights
 
-MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
+MAX_HEADER_BYTES = 8 << 20  # headers of 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Scales of activations and of KV in 8 bits, which stay as they are here, and a shape that is known.
+# Unused: scales of 8-bit activations and KV, which are not quantised here, and a shape that is known anyway.
 _NOT_NEEDED = (
     *("input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
     "weight_shape",
@@ -32,7 +32,7 @@ _NOT_NEEDED = (
 
 
 class SafetensorsFolder:
-    """See `checkpoint.Checkpoint`."""
+    """A `checkpoint.Checkpoint` in a Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,14 +42,14 @@ class SafetensorsFolder:
         return self.path.resolve().name
 
     def config(self) -> ModelConfig:
-        """Read config.json; what it ties is not tied where the files hold two different weights."""
+        """Read config.json; untie weights that it ties if the files hold different numbers for them."""
         _refuse_adapter(self.path)
         config = read_config(self.path)
         if not ties_of(config):
             return config
         try:
             return self.weights().untied(config)
-        except ModelError:  # is raised again by what checks the weights
+        except ModelError:  # the check of the weights will raise it again
             return config
 
     def tokenizer(self) -> Tokenizer:
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         ReadAhead(_weight_files(self.path)[0]).at(0)
 
     def weights(self) -> Weights:
-        """Read `model.safetensors`, or the headers of the files that `model.safetensors.index.json` names."""
+        """Read headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names."""
         tensors: dict[str, SafeTensor] = {}
         for file in _weight_files(self.path):
             opened = _open(file)
@@ -84,7 +84,7 @@ class SafetensorsFolder:
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for an adapter of PEFT: transformers applies it to a model, this engine does not."""
+    """Raise ModelError for a PEFT adapter: transformers would apply it, this engine does not."""
     file = path / "adapter_config.json"
     if not file.exists():
         return
@@ -96,11 +96,11 @@ def _refuse_adapter(path: Path) -> None:
             f"{path} holds a model and an adapter of PEFT{of}, which this engine does not apply: {advice}, "
             "or remove adapter_config.json to run the model without it."
         )
-    raise ModelError(f"{path} is an adapter of PEFT{of}, and no model of its own: {advice}.")
+    raise ModelError(f"{path} is an adapter of PEFT{of}, not a complete model: {advice}.")
 
 
 def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> dict[str, StoredTensor]:
-    """Return the quantised matrices by the names of weights; their tensors are taken out."""
+    """Return the quantised matrices by weight name; remove their tensors from `tensors`."""
     matrices: dict[str, StoredTensor] = {}
     for name, tensor in list(tensors.items()):
         module, _, kind = name.rpartition(".")
@@ -113,7 +113,9 @@ def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> d
             matrices[name] = scaled_tensor(tensors, module, scheme)
     for name in matrices:
         if name in tensors:
-            raise ModelError(f"{tensors[name].file} has {name} twice, as floats, too: download it again.")
+            raise ModelError(
+                f"{tensors[name].file} has {name} twice, quantised and as floats: download it again."
+            )
     return matrices
 
 

@@ -1,11 +1,12 @@
-"""Matrices of whole numbers of 4 or 8 bits, which AWQ, GPTQ and compressed-tensors pack into words of 32.
+"""Matrices of 4- or 8-bit integers that AWQ, GPTQ and compressed-tensors pack into 32-bit words.
 
-A word's lowest bits are its first number; AWQ alone mixes them. With `in` columns and `out` rows, of 4 bits:
+A word's lowest bits are its first number, except in AWQ, which permutes the numbers. With `in` columns,
+`out` rows and 4 bits:
 
-             numbers             a word's numbers      zeros                scales
-    AWQ      [in, out / 8]       of one column         [groups, out / 8]    [groups, out]
-    GPTQ     [in / 8, out]       of one row            [groups, out / 8]    [groups, out]
-    compr.   [out, in / 8]       of one row            [out / 8, groups]    [out, groups]
+             numbers             a word spans      zeros                scales
+    AWQ      [in, out / 8]       one column        [groups, out / 8]    [groups, out]
+    GPTQ     [in / 8, out]       one row           [groups, out / 8]    [groups, out]
+    compr.   [out, in / 8]       one row           [out / 8, groups]    [out, groups]
 """
 
 from collections.abc import Iterator
@@ -22,13 +23,13 @@ from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.safetensors.scheme import Layout, Packed
 from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 
-# Where the numbers of a word of AWQ lie that come first, second …
+# Positions in an AWQ word of its first number, its second …
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _BLOCK = 32  # columns of GGUF's blocks
 
 
 class Names(NamedTuple):
-    """What a module's tensors are called."""
+    """Names of a module's tensors."""
 
     numbers: str
     scales: str
@@ -45,12 +46,12 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """See `weights.StoredTensor`.
+    """A packed `weights.StoredTensor`.
 
     Args:
-        scheme: how it is packed.
-        numbers, scales, zeros: see above; zeros may be missing where they are all the same.
-        groups: `[in]`, the group of each column; None: neighbours.
+        scheme: packing and quantisation.
+        numbers, scales, zeros: see the module; zeros may be missing if they are all the same.
+        groups: `[in]`, the group per column; None: groups are consecutive columns.
         shape: `[out, in]`
     """
 
@@ -63,7 +64,6 @@ class PackedTensor:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
         return self.numbers.file
 
     @property
@@ -81,10 +81,11 @@ class PackedTensor:
 
     @property
     def blocks(self) -> Blocks | None:
-        """None where groups are no whole blocks of neighbours, or scales need more than 16 bits.
+        """None if a group does not consist of whole blocks of consecutive columns, or scales need over 16
+        bits.
 
-        Numbers and scales stay what they are. Zeros become minima, -zero * scale, rounded to float16: each
-        number of a group is off by the same amount, by at most zero / 2048 of the scale.
+        Numbers and scales stay exact. Zeros become minima, -zero * scale, rounded to float16: the numbers of
+        a group share an error of at most zero / 2048 of the scale.
         """
         scheme, columns = self.scheme, self.shape[1]
         if scheme.is_reordered or columns % _BLOCK or (scheme.group_size or _BLOCK) % _BLOCK:
@@ -98,14 +99,14 @@ class PackedTensor:
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         groups = self._groups_of_columns()
         for first, numbers, zeros, scales in self._parts(8):
-            both = [each if groups is None else each.index_select(1, groups) for each in (zeros, scales)]
+            both = [part if groups is None else part.index_select(1, groups) for part in (zeros, scales)]
             values = numbers.float().view(*both[0].shape, -1)
             values -= both[0][:, :, None]
             values *= both[1][:, :, None]
             yield first, values.flatten(1)
 
     def _in_blocks(self, type_name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
-        self._groups_of_columns()  # that they are neighbours
+        self._groups_of_columns()  # check only
         columns = self.shape[1]
         group_of_block = torch.arange(0, columns, _BLOCK) // (self.scheme.group_size or columns)
         for first, numbers, zeros, scales in self._parts(rows):
@@ -114,12 +115,13 @@ class PackedTensor:
                 minima = zeros[:, group_of_block, None] * -header.float()
                 header = torch.cat((header, minima.half()), 2)
             blocks = torch.unflatten(numbers, 1, (-1, _BLOCK))
-            # Of 8 bits: minus 128, as a signed number.
+            # 8-bit numbers become signed: minus 128.
             data = blocks ^ 128 if self.scheme.bits == 8 else blocks[:, :, :16] | (blocks[:, :, 16:] << 4)
             yield first, torch.cat((header.view(torch.uint8), data), 2).flatten(1)
 
     def _parts(self, unit: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Yield the first row and, of multiples of `unit` rows or the rest, numbers, zeros and scales.
+        """Yield the first row, numbers, zeros and scales of pieces; all but the last have a multiple of
+        `unit` rows.
 
         Numbers are `[rows, in]` uint8, the others `[rows, groups]` float32.
         """
@@ -139,21 +141,21 @@ class PackedTensor:
                 case Layout.COMPRESSED:
                     part = _along_rows(numbers[first:end], scheme)
             is_upright = scheme.layout is Layout.COMPRESSED
-            of_rows = scales[first:end] if is_upright else scales[:, first:end].T
-            zeros = torch.tensor(2.0 ** (scheme.bits - 1)).expand(of_rows.shape)
+            row_scales = scales[first:end] if is_upright else scales[:, first:end].T
+            zeros = torch.tensor(2.0 ** (scheme.bits - 1)).expand(row_scales.shape)
             if stored_zeros is not None:
                 packed = stored_zeros[words].T if is_upright else stored_zeros[:, words]
                 zeros = self._zeros(_along_columns(packed, scheme)[: end - first], zeros)
-            yield first, part, zeros, of_rows.float()
+            yield first, part, zeros, row_scales.float()
 
     def _zeros(self, stored: Tensor, half: Tensor) -> Tensor:
-        """Return the zeros that are meant, `[rows, groups]` float32.
+        """Return the effective zeros, `[rows, groups]` float32.
 
-        Those of a symmetric matrix are known: programs store them, or one less, and not all say which.
+        For a symmetric matrix they are known: programs store them, or one less, and not all say which.
         """
         if not self.scheme.is_symmetric:
-            meant = stored + self.scheme.stored_zero_offset
-            return meant.bitwise_and(2**self.scheme.bits - 1).float()
+            zeros = stored + self.scheme.stored_zero_offset
+            return zeros.bitwise_and(2**self.scheme.bits - 1).float()
         if not ((stored == half) | (stored == half - 1)).all():
             assert self.zeros is not None
             raise ModelError(
@@ -163,7 +165,7 @@ class PackedTensor:
         return half
 
     def _groups_of_columns(self) -> Tensor | None:
-        """Return the group of each column `[in]`; None: as many neighbours in each."""
+        """Return the group per column `[in]`; None: groups are equal runs of consecutive columns."""
         columns = self.shape[1]
         size = self.scheme.group_size or columns
         neighbours = torch.arange(columns) // size
@@ -172,26 +174,26 @@ class PackedTensor:
         groups = self.groups.read().long()
         if not self.scheme.is_reordered and not torch.equal(groups, neighbours):
             raise ModelError(
-                f"{self.groups.name} in {self.file} orders columns otherwise than config.json describes: "
+                f"{self.groups.name} in {self.file} orders columns differently than config.json describes: "
                 "use the config.json that belongs to these weights."
             )
         count = -(-columns // size)
         if groups.min() < 0 or groups.max() >= count:
             raise ModelError(
-                f"{self.groups.name} in {self.file} names a group that is none of the {count}: download the "
-                "model again."
+                f"{self.groups.name} in {self.file} names a group that is not one of the {count}: download "
+                "the model again."
             )
         return groups if self.scheme.is_reordered or columns % size else None
 
 
 def _along_rows(words: Tensor, scheme: Packed) -> Tensor:
-    """The numbers in words that each belong to a row: `[n, m]` int32 -> `[n, m * 32 / bits]` uint8."""
+    """Unpack words that span a row: `[n, m]` int32 -> `[n, m * 32 / bits]` uint8."""
     data = words.contiguous().view(torch.uint8)
     return data if scheme.bits == 8 else torch.stack((data & 15, data >> 4), 2).flatten(1)
 
 
 def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
-    """The numbers in words that each belong to a column: `[m, n]` int32 -> `[n * 32 / bits, m]` uint8."""
+    """Unpack words that span a column: `[m, n]` int32 -> `[n * 32 / bits, m]` uint8."""
     upright = words.T.contiguous()
     places = _AWQ_PLACES if scheme.layout is Layout.AWQ else range(32 // scheme.bits)
     numbers = torch.empty(len(upright), len(places), upright.shape[1], dtype=torch.uint8)
@@ -203,16 +205,16 @@ def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
 
 
 def packed_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Packed) -> PackedTensor:
-    """Return the matrix of a module, whose tensors are taken out.
+    """Return the matrix of a module; remove its tensors from `tensors`.
 
-    Raises ModelError for tensors that are missing, or do not go together.
+    Raises ModelError for tensors that are missing or do not fit together.
     """
     names = NAMES[scheme.layout]
-    found = {kind: tensors.pop(f"{module}.{kind}", None) for kind in names}
-    numbers, scales, zeros, groups = (found[kind] for kind in names)
-    assert numbers is not None  # it told that there is a module
+    own = {kind: tensors.pop(f"{module}.{kind}", None) for kind in names}
+    numbers, scales, zeros, groups = (own[kind] for kind in names)
+    assert numbers is not None  # the caller found the module by it
     for kind in (names.scales, *([] if scheme.is_symmetric else [names.zeros])):
-        if found[kind] is None:
+        if own[kind] is None:
             raise ModelError(f"{numbers.file.parent} lacks {module}.{kind}: complete the download.")
     if scheme.is_reordered and groups is None:
         raise ModelError(f"{numbers.file.parent} lacks {module}.{names.groups}: complete the download.")

@@ -1,4 +1,4 @@
-"""Matrices of numbers of 8 bits, each times a scale that it shares with its row, a block, or all others."""
+"""Matrices of 8-bit numbers with a scale per row, per block or per matrix."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from neo_desktop.models.safetensors.scheme import Scaled
 from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 
 TYPES = {"F8_E4M3": "FP8", "I8": "INT8"}
-# `inv` means that it was the inverse before: numbers are multiplied by all of them.
+# `inv` means that it was the inverse at quantisation; reading multiplies by either.
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledTensor:
-    """See `weights.StoredTensor`.
+    """A scaled `weights.StoredTensor`.
 
     Args:
         numbers: `[out, in]`
-        scales: one, `[out]`, or of each block `[rows of blocks, columns of blocks]`.
-        block: its rows and columns.
+        scales: one number, `[out]`, or one per block `[rows of blocks, columns of blocks]`.
+        block: rows and columns of a block.
     """
 
     numbers: SafeTensor
@@ -33,7 +33,6 @@ class ScaledTensor:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
         return self.numbers.file
 
     @property
@@ -59,7 +58,7 @@ class ScaledTensor:
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         (rows, columns), (block_rows, block_columns) = self.shape, self.block
         stored = self.numbers.read()
-        # Looked up, which is faster than torch's conversion of float8.
+        # A lookup is faster than torch's conversion of float8.
         table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).float()
         numbers = stored.view(torch.uint8)
         scales = self.scales.read().float().view(-(-rows // block_rows), -1)
@@ -68,30 +67,30 @@ class ScaledTensor:
         for first in range(0, rows, step):
             data = numbers[first : first + step]
             piece = table.index_select(0, data.flatten().int()).view(data.shape)
-            of_rows = scales[torch.arange(first, first + len(piece)) // block_rows]
+            row_scales = scales[torch.arange(first, first + len(piece)) // block_rows]
             is_one = scales.shape[1] == 1
-            yield first, piece.mul_(of_rows if is_one else of_rows.index_select(1, block_of_column))
+            yield first, piece.mul_(row_scales if is_one else row_scales.index_select(1, block_of_column))
 
 
 def scaled_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Scaled) -> ScaledTensor:
-    """Return the matrix of a module, whose tensors are taken out.
+    """Return the matrix of a module; remove its tensors from `tensors`.
 
-    Raises ModelError for tensors that are missing, or do not go together.
+    Raises ModelError for tensors that are missing or do not fit together.
     """
     numbers = tensors.pop(f"{module}.weight")
-    scales = [found for kind in _SCALES if (found := tensors.pop(f"{module}.{kind}", None)) is not None]
+    scales = [scale for kind in _SCALES if (scale := tensors.pop(f"{module}.{kind}", None)) is not None]
     rows, columns = numbers.sides()
     if len(scales) != 1:
         raise ModelError(
-            f"{numbers.file.parent} has {len(scales)} of {module}.weight_scale and .weight_scale_inv, where "
-            "one belongs: download the model again."
+            f"{numbers.file.parent} has {len(scales)} of {module}.weight_scale and .weight_scale_inv, but "
+            "needs one: download the model again."
         )
     (scale,) = scales
     if scheme.block is not None:
         block = scheme.block
         scale.check([(-(-rows // block[0]), -(-columns // block[1]))], FLOATS)
     else:
-        one, each = [(), (1,), (1, 1)], [(rows,), (rows, 1)]
-        scale.check([*one, *each], FLOATS)
+        one, per_row = [(), (1,), (1, 1)], [(rows,), (rows, 1)]
+        scale.check([*one, *per_row], FLOATS)
         block = (rows if scale.shape in one else 1, columns)
     return ScaledTensor(numbers, scale, block)

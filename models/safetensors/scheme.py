@@ -1,4 +1,4 @@
-"""How config.json says that weights are quantised; which of them are, their tensors tell."""
+"""The quantisation settings of config.json. Tensor names tell which weights are quantised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from neo_desktop.models.json_file import JsonFile, ModelError
 
 
 class Layout(Enum):
-    """Where the tensors of packed numbers have what; see `packed`."""
+    """Layout of packed tensors; see `packed`."""
 
     AWQ = "AWQ"
     GPTQ = "GPTQ"
@@ -17,27 +17,27 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Matrices of whole numbers: (number - zero) * scale."""
+    """Matrices of integers: (number - zero) * scale."""
 
     layout: Layout
-    bits: int  # of a number: 4 or 8
-    group_size: int | None  # neighbours in a row that share zero and scale; None: the whole row
+    bits: int  # per number: 4 or 8
+    group_size: int | None  # consecutive columns of a row that share zero and scale; None: the whole row
     is_symmetric: bool  # all zeros are half of 2^bits
-    is_reordered: bool = False  # another tensor says which columns form a group
-    stored_zero_offset: int = 0  # what a zero is more than the number that is stored for it
+    is_reordered: bool = False  # a separate tensor assigns columns to groups
+    stored_zero_offset: int = 0  # effective zero minus stored zero
 
     @property
     def type_name(self) -> str:
-        """As people know it."""
+        """Name for users."""
         group = f", group {self.group_size}" if self.group_size else ""
         return f"{self.layout.value} {self.bits}-bit{group}{', reordered' if self.is_reordered else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Matrices of numbers of 8 bits, floating-point ones or whole ones: number * scale."""
+    """Matrices of 8-bit floats or integers: number * scale."""
 
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row, or all of them
+    block: tuple[int, int] | None = None  # rows and columns per scale; None: one row, or the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class Mxfp4:
 Scheme = Packed | Scaled | Mxfp4
 
 
-_OF_MLX = frozenset(("group_size", "bits", "mode"))  # all that it says, but for single modules
+_OF_MLX = frozenset(("group_size", "bits", "mode"))  # all its keys, except those for single modules
 
 
 def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
-    """Read `quantization_config` of config.json; None: there is none.
+    """Read `quantization_config` of config.json; None: the weights are not quantised.
 
     Args:
         file: config.json
-        has_experts_in_one: see `Family`; only such tensors are stored in MXFP4.
+        has_experts_in_one: see `Family`; only these tensors are stored in MXFP4.
 
-    Raises ModelError for ways that are not supported, and for values that cannot be.
+    Raises ModelError for unsupported schemes and for invalid values.
     """
     section = file.section("quantization_config") or file.section("compression_config")
     if section is None:
@@ -73,7 +73,7 @@ def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
     }
     if "quant_method" not in section and {"group_size", "bits"} <= section.values.keys() <= _OF_MLX:
         raise _unsupported(section, "MLX")
-    # GPTQModel writes both names, and calls the first one old.
+    # GPTQModel writes both names, and deprecates the first.
     name = "method" if section.raw("quant_method") is None and "method" in section else "quant_method"
     method = section.text(name, "compressed-tensors" if "config_groups" in section else None)
     if method not in readers:
@@ -144,7 +144,7 @@ def _compressed_tensors(section: JsonFile) -> Scheme:
 
 
 def _weights_of_groups(section: JsonFile) -> JsonFile:
-    """Return what all groups of modules say of their weights; they have to say the same."""
+    """Return the common settings of the groups of modules. Raise ModelError if they differ."""
     groups = section.section("config_groups")
     if groups is None or not groups.values:
         raise ModelError(f"{section.path} lacks 'config_groups': the file is incomplete, download it again.")
@@ -164,7 +164,7 @@ def _has(section: JsonFile, name: str, key: str, nothing: tuple[object, ...]) ->
 
 
 def _kind(section: JsonFile, default: str) -> str:
-    """The format within a method, which has had several names."""
+    """Return the format within a method; its key has had several names."""
     for name in ("version", "checkpoint_format", "format"):
         if section.raw(name) is not None:
             return section.text(name).lower()
@@ -174,7 +174,7 @@ def _kind(section: JsonFile, default: str) -> str:
 def _group_size(section: JsonFile, default: int | None = None) -> int | None:
     size = section.integer("group_size", default, minimum=-1)
     if size == 0:
-        raise ModelError(f"{section.path} has 'group_size' = 0, which is none: correct the file.")
+        raise ModelError(f"{section.path} has 'group_size' = 0, which is invalid: correct the file.")
     return None if size == -1 else size
 
 

@@ -17,14 +17,14 @@ _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "F8_E4M3":
 
 @dataclass(frozen=True, slots=True)
 class SafeTensor:
-    """See `weights.StoredTensor`.
+    """A `weights.StoredTensor` in a safetensors file.
 
     Args:
-        file: where it lies.
-        name: there.
-        shape: as the header tells, which has been compared with the file's size.
+        file: its file.
+        name: in the file.
+        shape: from the header, checked against the file's size.
         type_name: safetensors' name of the dtype.
-        opened: the file.
+        opened: the open file.
     """
 
     file: Path
@@ -35,7 +35,6 @@ class SafeTensor:
 
     @property
     def is_quantised(self) -> bool:
-        """See `StoredTensor`, likewise the others."""
         return False
 
     @property
@@ -47,7 +46,7 @@ class SafeTensor:
         return int(torch.Size(self.shape).numel()) * _SIZES.get(self.type_name, 1)
 
     def read(self) -> Tensor:
-        """Return all of it; a view of the file where that can be had."""
+        """Return the whole tensor; a view of the file if possible."""
         tensor: Tensor = self.opened.get_tensor(self.name)
         return tensor
 
@@ -55,19 +54,19 @@ class SafeTensor:
         yield 0, self.read()
 
     def sides(self) -> tuple[int, int]:
-        """Return rows and columns. Raises ModelError for what is no matrix, or an empty one."""
+        """Return rows and columns. Raise ModelError if it is not a matrix, or empty."""
         if len(self.shape) != 2 or 0 in self.shape:
             raise ModelError(
-                f"{self.name} in {self.file} has the shape {list(self.shape)}, which is no matrix: download "
-                "the model again."
+                f"{self.name} in {self.file} has the shape {list(self.shape)}, which is not a matrix: "
+                "download the model again."
             )
         return self.shape[0], self.shape[1]
 
     def check(self, shapes: list[tuple[int, ...]], types: tuple[str, ...]) -> None:
-        """Raise ModelError unless it has one of the shapes, and one of the types."""
+        """Raise ModelError unless the tensor has one of the shapes and one of the types."""
         if self.shape not in shapes or self.type_name not in types:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ModelError(
-                f"{self.name} in {self.file} has the shape {list(self.shape)} in {self.type_name}, but what "
-                f"it belongs to needs {wanted} in {' or '.join(types)}: download the model again."
+                f"{self.name} in {self.file} has the shape {list(self.shape)} in {self.type_name}, but its "
+                f"matrix needs {wanted} in {' or '.join(types)}: download the model again."
             )

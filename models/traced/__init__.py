@@ -1,6 +1,6 @@
-"""Decoders that nobody has written here: cut out of the code that `transformers` has for them.
+"""Decoders without an implementation in this project: cut out of the code of `transformers`.
 
-Their code is exported as a graph in which attention is one operator (`graph`), and the graph is cut there
-into the stages that an executor wants (`cut`), as Lamina does (section 5.3). What a model is like is found
-out by a run without numbers (`spec`), long before it is loaded.
+Their code is exported as a graph in which attention is one operator (`graph`). The graph is cut there into
+stages for the executor (`cut`), as in Lamina (section 5.3). A run without numbers determines a model's sizes
+(`spec`), long before the model is loaded.
 """

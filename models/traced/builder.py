@@ -1,4 +1,4 @@
-"""Functions of the pieces of a graph."""
+"""Builds functions from the pieces of a graph."""
 
 from collections.abc import Callable, Sequence
 from operator import getitem
@@ -39,13 +39,13 @@ class _LookUp(nn.Module):
 
 
 class Builder:
-    """Makes functions of pieces of a graph.
+    """Builds functions from the pieces of a graph.
 
     Args:
         graph: of the model.
         found: its pieces.
         decoder: has the weights.
-        operators: what takes the place of several operators of the graph, where these are known.
+        operators: replace known patterns of operators in the graph.
     """
 
     def __init__(
@@ -75,11 +75,14 @@ class Builder:
         self._fold()
         self._patterns = self._found_patterns()
         self._sines = {
-            each.sin for of_piece in self._patterns for each in of_piece if isinstance(each, RopePattern)
+            pattern.sin
+            for patterns in self._patterns
+            for pattern in patterns
+            if isinstance(pattern, RopePattern)
         }
 
     def _found_patterns(self) -> list[list[Pattern]]:
-        """Return what operators stand for, by piece."""
+        """Return the patterns in each piece."""
         parts = Parts()
         nodes = [node for piece in self._cut.pieces for node in piece.nodes]
         for node in nodes:
@@ -90,7 +93,7 @@ class Builder:
         for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
             attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
             normed = (self._cut.normed,) if piece is self._cut.pieces[-1] else ()
-            of_piece = find_patterns(
+            patterns = find_patterns(
                 piece.nodes,
                 self._constants,
                 self._cut.rotations,
@@ -99,30 +102,30 @@ class Builder:
                 parts,
                 self._decoder.dtype,
             )
-            found.append(of_piece)
-        # A sine is kept with its first half negated, so that it must not be anything else.
-        ropes = [each for of_piece in found for each in _ropes(of_piece)]
+            found.append(patterns)
+        # The sine's first half is stored negated, so it must have no other use.
+        ropes = [each for patterns in found for each in _ropes(patterns)]
         covered = {node for each in ropes for node in each.covered}
         readers = {node for node in nodes if node not in covered}
         others = {each.cos for each in ropes}
         others |= {each.sin for each in ropes if readers & set(each.sin.users)}
         if any(each.sin in others for each in ropes):
-            return [[each for each in of_piece if not isinstance(each, RopePattern)] for of_piece in found]
+            return [[each for each in patterns if not isinstance(each, RopePattern)] for patterns in found]
         return found
 
     def _product(self, node: fx.Node) -> tuple[Linear, tuple[int, ...], int] | None:
-        """Return the matrix of a node, the rows of its parts, and which part is meant."""
+        """Return the matrix of a node, the rows of its fused parts, and the node's part."""
         weight = self._graph.parameters.get(_nodes_of(node)[1])
         return self._products.get(weight) if weight is not None else None
 
     def kind(self, index: int) -> tuple[Any, ...]:
-        """Return what tells pieces apart whose patterns are not the same."""
+        """Return a key that differs for pieces with different patterns."""
         return tuple(
             (type(each), len(each.covered), getattr(each, "in_place", None)) for each in self._patterns[index]
         )
 
     def _fold(self) -> None:
-        """Compute what depends on weights only, once."""
+        """Precompute the nodes that depend on weights only."""
         for node, buffer in self._graph.buffers.items():
             self._constants[node] = buffer.to(self._decoder.device)
         for node, name in self._graph.parameters.items():
@@ -136,7 +139,7 @@ class Builder:
                 self._constants[node] = operator(*args, **kwargs)
 
     def _here(self, value: Any) -> Any:
-        """Name the decoder's device where the graph names another one."""
+        """Replace devices in the graph by the decoder's."""
         if isinstance(value, torch.device):
             return self._decoder.device
         if isinstance(value, (list, tuple)):
@@ -146,10 +149,10 @@ class Builder:
         return value
 
     def piece(self, index: int, *, is_plain: bool = False) -> fx.GraphModule:
-        """Return a stage's code: of tokens and positions, or of what is carried, rotations and attention.
+        """Return a stage's code: from tokens and positions, or from carried values, rotations and attention.
 
         Args:
-            index: which piece.
+            index: of the piece.
             is_plain: without the decoder's operators.
         """
         piece = self._cut.pieces[index]
@@ -187,7 +190,7 @@ class Builder:
         return self._compiled(graph, results)
 
     def head(self) -> Code:
-        """Return the code of scores, of what the head multiplies."""
+        """Return the code of the scores, from the input of the head."""
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._cut.normed] = graph.placeholder("normed")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
@@ -195,7 +198,7 @@ class Builder:
         return self._compiled(graph, known[self._cut.scores]).forward
 
     def rotation(self, *, is_plain: bool = False) -> Code:
-        """Return the code of what stages read of positions; `is_plain` as of `piece`."""
+        """Return the code of the position-dependent values that stages read; `is_plain` as in `piece`."""
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._graph.positions] = graph.placeholder("positions")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._graph.positions], 1))
@@ -204,7 +207,7 @@ class Builder:
         for node in self._cut.rotations:
             dim = row_dim(node)
             if dim is None:
-                raise CannotCutError("what depends on positions has no rows")
+                raise CannotCutError("a value that depends on positions has no rows")
             moved = graph.call_function(torch.movedim, (known[node], dim, 0))
             if node.meta["val"].dtype.is_complex:
                 moved = graph.call_function(torch.view_as_real, (moved,))
@@ -226,7 +229,7 @@ class Builder:
         rows: fx.Node,
         only: set[fx.Node] | None = None,
     ) -> None:
-        """Cut values out of rows that hold them beside each other."""
+        """Cut values out of rows that hold them side by side."""
         first = 0
         for node in values:
             value, dim = node.meta["val"], row_dim(node)
@@ -252,7 +255,7 @@ class Builder:
     def _slice(
         self, graph: fx.Graph, memory: fx.Node, wanted: set[fx.Node], known: dict[fx.Node, Any]
     ) -> None:
-        """Take what ropes read of positions as it lies."""
+        """Pass RoPE's cos and sin in their stored form."""
         first = 0
         for node in self._cut.rotations:
             width = width_of(node)
@@ -268,7 +271,7 @@ class Builder:
         rows: fx.Node,
         patterns: Sequence[Pattern] = (),
     ) -> None:
-        """Copy nodes; products with matrices of the decoder become calls of these, patterns of operators."""
+        """Copy nodes; call the decoder's matrices for their matmuls, and operators for patterns."""
         fused: dict[int, Any] = {}
         covered = {node for each in patterns for node in each.covered}
         starts = {next(node for node in nodes if node in each.covered): each for each in patterns}
@@ -284,7 +287,7 @@ class Builder:
             elif node.op == "call_function" and not isinstance(value, (Tensor, list, tuple)):
                 known[node] = graph.node_copy(node, find)  # arithmetic of sizes
             else:
-                raise CannotCutError(f"{node.name} is needed where it is not known")
+                raise CannotCutError(f"{node.name} is used before it is computed")
             return known[node]
 
         def multiply(node: fx.Node) -> tuple[Any, tuple[int, ...], int] | None:
@@ -327,7 +330,7 @@ class Builder:
                 known[node] = copied
 
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
-        """Return what computes a node that is not torch's, and what it is given."""
+        """Return the module that replaces a node, and its inputs; None: the node is copied."""
         name, given = name_of(node), _nodes_of(node)
         if name == "embedding" and self._graph.parameters.get(given[0]) == self._spec.embedding:
             return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
@@ -343,7 +346,7 @@ class Builder:
         find: Callable[[fx.Node], Any],
         whole: Callable[[fx.Node], Any],
     ) -> None:
-        """Call an operator in a pattern's place; `whole` finds all that a matrix gives."""
+        """Call an operator for a pattern; `whole` returns the output of a whole fused matrix."""
         module = self._attribute("operator", self._operator(pattern))
         if isinstance(pattern, GatePattern):
             known[pattern.root] = graph.call_module(module, (whole(pattern.gate),))
@@ -395,5 +398,4 @@ def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:
 
 
 def _nodes_of(node: fx.Node) -> list[Any]:
-    """Return a node's arguments."""
     return list(node.args)

@@ -1,4 +1,4 @@
-"""What a model of `transformers` asks of attention and linear layers, caught while its code runs."""
+"""Records the attention and linear layers of a `transformers` model while its code runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,26 +13,26 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-NAME = "neo_desktop"  # of the attention, as a model's configuration names it
-EXPERTS = "batched_mm"  # of the way to compute experts whose place is taken
+NAME = "neo_desktop"  # name of the attention in the model's configuration
+EXPERTS = "batched_mm"  # name of the experts' implementation that is replaced
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-TRACING = RLock()  # one thread at a time: what is put in the place of functions is so for all
-HARMLESS = ("position_ids", "cache_position")  # tensors that attention is given, and does not need
+TRACING = RLock()  # one thread at a time: patched functions are global
+HARMLESS = ("position_ids", "cache_position")  # tensor arguments of attention that it does not need
 
 
 class CannotCutError(Exception):
-    """What a model does that stages cannot."""
+    """A feature of a model that stages do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention."""
+    """Parameters of one layer's attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # tokens, the own one included
+    window: int | None  # tokens, the current one included
     sinks: Tensor | None  # [heads]
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
 
@@ -50,13 +50,13 @@ class Product:
 class ExpertsCall:
     """A call of a mixture of experts."""
 
-    module: nn.Module  # with the weights of all of them
+    module: nn.Module  # has the experts' weights
     per_token: int
 
 
 @dataclass(slots=True)
 class Calls:
-    """All of them, in order."""
+    """Recorded calls, in order."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Calls:
 
 @torch.library.custom_op("neo_desktop::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-    """Stand for the attention of a layer in a graph.
+    """Stand for a layer's attention in a graph.
 
     Args:
         q: [1, heads, rows, head_dim]; k and v: [1, kv_heads, rows, head_dim].
-        layer: its number.
+        layer: index.
 
     Returns:
         [1, rows, heads, head_dim]
@@ -91,7 +91,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 
     Args:
         x: [rows, hidden]
-        ids: [rows, per token]: which experts each row takes; weights: likewise, what their results are worth.
+        ids: [rows, per token], expert ids; weights: [rows, per token], routing weights.
         gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate].
 
     Returns:
@@ -106,24 +106,23 @@ def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) ->
 
 
 class Catching(TorchFunctionMode):
-    """Writes down what linear layers and embeddings are called with, and which tensors of a model are read.
+    """Records calls of linear layers and embeddings, and the tensors of the model that are read.
 
-    What multiplies with a transposed parameter, as Falcon does, becomes a linear layer.
+    A matmul with a transposed parameter, as in Falcon, becomes a linear layer.
     """
 
     def __init__(self, calls: Calls, model: nn.Module) -> None:
         super().__init__()
         self._calls = calls
-        self._of_model = {id(each) for each in (*model.parameters(), *model.buffers())}
+        self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._transposed: list[tuple[Tensor, nn.Parameter]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See torch."""
         given = kwargs or {}
         if func in _MATMULS and not given:
-            weight = next((weight for each, weight in self._transposed if each is args[1]), None)
+            weight = next((weight for transposed, weight in self._transposed if transposed is args[1]), None)
             if weight is not None:
                 func, args = functional.linear, (args[0], weight)
         if func is functional.linear:
@@ -132,7 +131,7 @@ class Catching(TorchFunctionMode):
         if func is functional.embedding:
             self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
         result = func(*args, **given)
-        if isinstance(result, (Tensor, list, tuple)):  # others are sizes and the like
+        if isinstance(result, (Tensor, list, tuple)):  # other results are sizes
             self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))
         if getattr(func, "__self__", None) is Tensor.T and isinstance(args[0], nn.Parameter):
             self._transposed.append((result, args[0]))
@@ -154,25 +153,25 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Write a layer's attention down; arguments as of torch's.
+    """Record a layer's attention; the arguments are those of torch's function.
 
     Returns:
-        [1, heads, rows, head_dim], as torch's does.
+        [1, heads, rows, head_dim], as torch's function.
 
     Raises:
-        CannotCutError: it is more than the kernels compute.
+        CannotCutError: the kernels do not support it.
     """
     if attn_mask is not None:
-        windows = [of_mask for mask, of_mask in calls.masks if mask is attn_mask]
+        windows = [mask_window for mask, mask_window in calls.masks if mask is attn_mask]
         if not windows:
             raise CannotCutError("it adds numbers to the scores of attention, as ALiBi does")
         if windows[0] != window:
-            raise CannotCutError("it hides tokens by masks of its own")
+            raise CannotCutError("it uses attention masks of its own")
     if query.shape[2] != key.shape[2]:
-        raise CannotCutError("it attends to other tokens than its own, as encoders' decoders do")
+        raise CannotCutError("it attends to another sequence (cross-attention)")
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
     width = value.shape[3]
-    if width < head_dim:  # zeros behind them give zeros behind the results
+    if width < head_dim:  # padding with zeros appends zeros to the results
         value = torch.cat((value, torch.zeros_like(key[..., width:])), dim=-1)
     if value.shape[3] != head_dim or value.shape[1] != kv_heads:
         raise CannotCutError("its keys and values are of different sizes")
@@ -188,14 +187,14 @@ def attend(
 
 
 def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Write a mixture of experts down; arguments as transformers gives them.
+    """Record a mixture of experts; the arguments are those of transformers.
 
     Raises:
-        CannotCutError: its matrices are not those of a gate, what it lets through, and the way back.
+        CannotCutError: its matrices are not gate, up and down.
     """
     is_usual = module.has_gate and module.is_concatenated
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
-        raise CannotCutError("its experts are of another kind than those that are computed here")
+        raise CannotCutError("its experts are of an unsupported kind")
     calls.experts.append(ExpertsCall(module, ids.shape[-1]))
     out: Tensor = experts(x, ids, weights, module.gate_up_proj, module.down_proj)
     return out
@@ -203,7 +202,7 @@ def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
 
 @contextmanager
 def intercepted(calls: Calls) -> Iterator[None]:
-    """Have attention named `NAME`, or torch's, and experts by `EXPERTS` written down while this lasts."""
+    """Record attention named `NAME`, torch's attention, and experts named `EXPERTS`, within the context."""
     from transformers import masking_utils  # noqa: PLC0415 - large, and rarely needed
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - as above
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: PLC0415
@@ -224,10 +223,10 @@ def intercepted(calls: Calls) -> Iterator[None]:
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
-            raise CannotCutError("its tokens attend to later ones")
+            raise CannotCutError("its attention is not causal")
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
-                raise CannotCutError(f"its attention is given {name}, which this engine does not know")
+                raise CannotCutError(f"its attention takes {name}, which this engine does not support")
         out = attend(
             calls,
             query,
@@ -249,18 +248,18 @@ def intercepted(calls: Calls) -> Iterator[None]:
     functions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
     kept = {name: masks.get(name) for name in (NAME, "sdpa")}
     functions[NAME] = attention_of_layer
-    of_experts: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
-    batched = of_experts[EXPERTS]
-    of_experts[EXPERTS] = partial(mix, calls)
+    expert_functions: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
+    batched = expert_functions[EXPERTS]
+    expert_functions[EXPERTS] = partial(mix, calls)
     masks |= dict.fromkeys(kept, no_mask)
     of_torch: Any = functional
     of_masks: Any = masking_utils
     torchs, packed = functional.scaled_dot_product_attention, of_masks.find_packed_sequence_indices
     of_torch.scaled_dot_product_attention = partial(attend, calls)
-    of_masks.find_packed_sequence_indices = lambda *_: None  # it would look at positions
+    of_masks.find_packed_sequence_indices = lambda *_: None  # it would read values of positions
     of_models: Any = PreTrainedModel
     warns = PreTrainedModel.warn_if_padding_and_no_attention_mask
-    of_models.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would look at tokens
+    of_models.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read values of tokens
     try:
         yield
     finally:
@@ -268,7 +267,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
         of_masks.find_packed_sequence_indices = packed
         of_models.warn_if_padding_and_no_attention_mask = warns
         del functions[NAME]
-        of_experts[EXPERTS] = batched
+        expert_functions[EXPERTS] = batched
         for name, before in kept.items():
             if before is None:
                 del masks[name]

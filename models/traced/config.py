@@ -1,4 +1,4 @@
-"""The shape of a model whose stages are cut out of the code of `transformers`."""
+"""The configuration of a model whose stages are cut out of the code of `transformers`."""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, TracedSpec
 from neo_desktop.models.traced.source import Source
 
-ROTATIONS = 4  # heads for which there is room in what depends on positions: cos and sin of two rotations
+ROTATIONS = 4  # width of position-dependent values, in heads: cos and sin of two rotations
 
 
 @dataclass(frozen=True)
 class TracedConfig(ModelConfig):
-    """See `ModelConfig`; what only the written decoders have is empty."""
+    """A `ModelConfig`; the fields of the project's own decoders are empty."""
 
     source: Source = Source(Path())  # noqa: RUF009 - frozen
     of_model: TracedSpec = NOTHING
@@ -71,20 +71,20 @@ class TracedConfig(ModelConfig):
     def active_parameters(self) -> int:
         moe_layers = self.of_model.moe_layers
         idle = sum(
-            sum(fused.rows) * fused.columns * (each.count - each.per_token) // each.count
-            for each in moe_layers
-            for fused in each.matrices
+            sum(fused.rows) * fused.columns * (moe.count - moe.per_token) // moe.count
+            for moe in moe_layers
+            for fused in moe.matrices
         )
         return self.num_parameters - idle
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read a folder's configuration: of a decoder that is written here, or else of one of transformers.
+    """Read a folder's configuration, for the project's own decoder or for the code of transformers.
 
-    A written decoder serves what it computes all of; the code of transformers has the rest.
+    The own decoder serves models that it supports completely; the code of transformers serves the others.
 
     Raises:
-        ModelError: as `ModelConfig.from_pretrained` and `read_traced` do.
+        ModelError: see `ModelConfig.from_pretrained` and `read_traced`.
     """
     config_json = path / "config.json"
     if path.is_dir() and config_json.exists() and written_family(JsonFile.read(config_json)) is None:
@@ -102,17 +102,17 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_traced(path: Path) -> TracedConfig:
-    """Read the configuration of a folder of which `transformers` knows the model.
+    """Read a folder's configuration for the code of `transformers`.
 
     Raises:
-        ModelError: it is broken, transformers is not installed or does not know the model, or it cannot be
-            cut into stages.
+        ModelError: the folder is broken, transformers is not installed or does not know the model, or it
+            cannot cut the model into stages.
     """
     config_json = path / "config.json"
     file = JsonFile.read(config_json)
     read_scheme(file, has_experts_in_one=False)
     text = file.section("text_config") or file
-    # Before anything is made of such sizes.
+    # Check sizes before anything is allocated.
     for key, most in (
         ("num_hidden_layers", MAX_LAYERS),
         ("hidden_size", MAX_HIDDEN_SIZE),
@@ -120,13 +120,13 @@ def read_traced(path: Path) -> TracedConfig:
         ("vocab_size", MAX_VOCAB_SIZE),
         ("max_position_embeddings", MAX_CONTEXT_TOKENS),
     ):
-        for each in (file, text):
-            if key in each:
-                each.integer(key, maximum=most)
+        for section in (file, text):
+            if key in section:
+                section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import description, spec  # noqa: PLC0415 - rarely needed
 
     source, modified_ns = Source(path), config_json.stat().st_mtime_ns
-    spec(source, modified_ns)  # complains of what is not supported
+    spec(source, modified_ns)  # raises if the model is not supported
     described = description(source, modified_ns)
     generation = generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
@@ -153,12 +153,12 @@ def traced_config(
     bos_token_id: int | None,
     generation: GenerationDefaults,
 ) -> TracedConfig:
-    """Return a model's configuration, of which its code tells the rest.
+    """Return a model's configuration, completed from its code.
 
     Args:
-        source: of the model; `modified_ns` says when it was changed.
-        architecture: as `transformers` calls it.
-        dtype: in which it is stored; the others are those of `ModelConfig`.
+        source: of the model; `modified_ns` is its time of change.
+        architecture: name in `transformers`.
+        dtype: in which it is stored; see `ModelConfig` for the others.
 
     Raises:
         ModelError: transformers is not installed or does not know the model, or it cannot be cut into stages.
@@ -196,7 +196,7 @@ def traced_config(
 
 
 def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
-    """Return the configuration of a model of which some parameters are not tied; see `Source`."""
+    """Return the model's configuration with some parameters untied; see `Source`."""
     source = replace(config.source, untied=names)
     return traced_config(
         source,

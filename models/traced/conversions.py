@@ -1,4 +1,4 @@
-"""The conversions by which `transformers` makes parameters of the tensors in a checkpoint."""
+"""The conversions of `transformers` from tensors of a checkpoint to parameters."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from neo_desktop.models.traced.experts import KINDS
 from neo_desktop.models.traced.sizes import Mixed
 
 _NUMBER = re.compile(r"\.(\d+)\.")
-# Operations of the conversions that put single experts together.
+# Operations that stack single experts.
 _OF_EXPERTS = (["MergeModulelist", "Concatenate"], ["MergeModulelist"])
 
 
@@ -26,7 +26,7 @@ class Conversions:
     """Renames and converts tensors as `from_pretrained` of transformers does.
 
     Args:
-        model: of transformers; its numbers are not needed.
+        model: of transformers; only shapes are used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -34,8 +34,8 @@ class Conversions:
         from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415 - as above
 
         found = get_model_conversion_mapping(model)
-        self._renamings = [each for each in found if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in found if isinstance(each, WeightConverter)]
+        self._renamings = [step for step in found if isinstance(step, WeightRenaming)]
+        self._converters = [step for step in found if isinstance(step, WeightConverter)]
         self._prefix = model.base_model_prefix
         self._model = _Shapes({name: value.shape for name, value in model.state_dict().items()})
         self._config = model.config
@@ -47,20 +47,20 @@ class Conversions:
     def apply(
         self, tensors: Mapping[str, StoredTensor], moe_layers: Sequence[Mixed]
     ) -> dict[str, StoredTensor]:
-        """Return tensors by the names of parameters; those of no parameter keep their names.
+        """Return tensors by parameter name; tensors without a parameter keep their names.
 
         Args:
             tensors: of a checkpoint.
-            mixtures: whose experts are named one by one.
+            moe_layers: their experts are named one by one.
 
         Raises:
-            ModelError: two tensors are the same parameter, or they cannot be converted.
+            ModelError: two tensors become the same parameter, or a conversion fails.
         """
         from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415 - as above
 
         found: dict[str, StoredTensor] = {}
         groups: dict[str, dict[str, list[str]]] = {}
-        renamings = deepcopy(self._renamings)  # some remember what they have seen
+        renamings = deepcopy(self._renamings)  # some are stateful
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = self._target(name, renamings)
             if target not in self._model.shapes:
@@ -69,16 +69,16 @@ class Conversions:
                 groups.setdefault(target, {}).setdefault(pattern, []).append(name)
             elif target in found:
                 raise ModelError(
-                    f"{tensors[name].file} has {name}, which is {target} once more: download the model again."
+                    f"{tensors[name].file} has {name}, a duplicate of {target}: download the model again."
                 )
             else:
                 found[target] = tensors[name]
-        of_moe = {name: each for each in moe_layers for name in (each.gate_up, each.down)}
+        moe_of = {name: moe for moe in moe_layers for name in (moe.gate_up, moe.down)}
         for target, group in groups.items():
             converter = next(each for each in self._converters if next(iter(group)) in each.source_patterns)
             steps = [type(step).__name__ for step in converter.operations]
-            if target in of_moe and steps in _OF_EXPERTS:
-                for name, stored in _of_experts(of_moe[target], target, converter, group):
+            if target in moe_of and steps in _OF_EXPERTS:
+                for name, stored in _of_experts(moe_of[target], target, converter, group):
                     found[name] = tensors[stored]
                 continue
             sources = {
@@ -102,7 +102,7 @@ class Conversions:
 def _of_experts(
     moe: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield, for each stored matrix of one expert, what it is called here, and there."""
+    """Yield (parameter, tensor) for each expert's matrix in the checkpoint."""
     kinds = KINDS[:2] if target == moe.gate_up else KINDS[2:]
     for kind, pattern in zip(kinds, converter.source_patterns, strict=True):
         names = moe.matrices[KINDS.index(kind)].weights
@@ -113,17 +113,17 @@ def _of_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Stand in for the model that conversions ask for shapes."""
+    """Stands in for the model when conversions ask for shapes."""
 
     shapes: Mapping[str, torch.Size]
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter, without numbers."""
+        """Return a parameter without data."""
         return torch.empty(self.shapes[name], device="meta")
 
 
 class _Conversion:
-    """Several tensors of a file that become several parameters.
+    """A conversion of several tensors to several parameters.
 
     Args:
         converter: of transformers.
@@ -143,15 +143,15 @@ class _Conversion:
     ) -> None:
         self._converter, self._target, self._model, self._config = converter, target, model, config
         self.sources = sources
-        self._ready: dict[str, Tensor] = {}  # converted, and not yet taken
+        self._ready: dict[str, Tensor] = {}  # converted, but not taken yet
 
     @property
     def stored(self) -> list[StoredTensor]:
-        """All tensors."""
-        return [each for of_pattern in self.sources.values() for each in of_pattern]
+        """The tensors of every pattern."""
+        return [stored for tensors in self.sources.values() for stored in tensors]
 
     def results(self) -> dict[str, "ConvertedTensor"]:
-        """Return the parameters, which are read when they are asked for."""
+        """Return the parameters; their data is read on demand."""
         found = self._converted(lambda stored: torch.empty(stored.shape, device="meta"))
         numbers = sum(value.numel() for value in found.values())
         nbytes = sum(stored.nbytes for stored in self.stored)
@@ -161,7 +161,7 @@ class _Conversion:
         }
 
     def take(self, name: str) -> Tensor:
-        """Return one parameter; all are read together, and those not taken wait."""
+        """Return one parameter; all are converted together, and the others are cached until taken."""
         if name not in self._ready:
             self._ready = self._converted(_whole)
         return self._ready.pop(name)
@@ -172,18 +172,18 @@ class _Conversion:
             converter.collected_tensors[pattern] = [partial(read, each) for each in stored]
         try:
             found = converter.convert(self._target, model=self._model, config=self._config)
-        except Exception as error:  # code of transformers may raise anything
+        except Exception as error:  # transformers may raise any exception
             names = ", ".join(self.sources)
             raise ModelError(
-                f"{self.stored[0].file} has {names} in shapes that transformers cannot make {self._target} "
-                f"from ({str(error).strip().splitlines()[-1][:100]}): download the model again."
+                f"{self.stored[0].file} has {names} in shapes that transformers cannot convert "
+                f"to {self._target} ({str(error).strip().splitlines()[-1][:100]}): download the model again."
             ) from None
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """See `StoredTensor`: a parameter that is computed from tensors of a file."""
+    """A `StoredTensor`: a parameter that is computed from tensors of a file."""
 
     conversion: _Conversion
     name: str

@@ -1,4 +1,4 @@
-"""A graph cut at its attention into stages; what crosses a cut is chosen by a minimum cut over bytes."""
+"""Cuts a graph at its attention into stages; a minimum cut over bytes selects the values that cross."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ _SOURCE, _SINK = "source", "sink"
 
 @dataclass(slots=True)
 class Piece:
-    """A stage: what is computed from what is carried to it and from attention, and what it hands on."""
+    """A stage: from carried values and attention's output it computes values for the next stage."""
 
     nodes: list[fx.Node] = field(default_factory=list)  # in order
     attended: fx.Node | None = None  # the attention before it
@@ -26,15 +26,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model's pieces: what precedes the first attention in two, and what follows the others."""
+    """A model's pieces: two before the first attention, then one after each attention."""
 
-    pieces: list[Piece]  # the embeddings; the stages, of which there is one more than layers
-    normed: fx.Node  # what the head multiplies: the last piece's result
-    head: list[fx.Node]  # the head and what follows
+    pieces: list[Piece]  # the embeddings, then one stage more than layers
+    normed: fx.Node  # input of the head: the last piece's result
+    head: list[fx.Node]  # the head and the nodes after it
     scores: fx.Node
-    constants: list[fx.Node]  # that depend on weights only
-    positional: list[fx.Node]  # that depend on positions only
-    rotations: tuple[fx.Node, ...]  # those of them that stages read
+    constants: list[fx.Node]  # depend on weights only
+    positional: list[fx.Node]  # depend on positions only
+    rotations: tuple[fx.Node, ...]  # position-dependent values that stages read
 
 
 def cut(exported: Exported, dtype: torch.dtype) -> Cut:
@@ -42,10 +42,10 @@ def cut(exported: Exported, dtype: torch.dtype) -> Cut:
 
     Args:
         exported: the graph.
-        dtype: of what may cross a cut.
+        dtype: of values that may cross a cut.
 
     Raises:
-        CannotCutError: the graph does not go from attention to attention.
+        CannotCutError: the graph is not a sequence of attentions.
     """
     order = [node for node in exported.graph.nodes if node.op == "call_function"]
     free = {*exported.parameters, *exported.buffers}
@@ -75,32 +75,32 @@ def cut(exported: Exported, dtype: torch.dtype) -> Cut:
         left = [node for node in left if node not in taken and node is not attends]
         carried = crossing
     pieces.append(Piece(left, attentions[-1], None, ()))
-    of_embeddings = set(pieces[0].nodes)
+    embedding_nodes = set(pieces[0].nodes)
     rotations = tuple(
         node
         for node in (exported.positions, *positional)
-        if any(user not in apart and user not in of_embeddings and user in set(body) for user in node.users)
+        if any(user not in apart and user not in embedding_nodes and user in set(body) for user in node.users)
         and isinstance(node.meta.get("val"), Tensor)
     )
     if any(node in rotations for each in pieces[-1].nodes for node in each.all_input_nodes):
-        raise CannotCutError("what follows its last attention depends on positions")
+        raise CannotCutError("a value after its last attention depends on positions")
     return Cut(pieces, normed, head, scores, constants, positional, rotations)
 
 
 def only(order: list[fx.Node], known: set[fx.Node], without: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """Return what depends on known nodes only, in order; nodes `without` are left out."""
-    found, skipped = [], set(without)
+    """Return the nodes that depend on known nodes only, in order, except `without`."""
+    dependent, skipped = [], set(without)
     reached = set(known)
     for node in order:
         inputs = tensors_of(node)
-        if node not in skipped and inputs and is_value(node) and all(each in reached for each in inputs):
+        if node not in skipped and inputs and is_value(node) and all(source in reached for source in inputs):
             reached.add(node)
-            found.append(node)
-    return found
+            dependent.append(node)
+    return dependent
 
 
 def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[list[fx.Node], fx.Node]:
-    """Return the head with what follows it, in order, and what it multiplies."""
+    """Return the head with the nodes after it, in order, and its input."""
     behind, todo = set(), [scores]
     while todo:
         node = todo.pop()
@@ -119,14 +119,14 @@ def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[lis
 
 
 def _ancestors(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     todo = list(node.all_input_nodes)
     while todo:
         each = todo.pop()
-        if each in among and each not in found:
-            found.add(each)
+        if each in among and each not in ancestors:
+            ancestors.add(each)
             todo += each.all_input_nodes
-    return found
+    return ancestors
 
 
 def _minimum(
@@ -137,15 +137,15 @@ def _minimum(
     following: fx.Node,
     dtype: torch.dtype,
 ) -> tuple[set[fx.Node], tuple[fx.Node, ...]]:
-    """Return what of `left` is computed before a cut, and what crosses it.
+    """Return the nodes of `left` before a cut, and the nodes that cross it.
 
     Args:
-        left: what no stage before computes, in order.
-        carried: what that one hands on.
-        sources: what is computed before the cut in any case.
-        attends: the attention at the cut, which is not part of it; None: there is none.
-        following: what is computed behind it in any case, with all that comes later.
-        dtype: of what may cross.
+        left: nodes that earlier stages do not compute, in order.
+        carried: values from the previous stage.
+        sources: nodes that must be before the cut.
+        attends: the attention at the cut, which belongs to neither side; None: no attention.
+        following: the first node that must be after the cut, as all later ones.
+        dtype: of values that may cross.
     """
     import networkx  # noqa: PLC0415 - rarely needed
 
@@ -163,7 +163,7 @@ def _minimum(
             graph.add_edge(_SOURCE, (node, "in"))
         for each in node.all_input_nodes if node not in carried else ():
             if each in inside:
-                graph.add_edge((node, "in"), (each, "in"))  # what it needs is computed before it
+                graph.add_edge((node, "in"), (each, "in"))  # inputs are on the same side or before
             elif each is attends:
                 graph.add_edge((node, "in"), _SINK)
         for user in node.users:
@@ -172,11 +172,11 @@ def _minimum(
             elif user in left and later(user):
                 graph.add_edge((node, "out"), _SINK)
     if _SINK not in graph or _SOURCE not in graph:
-        raise CannotCutError("a part of it has no use")
+        raise CannotCutError("a part of it is unused")
     try:
         _, (before, _) = networkx.minimum_cut(graph, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
-        raise CannotCutError("what has to cross an attention is of another kind than hidden states") from None
+        raise CannotCutError("a value that crosses an attention is not a hidden state") from None
     taken = {node for node in region if (node, "in") in before}
     crossing = tuple(
         node for node in (*carried, *region) if (node, "in") in before and (node, "out") not in before
@@ -185,7 +185,7 @@ def _minimum(
 
 
 def _capacity(node: fx.Node, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of a row, as an edge's attribute; nothing: it must not cross."""
+    """Return the bytes of a row as an edge's attribute; no attribute: the value must not cross."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype is not dtype or row_dim(node) is None:
         return {}

@@ -18,17 +18,17 @@ from neo_desktop.models.traced.sizes import FusedSizes
 
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
-    """What is asked of a layer: it has no matrices of the names that the written ones have."""
+    """A layer's weights outside the fused matrices; it has no matrices under the names of `TURN`."""
 
     sinks: Tensor | None = None
 
     def linear(self, name: str) -> Linear | None:
-        """Return none; see `decoder.LayerWeights`."""
+        """Return None: no matrix of `TURN`."""
         return None
 
 
 class TracedDecoder(Decoder):
-    """See `decoder.Decoder`; its weights have the names of transformers."""
+    """A `decoder.Decoder`; its weights have the names of transformers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Mixtures of experts in models of `transformers`: where their matrices are, and how they are multiplied."""
+"""Mixtures of experts in models of `transformers`: their matrices and matmuls."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ KINDS = ("gate", "up", "down")
 
 
 def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
-    """Return what is known of a layer's experts before they are loaded.
+    """Return the sizes of a layer's experts.
 
     Args:
-        model: all of it.
+        model: the whole model.
         call: of the experts.
         names: id of a parameter -> its name.
 
     Raises:
-        CannotCutError: they are not computed here.
+        CannotCutError: the experts are not supported.
     """
     module: Any = call.module
     gate_up, down = module.gate_up_proj, module.down_proj
@@ -39,7 +39,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
     if gate_up.shape != (count, 2 * intermediate, hidden) or not 0 < count <= MAX_EXPERTS:
         raise CannotCutError("its experts have matrices of unusual shapes")
     if hidden % EXPERT_UNIT or intermediate % EXPERT_UNIT:
-        raise CannotCutError(f"its experts are no multiples of {EXPERT_UNIT} numbers")
+        raise CannotCutError(f"its experts' sizes are not multiples of {EXPERT_UNIT}")
     if not _is_silu(module._apply_gate):
         raise CannotCutError("its experts' gates are not SiLU")
     parameters = names[id(gate_up)], names[id(down)]
@@ -62,21 +62,21 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
 
 
 def _is_silu(apply_gate: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether silu(gate) * up comes out, of numbers of all sizes, so that limits show."""
+    """Return True if the gate computes silu(gate) * up, for small and large inputs, so that clamps show."""
     sizes = torch.logspace(-3, 4, 65, device="cpu")
     numbers = torch.cat((-sizes, torch.zeros(1, device="cpu"), sizes))
     gate, up = torch.meshgrid(numbers, numbers, indexing="ij")
-    found = apply_gate(torch.cat((gate, up), dim=-1))
-    return found.shape == gate.shape and torch.allclose(found, silu(gate) * up, rtol=1e-4, atol=1e-5)
+    result = apply_gate(torch.cat((gate, up), dim=-1))
+    return result.shape == gate.shape and torch.allclose(result, silu(gate) * up, rtol=1e-4, atol=1e-5)
 
 
 def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, tuple[str, ...]]:
-    """Return what the matrices of single experts are called, by kind.
+    """Return the names of single experts' matrices, by kind.
 
-    Checkpoints have a tensor for each, or one for all of them: that is cut up, see `parts_of_stacks`.
+    Checkpoints have a tensor per expert, or one for all. The latter is cut, see `parts_of_stacks`.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - large
-    from transformers.core_model_loading import WeightConverter  # noqa: PLC0415 - likewise
+    from transformers.core_model_loading import WeightConverter  # noqa: PLC0415 - as above
 
     found: dict[str, tuple[str, ...]] = {}
     for each in get_model_conversion_mapping(model):
@@ -103,12 +103,12 @@ def _plain(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StackPart:
-    """See `weights.StoredTensor`: an expert's matrix in a tensor of all experts.
+    """A `weights.StoredTensor`: an expert's matrix in a tensor with all experts.
 
     Args:
         stack: [experts, rows, columns]
-        expert: which.
-        rows: those of them that the matrix has.
+        expert: index.
+        rows: of the expert that belong to the matrix.
     """
 
     stack: Any
@@ -147,7 +147,7 @@ class StackPart:
 
 
 def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
-    """Cut tensors that all experts of a layer have together into those of each."""
+    """Cut tensors that hold all experts of a layer into one per expert."""
     for name, kinds in ((of_layer.gate_up, KINDS[:2]), (of_layer.down, KINDS[2:])):
         stack = tensors.get(name)
         if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
@@ -161,11 +161,11 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
 
 
 class ExpertsProduct(nn.Module):
-    """What experts make of rows that chose them; see `capture.experts`.
+    """Routed experts; see `capture.experts`.
 
     Args:
         of_layer: the sizes.
-        matrices: gates, ups and downs of all experts.
+        matrices: the experts' gates, ups and downs.
         operators: of the device.
     """
 
@@ -176,7 +176,6 @@ class ExpertsProduct(nn.Module):
         self._intermediate = of_layer.matrices[2].columns
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return [rows, hidden]."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
         for first in range(0, len(x), ROWS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Several operators of a graph as one: those of the written decoders, with the shapes of transformers."""
+"""Fused operators that replace several nodes of a graph, with the tensor shapes of transformers."""
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from neo_desktop.models.operators import Operators
 
 
 class Product(nn.Module):
-    """A linear layer, whatever dimensions precede the last one of its input.
+    """A linear layer for inputs with any leading dimensions.
 
     Args:
         linear: the matrix.
-        rows: of it.
+        rows: of the matrix.
     """
 
     def __init__(self, linear: Linear, rows: int) -> None:
@@ -21,12 +21,11 @@ class Product(nn.Module):
         self.linear, self.rows = linear, rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., rows]."""
         flat = x.reshape(-1, x.shape[-1])
         return self.shaped(self.linear.multiply(flat, x.new_empty(len(flat), self.rows)), x)
 
     def shaped(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return the product of x in the shape of x."""
+        """Return `out` with the leading dimensions of x."""
         return out.view(*x.shape[:-1], self.rows)
 
 
@@ -35,9 +34,9 @@ class RMSNorm(nn.Module):
 
     Args:
         weight: [hidden]
-        eps: of it.
-        operators: on a CPU, the native ones; elsewhere torch's are called.
-        is_rounded_before: to the dtype, before it is multiplied with the weight.
+        eps: of the norm.
+        operators: used on a CPU; other devices use torch's RMSNorm.
+        is_rounded_before: round to the dtype before multiplying with the weight.
     """
 
     def __init__(self, weight: Tensor, eps: float, operators: Operators, is_rounded_before: bool) -> None:
@@ -65,8 +64,8 @@ class AddRMSNorm(nn.Module):
     Args:
         weight: [hidden]
         eps: of the norm.
-        operators: which do it.
-        in_place: whether the sum may lie where the residual does.
+        operators: compute it.
+        in_place: the sum may overwrite the residual.
     """
 
     def __init__(self, weight: Tensor, eps: float, operators: Operators, in_place: bool) -> None:
@@ -74,8 +73,8 @@ class AddRMSNorm(nn.Module):
         self.weight, self.eps, self._operators, self.in_place = weight, eps, operators, in_place
 
     def forward(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return residual + x [1, rows, hidden], and what is normalised."""
-        on_cpu = x.device.type == "cpu"  # whose kernels take rows that do not follow each other
+        """Return residual + x [1, rows, hidden], and the norm."""
+        on_cpu = x.device.type == "cpu"  # its kernels accept strided rows
         total = (
             residual if self.in_place and on_cpu else residual.clone(memory_format=torch.contiguous_format)
         )
@@ -101,13 +100,13 @@ class Gate(nn.Module):
 
 
 class Rope(nn.Module):
-    """Heads that are normalised, where they are, and rotated.
+    """RoPE, after an optional RMSNorm per head.
 
     Args:
-        weight: [heads, head_dim] of an RMSNorm before; None: there is none.
-        eps: of it.
-        rows_first: whether they are given as [1, rows, heads, head_dim].
-        in_place: whether they may lie where they are given.
+        weight: [heads, head_dim] of the RMSNorm; None: no norm.
+        eps: of the norm.
+        rows_first: the input is [1, rows, heads, head_dim].
+        in_place: the result may overwrite the input.
     """
 
     def __init__(self, weight: Tensor | None, eps: float, *, rows_first: bool, in_place: bool) -> None:
@@ -119,7 +118,7 @@ class Rope(nn.Module):
 
         Args:
             x: [1, heads, rows, head_dim], unless `rows_first`.
-            cos: [rows, head_dim] float32; sin likewise, its first half negated.
+            cos: [rows, head_dim] float32; sin has the same shape, and its first half is negated.
         """
         heads = x[0] if self.rows_first else x[0].transpose(0, 1)
         if heads.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The code of a model of `transformers` as a graph of operators, in which tokens meet in attention only."""
+"""The code of a `transformers` model as a graph of operators; only attention mixes tokens."""
 
 from functools import lru_cache
 from typing import Any
@@ -15,12 +15,12 @@ from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
 from neo_desktop.models.traced.spec import empty_model, is_wide, parameters_of, run
 
-ROWS = 7  # of the numbers that the graph is made with; it serves any number
+ROWS = 7  # rows of the example inputs; the graph works for any number
 
 # fmt: off
 _FRESH = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 _IN_PLACE = frozenset(("add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"))
-_SAME = frozenset(("to", "type_as", "contiguous", "expand_as", "broadcast_to"))  # that may make no numbers
+_SAME = frozenset(("to", "type_as", "contiguous", "expand_as", "broadcast_to"))  # may return their input
 _VIEWS = frozenset((
     "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
     "select", "getitem", "alias", "detach", "flatten", "unflatten", "t", "movedim", "narrow",
@@ -29,13 +29,13 @@ _VIEWS = frozenset((
 
 
 class Exported:
-    """A graph with what its inputs stand for.
+    """A graph, and the meaning of its inputs.
 
     Args:
-        graph: of `torch.export`; nothing in it is without use.
+        graph: of `torch.export`, without dead code.
         parameters: input -> name of the parameter.
         buffers: input -> its value.
-        token_ids: the input; positions likewise.
+        token_ids, positions: the other inputs.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Exported:
         self.positions = positions
 
     def copy(self) -> "Exported":
-        """Return the same, to be changed."""
         graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(self.graph, known))
         return Exported(
@@ -76,19 +75,19 @@ class _Scores(nn.Module):
 
 
 def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
-    """Export a model, computing in a dtype.
+    """Export a model that computes in a dtype.
 
     Args:
         aliases: other names of its parameters -> names.
 
     Raises:
-        ModelError: it cannot be followed, or its rows are not independent of each other.
+        ModelError: torch cannot export it, or its rows depend on one another.
     """
     with TRACING:
         return _exported(source, source.named.stat().st_mtime_ns, dtype, tuple(aliases.items())).copy()
 
 
-@lru_cache(maxsize=1)  # both the outline and the stages need it
+@lru_cache(maxsize=1)  # both `spec` and the stages need it
 def _exported(
     source: Source, _modified_ns: int, dtype: torch.dtype, aliases: tuple[tuple[str, str], ...]
 ) -> Exported:
@@ -110,12 +109,12 @@ def _exported(
                 _Scores(model, Calls()), (ids, positions), dynamic_shapes=shapes, strict=False
             )
         return _cleaned(program, dict(aliases))
-    except Exception as error:  # of whatever kind: it is other people's code
+    except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from error
 
 
 def _fill_buffers(model: Any) -> None:
-    """Compute what is computed when a model is made, such as frequencies of rotations."""
+    """Compute the buffers that a model's constructor computes, for example RoPE's frequencies."""
     for path, module in model.named_modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
@@ -124,9 +123,9 @@ def _fill_buffers(model: Any) -> None:
             module._buffers[name] = torch.full(buffer.shape, fill, dtype=dtype)
         if own:
             model._init_weights(module)
-        for name in own.keys() & module._non_persistent_buffers_set:  # checkpoints have the others
+        for name in own.keys() & module._non_persistent_buffers_set:  # the others come from the checkpoint
             if module._buffers[name].isnan().any():
-                raise CannotCutError(f"what its buffer {name} holds is not known")
+                raise CannotCutError(f"the content of its buffer {name} is unknown")
 
 
 def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
@@ -155,12 +154,12 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
 
 
 def _is_stored(spec: Any, node: fx.Node) -> bool:
-    """Return whether checkpoints have a buffer; see `spec`."""
+    """Return True if checkpoints contain a buffer; see `spec`."""
     return spec.kind is InputKind.BUFFER and spec.persistent and node.meta["val"].is_floating_point()
 
 
 def clean(graph: fx.Graph) -> None:
-    """Leave out what is computed for nothing or twice, and let no result depend on what is written later."""
+    """Remove dead and duplicate nodes, and writes in place that later reads would see."""
     _use_what_is_written(graph)
     _write_nothing(graph)
     _skip_idle(graph)
@@ -169,7 +168,7 @@ def clean(graph: fx.Graph) -> None:
 
 
 def _use_what_is_written(graph: fx.Graph) -> None:
-    """Turn copies into slices of a tensor into new tensors, which those read that come later."""
+    """Replace copies into slices of a tensor by new tensors, and redirect later reads to them."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in [each for each in graph.nodes if name_of(each) == "copy_"]:
         piece, values = node.args[:2]
@@ -188,7 +187,7 @@ def _use_what_is_written(graph: fx.Graph) -> None:
 
 
 def _write_nothing(graph: fx.Graph) -> None:
-    """Turn sums and the like in place of numbers that are read later alone into ones with new numbers."""
+    """Replace in-place operators by functional ones if their input has no earlier reader."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         name, x = name_of(node), node.args[0] if node.args else None
@@ -204,7 +203,7 @@ def _write_nothing(graph: fx.Graph) -> None:
 
 
 def _skip_idle(graph: fx.Graph) -> None:
-    """Leave out what gives the numbers that it is given."""
+    """Remove nodes that return their input."""
     for node in list(graph.nodes):
         name, given = name_of(node), node.args[0] if node.args else None
         if name == "cat":
@@ -229,7 +228,7 @@ def _sizes(node: Any) -> list[str]:
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Let what is computed twice be computed once, unless it is written to."""
+    """Merge equal nodes, unless they are written to."""
     known: dict[Any, fx.Node] = {}
     written = _written(graph)
     for node in list(graph.nodes):
@@ -246,7 +245,7 @@ def _merge_equal(graph: fx.Graph) -> None:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Return what operators write to in place, and these operators."""
+    """Return the tensors that operators write to in place, and these operators."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)

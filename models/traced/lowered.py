@@ -1,7 +1,7 @@
 """Stages of a graph as steps over rows, which a CPU computes in one native call.
 
-A stage's code is gone through once with addresses in the place of numbers: views, slices and the like only
-say where numbers lie, and all else becomes a step that reads some buffers and writes another one.
+Lowering runs a stage's code once, with addresses in place of numbers. Views and slices only change addresses;
+every other operator becomes a step that reads some buffers and writes another one.
 """
 
 from dataclasses import replace
@@ -33,17 +33,17 @@ _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
-_MOST_MOVES = 64  # of one value: where there are more, the graph's own operators are no slower
+_MOST_MOVES = 64  # of one value; with more, the graph's own operators are as fast
 
 
 def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowProgram:
-    """Return a stage behind the first attention, or before it, as a program of rows.
+    """Return a stage before or after attention as a program of rows.
 
-    It is given what `State.seen_by_native` returns. It leaves what is carried in the residual, queries, keys
-    and values in qkv; the last stage leaves its result in x.
+    Its buffers are those of `State.seen_by_native`. It leaves carried values in the residual, and queries,
+    keys and values in qkv; the last stage leaves its result in x.
 
     Raises:
-        NotRowsError: something in it is computed by no step.
+        NotRowsError: no step computes one of its operators.
     """
     return _Lowering(piece, config, dtype).program()
 
@@ -53,7 +53,7 @@ class _Lowering:
         self._piece, self._config, self._dtype = piece, config, dtype
         self._buffers = given_buffers(config, dtype)
         self._steps: list[Step] = []
-        self._overwritten: dict[int, Tensor] = {}  # buffer -> when each column was, in steps
+        self._overwritten: dict[int, Tensor] = {}  # buffer -> step at which each column was overwritten
         self._known: dict[fx.Node, Any] = {}
 
     def program(self) -> RowProgram:
@@ -69,13 +69,13 @@ class _Lowering:
             elif node.op == "get_attr":
                 self._known[node] = getattr(self._piece, node.target)
             elif node.op == "output":
-                self._hand_on(*fx.node.map_arg(node.args[0], lambda each: self._known[each]))
+                self._hand_on(*fx.node.map_arg(node.args[0], lambda source: self._known[source]))
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self._known[each])
                 self._known[node] = self._computed(node, args, kwargs)
         return RowProgram(self._buffers, self._steps)
 
-    # What nodes compute.
+    # Nodes.
 
     def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if node.op == "call_module":
@@ -107,7 +107,7 @@ class _Lowering:
             return self._binary(_BINARIES[name], args[0], args[1])
         if name == "layer_norm":
             return self._layer_norm(*args)
-        raise NotRowsError(f"{name} is no step")
+        raise NotRowsError(f"{name} has no step")
 
     def _operate(self, module: Any, args: tuple[Any, ...]) -> Any:
         if isinstance(module, Product):
@@ -124,7 +124,7 @@ class _Lowering:
             return self._step("silu_mul", [self._packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
         if isinstance(module, Rope):
             return self._rotate(module, *args)
-        raise NotRowsError(f"{type(module).__name__} is no step")
+        raise NotRowsError(f"{type(module).__name__} has no step")
 
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [each for each in _flat((args, kwargs)) if isinstance(each, (Value, Tensor))]
@@ -132,7 +132,7 @@ class _Lowering:
         if len(values) != len(given) or len({each.dtype for each in values}) > 1:
             raise NotRowsError("weights and rows side by side")
         moved_args, moved_kwargs = _with_addresses(args), _with_addresses(kwargs)
-        if name_of(node) in _VIEWS:  # addresses may lie otherwise than the numbers would
+        if name_of(node) in _VIEWS:  # the strides of addresses may differ from those of the numbers
             sizes = moved_args[1] if isinstance(moved_args[1], (list, tuple)) else moved_args[1:]
             moved = moved_args[0].reshape(sizes)
         elif node.op == "call_method":
@@ -158,7 +158,7 @@ class _Lowering:
             raise NotRowsError("a matrix that is not in tiles")
         columns, rows = x.at.shape[-1], linear.rows
         if torch.Size(x.at.shape[:-1]).numel() != ROWS:
-            raise NotRowsError("a product with several parts of a row")
+            raise NotRowsError("a matmul with several parts of a row")
         source = self._packed(x)
         into = self._room(rows, x.dtype)
         matrix = linear.native
@@ -220,20 +220,20 @@ class _Lowering:
             raise NotRowsError("a difference of a number and rows")
         if isinstance(other, (int, float)):
             number = float(-other if op == "subtract" else other)
-            of_number = "times_number" if op == "times" else "add_number"
-            return self._step(of_number, [self._packed(one)], one, tuple(one.at.shape), number=number)
+            scalar_op = "times_number" if op == "times" else "add_number"
+            return self._step(scalar_op, [self._packed(one)], one, tuple(one.at.shape), number=number)
         if other.dtype is not one.dtype:
             raise NotRowsError("operands of two dtypes")
         if isinstance(other, Value):
-            at, of_other = _broadcast(one.at, other.at)
-            sources = [self._packed(replace(one, at=at)), self._packed(replace(other, at=of_other))]
+            at, other_at = _broadcast(one.at, other.at)
+            sources = [self._packed(replace(one, at=at)), self._packed(replace(other, at=other_at))]
             return self._step(op, sources, one, tuple(at.shape))
         at, constant = _broadcast(one.at, other)
-        of_rows = constant.movedim(row_dim(at), 0).reshape(ROWS, -1)
-        if not torch.equal(of_rows, of_rows[:1].expand_as(of_rows)):
+        by_row = constant.movedim(row_dim(at), 0).reshape(ROWS, -1)
+        if not torch.equal(by_row, by_row[:1].expand_as(by_row)):
             raise NotRowsError("weights that differ between rows")
         sources = [self._packed(replace(one, at=at))]
-        return self._step(op, sources, one, tuple(at.shape), weights=(of_rows[0].contiguous(),))
+        return self._step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
 
     # Buffers and steps.
 
@@ -248,10 +248,10 @@ class _Lowering:
         number: float = 0.0,
         weights: tuple[Tensor, ...] = (),
     ) -> Value:
-        """Compute a new tensor of a shape, with rows where `like` has them; `length`: of each group."""
+        """Compute a new tensor with the row dimension of `like`; `length`: per group."""
         dim = row_dim(like.at) - like.at.dim() + len(shape)
         if shape[dim] != ROWS:
-            raise NotRowsError("rows that become others")
+            raise NotRowsError("a change of the row dimension")
         width = torch.Size(shape).numel() // ROWS
         size = width if length is None else length
         into = self._room(width, like.dtype)._replace(stride=size)
@@ -266,18 +266,18 @@ class _Lowering:
         return Columns(len(self._buffers) - 1)
 
     def _value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
-        of_one = shape[:dim] + shape[dim + 1 :]
-        return Value.new(into.buffer, of_one, dim, dtype, len(self._steps))
+        row_shape = shape[:dim] + shape[dim + 1 :]
+        return Value.new(into.buffer, row_shape, dim, dtype, len(self._steps))
 
     def _check(self, x: Value) -> None:
-        """Raise NotRowsError if numbers of a value are not there any more."""
+        """Raise NotRowsError if a value's numbers have been overwritten."""
         for buffer, columns, times in ages_of(x.at):
             when = self._overwritten.get(buffer)
             if when is not None and bool((when[columns] > times).any()):
                 raise NotRowsError("numbers that are overwritten before they are read")
 
     def _overwrite(self, x: Value) -> Value:
-        """Note that a value's numbers have become others, in the last step."""
+        """Record that the last step has overwritten a value's numbers."""
         for buffer, columns in columns_of(of_row(x.at)).items():
             width = self._buffers[buffer].width
             when = self._overwritten.setdefault(buffer, torch.zeros(width, dtype=torch.int64))
@@ -285,17 +285,17 @@ class _Lowering:
         return x.renewed(len(self._steps))
 
     def _packed(self, x: Value) -> Columns:
-        """Return the columns in which a value's rows lie in one piece."""
+        """Return the columns that hold a value's rows contiguously; copy them if necessary."""
         return self._grouped(x, torch.Size(x.at.shape).numel() // ROWS)
 
     def _grouped(self, x: Value, length: int) -> Columns:
         self._check(x)
         row = of_row(x.at)
-        found = grouped(row, length)
-        if found is None:
-            found = grouped(of_row(self._copy(x, x.dtype).at), length)
-        assert found is not None
-        return found
+        columns = grouped(row, length)
+        if columns is None:
+            columns = grouped(of_row(self._copy(x, x.dtype).at), length)
+        assert columns is not None
+        return columns
 
     def _copy(self, x: Value, dtype: torch.dtype) -> Value:
         self._check(x)
@@ -307,12 +307,12 @@ class _Lowering:
     def _move(self, row: Tensor, into: Columns) -> None:
         moves = moves_of(row)
         if len(moves) > _MOST_MOVES:
-            raise NotRowsError("numbers that lie all over the place")
+            raise NotRowsError("numbers scattered over too many places")
         for move in moves:
             to = Columns(into.buffer, into.first + move.first, move.stride)
             self._steps.append(Step("copy", (move.source,), to, move.length, groups=move.groups))
 
-    # What a stage hands on.
+    # Results of a stage.
 
     def _hand_on(self, *results: Value) -> None:
         for each in results:
@@ -324,7 +324,7 @@ class _Lowering:
         carried = torch.cat([of_row(each.at) for each in results[3:]])
         is_there = torch.equal(carried, torch.arange(len(carried)))
         if not is_there and RESIDUAL in columns_of(torch.cat(heads)):
-            raise NotRowsError("attention reads what is carried to it")
+            raise NotRowsError("attention reads values carried to it")
         if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self._room(len(carried), self._dtype)
             self._move(carried, room)
@@ -334,7 +334,7 @@ class _Lowering:
         self._leave(heads, QKV)
 
     def _leave(self, rows: list[Tensor], given: int) -> None:
-        """Have numbers lie in a buffer that is given."""
+        """Put numbers into a given buffer, by redirecting the steps that compute them if possible."""
         row = torch.cat(rows)
         found = grouped(row, len(row))
         if found is None or found.buffer in GIVEN or self._buffers[found.buffer].width != len(row):
@@ -374,7 +374,7 @@ def _with_addresses(value: Any) -> Any:
 
 
 def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return what a conversion is to."""
+    """Return the target dtype of a conversion."""
     for each in (*args[1:], *kwargs.values()):
         if isinstance(each, torch.dtype):
             return each

@@ -1,4 +1,4 @@
-"""What a piece of a graph computes by several operators, and the decoders' operators compute by one."""
+"""Patterns of operators in a graph that one of the decoder's operators can replace."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,36 +11,36 @@ from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.rows import name_of, row_dim
 
 P = TypeVar("P", bound="Pattern")
-_MOVES = frozenset(("view", "transpose", "alias", "reshape", "to"))  # that make no numbers
+_MOVES = frozenset(("view", "transpose", "alias", "reshape", "to"))  # no arithmetic
 
 
 @dataclass(slots=True)
 class Norm:
-    """An RMSNorm over the last dimension, of a sum where `residual` is given."""
+    """An RMSNorm over the last dimension; with `residual`, of a sum."""
 
     covered: set[fx.Node]
     root: fx.Node  # the result
     x: fx.Node
     weight: fx.Node
     eps: float
-    is_rounded_before: bool  # to the model's dtype, before it is multiplied with the weight
-    residual: fx.Node | None = None  # that x is added to
+    is_rounded_before: bool  # round to the model's dtype before multiplying with the weight
+    residual: fx.Node | None = None  # the other summand
     total: fx.Node | None = None  # the sum
-    in_place: bool = False  # whether it may lie where the residual does
+    in_place: bool = False  # the sum may overwrite the residual
 
 
 @dataclass(slots=True)
 class Gate:
-    """silu(gate) * up, of one product that has both."""
+    """silu(gate) * up, from one fused matmul."""
 
     covered: set[fx.Node]
     root: fx.Node
-    gate: fx.Node  # a product: the gates, or gates and ups
+    gate: fx.Node  # a matmul: the gates, or gates and ups
 
 
 @dataclass(slots=True)
 class Rope:
-    """Heads [1, heads, rows, head_dim] that are rotated, after a norm where there is one."""
+    """RoPE of heads [1, heads, rows, head_dim], after an optional norm."""
 
     covered: set[fx.Node]
     root: fx.Node
@@ -48,8 +48,8 @@ class Rope:
     cos: fx.Node
     sin: fx.Node
     norm: Norm | None
-    rows_first: bool  # whether x is [1, rows, heads, head_dim]
-    in_place: bool  # whether nothing else reads x
+    rows_first: bool  # x is [1, rows, heads, head_dim]
+    in_place: bool  # nothing else reads x
 
 
 Pattern = Norm | Gate | Rope
@@ -57,11 +57,11 @@ Pattern = Norm | Gate | Rope
 
 @dataclass(slots=True)
 class Parts:
-    """Which products are parts of the same one."""
+    """Matmul nodes as parts of fused matmuls."""
 
-    whole: dict[fx.Node, int] = field(default_factory=dict)  # product -> which
+    whole: dict[fx.Node, int] = field(default_factory=dict)  # matmul -> id of the fused matmul
     index: dict[fx.Node, int] = field(default_factory=dict)
-    rows: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of the whole one's parts
+    rows: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of the fused matmul's parts
 
 
 def find_patterns(
@@ -73,15 +73,15 @@ def find_patterns(
     parts: Parts,
     dtype: torch.dtype,
 ) -> list[Pattern]:
-    """Return the patterns of a piece, none of which overlap.
+    """Return the patterns of a piece, without overlaps.
 
     Args:
         nodes: of the piece, in order.
-        constants: what depends on weights only, and weights.
-        rotations: what depends on positions only.
-        carried: what the piece is given.
-        handed_on: what it gives: to attention, and to the next piece.
-        parts: its products.
+        constants: weights, and nodes that depend on weights only.
+        rotations: nodes that depend on positions only.
+        carried: the piece's inputs.
+        handed_on: the piece's results: for attention, and for the next piece.
+        parts: its matmuls.
         dtype: of the model.
     """
     found = _Finder(nodes, set(constants), set(rotations), carried, handed_on, parts, dtype)
@@ -96,7 +96,7 @@ def find_patterns(
 
 
 def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
-    """Look for a pattern; operators whose arguments have another form are none."""
+    """Search for a pattern; operators with unexpected arguments do not match."""
     try:
         return find(*given)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, CannotCutError):
@@ -120,18 +120,18 @@ class _Finder:
         self._fresh: set[fx.Node] = set()  # results of norms
 
     def norms(self, nodes: list[fx.Node]) -> list[Norm]:
-        """Return all norms, in order; of those that end alike, the longest."""
-        found, covered = list[Norm](), set[fx.Node]()
+        """Return all norms, in order; of norms with shared nodes, the longest."""
+        norms, covered = list[Norm](), set[fx.Node]()
         for node in reversed(nodes):
             norm = None if node in covered else _tried(self.norm, node)
             if norm is not None:
-                found.insert(0, norm)
+                norms.insert(0, norm)
                 covered |= norm.covered
-        self._fresh = {norm.root for norm in found}
-        return found
+        self._fresh = {norm.root for norm in norms}
+        return norms
 
     def norm(self, root: fx.Node) -> Norm | None:
-        """Return the norm that ends with a node."""
+        """Return the norm with this result."""
         end = _node(root, 0) if self._is(root, "to", "type_as") else root
         is_rounded_last = end is not root
         weight, normed = self._factors(end)
@@ -162,7 +162,7 @@ class _Finder:
         return (_node(node, 0), _node(node, 1)) if self._is(node, "mul") else (None, None)
 
     def add_residual(self, norm: Norm, norms: list[Norm]) -> None:
-        """Let a norm's operator compute the sum before it, too."""
+        """Extend a norm's pattern by the sum before it."""
         total = norm.x
         if not norm.is_rounded_before or not self._is(total, "add") or total.kwargs.get("alpha", 1) != 1:
             return
@@ -173,18 +173,18 @@ class _Finder:
             return
         if {_dtype(one), _dtype(other)} != {self._dtype}:
             return
-        own = self._carried | {each.total for each in norms if each.total is not None}
+        own = self._carried | {previous.total for previous in norms if previous.total is not None}
         if one not in own and other in own:
             one, other = other, one
         norm.residual, norm.total, norm.x = one, total, other
         norm.covered.add(total)
-        # What reads the residual otherwise has read it before: it is another norm's sum.
+        # Other readers of the residual have read it already if it is the sum of an earlier norm.
         readers = {user for user in one.users if user in self._inside and user is not total}
-        before = {node for each in norms if each.total is one for node in each.covered}
+        before = {node for previous in norms if previous.total is one for node in previous.covered}
         norm.in_place = one in own and one not in self._handed_on and readers <= before
 
     def gate(self, root: fx.Node) -> Gate | None:
-        """Return the gated activation that ends with a node."""
+        """Return the gated activation with this result."""
         silu, up = self._factors(root)
         if not self._is(silu, "silu"):
             silu, up = up, silu
@@ -193,7 +193,7 @@ class _Finder:
             return None
         parts, covered, product = self._parts, {root, silu}, gate
         halves = self._halves(gate, up)
-        if halves is not None:  # of what one matrix gives
+        if halves is not None:  # halves of one matmul
             product, covered = _node(halves[0], 0), covered | {*halves, gate, up}
             is_pair = set(product.users) == set(halves) and len(parts.rows.get(product, ())) == 1
         else:
@@ -204,7 +204,7 @@ class _Finder:
         return Gate(covered, root, product) if is_pair and self._is_closed(covered, root) else None
 
     def _halves(self, gate: fx.Node, up: Any) -> tuple[fx.Node, ...] | None:
-        """Return what cuts a value into two that are these: they themselves are slices, or items of one."""
+        """Return the nodes that cut a value into these two halves: slices, or the chunk of two items."""
         if self._is(gate, "getitem") and self._is(up, "getitem"):
             both = _node(gate, 0)
             is_half = self._is(both, "chunk") and both is _node(up, 0) and tuple(both.args[1:]) == (2, -1)
@@ -216,7 +216,7 @@ class _Finder:
         return (gate, up) if are_halves and _shape(both)[-1] == 2 * size else None
 
     def rope(self, root: fx.Node, norms: list[Norm]) -> Rope | None:
-        """Return the rotation that ends with a node: x * cos + (x with its halves swapped) * sin."""
+        """Return the RoPE with this result: x * cos + (x with its halves swapped) * sin."""
         if not self._is(root, "add") or len(_shape(root)) != 4:
             return None
         (x, cos), (swapped, sin) = self._factors(root.args[0]), self._factors(root.args[1])
@@ -227,7 +227,7 @@ class _Finder:
         if not self._is_slice(low, x, 0, size // 2) or not self._is_slice(high, x, size // 2, size):
             return None
         covered = {root, *root.args, swapped, minus, low, high}
-        # Of [1, heads, rows, head_dim]; some code rotates [1, rows, heads, head_dim].
+        # x is [1, heads, rows, head_dim]; some models rotate [1, rows, heads, head_dim].
         rows_of_cos = row_dim(cos)
         are_rows_third = row_dim(x) == 2 and rows_of_cos is not None and len(_shape(cos)) - rows_of_cos == 2
         is_turned = {cos, sin} <= self._rotations and size == _shape(cos)[-1] == _shape(sin)[-1]
@@ -246,7 +246,7 @@ class _Finder:
         return Rope(covered, root, x, cos, sin, norm, rows_first, self._is_own(x, covered))
 
     def _is_own(self, x: fx.Node, readers: set[fx.Node]) -> bool:
-        """Return whether only these nodes read numbers that a product has made for them."""
+        """Return True if only these nodes read x, and a matmul or norm has written it to new memory."""
         while set(x.users) <= readers and x not in self._handed_on:
             if x in self._parts.whole or x in self._fresh:
                 return True
@@ -266,7 +266,7 @@ class _Finder:
         return isinstance(node, fx.Node) and node in self._inside and name_of(node) in names
 
     def _is_closed(self, covered: set[fx.Node], root: fx.Node) -> bool:
-        """Return whether no other node reads what lies inside."""
+        """Return True if no outside node reads an inner node."""
         inner = covered - {root}
         return not inner & self._handed_on and all(set(node.users) <= covered for node in inner)
 

@@ -1,4 +1,4 @@
-"""Sentences for models that this engine cannot run, with one table of the parts that it lacks."""
+"""Error sentences for models that this engine cannot run, with a table of unsupported parts."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.source import Source
 
 BY_LLAMACPP = "a GGUF file of it may run by llama.cpp, with --backend llamacpp"
-# Names of classes in a model → what they are called. The first one that is found is said.
+# Class names in a model → description. The first match counts.
 _PARTS = tuple(
     (re.compile(pattern), words)
     for pattern, words in {
@@ -34,11 +34,11 @@ _PARTS = tuple(
 )
 _OTHER_PARTS = {"vision_config": "images", "audio_config": "sound", "video_config": "videos"}
 _CLASS = re.compile(r"<class '(?:[\w.]+\.)?(\w+)'>")
-MOST_CHARACTERS = 200  # of what others say
+MOST_CHARACTERS = 200  # of foreign error messages
 
 
 def missing_part(model: nn.Module) -> str | None:
-    """Return the words for what a model has and this engine has not; None: it has nothing of the table."""
+    """Return the description of an unsupported part; None: the table has no match."""
     classes = {type(module).__name__ for module in model.modules()}
     for pattern, words in _PARTS:
         if any(pattern.search(name) for name in classes):
@@ -49,12 +49,12 @@ def missing_part(model: nn.Module) -> str | None:
 
 
 def not_made(source: Source, config: Any, error: Exception) -> ModelError:
-    """Return the sentence for a configuration of which transformers makes no decoder.
+    """Return the error for a configuration that transformers cannot turn into a decoder.
 
     Args:
         source: the folder or file.
         config: of transformers; None: it could not be read.
-        error: what transformers said.
+        error: from transformers.
     """
     names = getattr(config, "architectures", None) or [type(config).__name__.removesuffix("Config")]
     others = [words for key, words in _OTHER_PARTS.items() if getattr(config, key, None) is not None]
@@ -76,7 +76,7 @@ def not_made(source: Source, config: Any, error: Exception) -> ModelError:
 
 
 def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
-    """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
+    """Return the error for a model that cannot be cut; `model`: the model or its configuration."""
     name = getattr(model, "architecture", type(model).__name__)
     part = missing_part(model) if isinstance(model, nn.Module) else None
     if part is not None:
@@ -84,14 +84,14 @@ def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
             f"{source.named} describes {name}, which has {part}, which this engine does not support yet: "
             f"{BY_LLAMACPP}."
         )
-    said = shortly(error)
+    reason = shortly(error)
     if not isinstance(error, CannotCutError) and isinstance(model, nn.Module) and _has_experts(model):
         known = ", ".join(family.model_type for family in FAMILIES if family.experts)
-        said = f"it is a mixture of experts of a kind that is not supported, as those of {known} are"
+        reason = f"its kind of mixture of experts is not supported; those of {known} are"
     elif not isinstance(error, CannotCutError):
-        said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
+        reason = f"its code cannot run without numbers ({type(error).__name__}: {reason})"
     return ModelError(
-        f"{source.named} describes {name}, which cannot be cut into stages at attention: {said}."
+        f"{source.named} describes {name}, which cannot be cut into stages at attention: {reason}."
     )
 
 
@@ -100,7 +100,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def shortly(error: Exception) -> str:
-    """Return the first line of what others say, without paths of classes, cut between words."""
+    """Return the first line of a foreign message, without module paths of classes, cut between words."""
     return _cut(_CLASS.sub(r"\1", str(error).strip().split("\n")[0])).rstrip(".: ")
 
 

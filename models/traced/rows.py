@@ -1,4 +1,4 @@
-"""Which operators of a graph treat each row alike, so that tokens meet in attention only."""
+"""The operators of a graph that treat every row alike; only attention may mix tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from neo_desktop.models.traced.capture import CannotCutError
 
-# Operators that treat each row alike, whatever the other rows are. Others are refused.
+# Operators on single elements, or without arithmetic. Operators outside these tables are refused.
 # fmt: off
 ELEMENTWISE = frozenset((
     "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "log",
@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset((
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
     "polar", "view_as_complex", "view_as_real",
 ))
-# Those that make no numbers, but put them elsewhere.
+# No arithmetic, only other positions.
 MOVES = frozenset((
     "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand",
     "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "alias", "detach",
@@ -41,7 +41,7 @@ _OVER_ONE = frozenset((
     "slice", "select", "cat", "concat", "stack", "split", "split_with_sizes", "chunk", "unbind",
     "slice_scatter",
 ))
-# Those that find, order or put numbers elsewhere in one dimension.
+# Search, sort or permute along one dimension.
 _ALONG_ONE = frozenset((
     "topk", "sort", "argsort", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_",
     "repeat_interleave",
@@ -59,25 +59,25 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether a node's value is a tensor."""
+    """Return True if a node's value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def is_value(node: fx.Node) -> bool:
-    """Return whether a node's value is a tensor, or several."""
+    """Return True if a node's value is one or several tensors."""
     return isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Return a node's inputs that are tensors, or several."""
+    """Return a node's inputs with tensor values."""
     return [each for each in node.all_input_nodes if is_value(each)]
 
 
 def row_dim(node: fx.Node) -> int | None:
-    """Return which dimension of a node's value has the rows; None: it has none.
+    """Return the row dimension of a node's value; None: it has no rows.
 
     Raises:
-        CannotCutError: rows are not one dimension of it.
+        CannotCutError: rows are not one whole dimension.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
@@ -91,14 +91,14 @@ def row_dim(node: fx.Node) -> int | None:
 
 
 def width_of(node: fx.Node) -> int:
-    """Return how many numbers a row of a node's value has; a complex one counts as two."""
+    """Return the numbers per row of a node's value; a complex number counts as two."""
     value, dim = node.meta["val"], row_dim(node)
     numbers = torch.Size([size for at, size in enumerate(value.shape) if at != dim]).numel()
     return int(numbers) * (2 if value.dtype.is_complex else 1)
 
 
 def check_rows(graph: fx.Graph) -> None:
-    """Raise CannotCutError where a token would depend on others by anything else than attention."""
+    """Raise CannotCutError if an operator other than attention may mix tokens."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
             continue
@@ -143,7 +143,7 @@ def _refused(_node: fx.Node, _given: list[fx.Node]) -> bool:
 
 def _over_dims(node: fx.Node, given: list[fx.Node]) -> bool:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if isinstance(dims, fx.Node):  # the larger or the smaller of two
+    if isinstance(dims, fx.Node):  # elementwise maximum or minimum of two tensors
         return True
     if dims is None:
         return False
@@ -166,7 +166,7 @@ def _over_one(node: fx.Node, given: list[fx.Node]) -> bool:
 
 
 def _along_one(node: fx.Node, given: list[fx.Node]) -> bool:
-    """Whether numbers are found, ordered or put elsewhere in one dimension, which is not the rows'."""
+    """Return True if the operator works along one dimension other than the rows."""
     name = name_of(node)
     place = {"topk": 2, "repeat_interleave": 2}.get(name, 1)
     default = -1 if name in ("topk", "sort", "argsort") else None

@@ -1,4 +1,4 @@
-"""A stage's code, cut where a matrix that is split is multiplied."""
+"""A stage's code, cut at its offloaded matmuls."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,35 +14,35 @@ from neo_desktop.models.traced.fused import Product
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is computed up to a product that is split, or to the end of the stage."""
+    """Code up to an offloaded matmul, or to the end of the stage."""
 
-    code: Callable[..., Any]  # of what it takes; the last one returns the stage's results
-    takes: tuple[str, ...]  # names of the stage's inputs, and of what segments before and products give
-    gives: tuple[str, ...]  # names of what it returns
+    code: Callable[..., Any]  # arguments: `takes`; the last segment returns the stage's results
+    takes: tuple[str, ...]  # names of stage inputs, and of results of earlier segments and matmuls
+    gives: tuple[str, ...]  # names of its results
     product: Product | None = None  # None: this is the last segment
-    name: str = ""  # of a product with a split matrix, one of `TURN`
-    given: str = ""  # the name of what the product is given, [.., columns]
-    result: str = ""  # the name of what comes of it, [.., rows]
+    name: str = ""  # of the offloaded matrix, one of `TURN`
+    given: str = ""  # name of the matmul's input, [.., columns]
+    result: str = ""  # name of the matmul's result, [.., rows]
 
     @property
     def split(self) -> OffloadedLinear | None:
-        """The matrix that is multiplied, if it is split."""
+        """The offloaded matrix; None: the last segment."""
         linear = self.product.linear if self.product is not None else None
         return linear if isinstance(linear, OffloadedLinear) else None
 
 
 def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
-    """Cut the code of stages before and after products that are split.
+    """Cut the code of stages before and after offloaded matmuls.
 
-    Products with offloaded matrices get the names in `TURN` by their order alone: the last one before an
-    attention is "qkv". Those of one name have to be as wide everywhere; others, and those for which no name
-    is left, are not cut out: stages compute them at once, while nothing overlaps.
+    Offloaded matmuls get names of `TURN` by their order: the last one before an attention is "qkv". All
+    matmuls with one name must have the same width. Other matmuls, and surplus ones, are not cut out: the
+    stage computes them without overlap.
 
     Args:
-        pieces: all stages, by turn.
+        pieces: all stages, in order.
 
     Returns:
-        The segments of those that are cut, by turn.
+        Stage index -> segments, for the stages with cuts.
     """
     named: list[dict[fx.Node, tuple[str, int]]] = []
     widths: dict[str, Counter[int]] = defaultdict(Counter)
@@ -63,12 +63,12 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
     cut = (
         {node: name for node, (name, columns) in splits.items() if columns == usual[name]} for splits in named
     )
-    found = enumerate(zip(pieces, cut, strict=True))
-    return {turn: _segments(piece, names) for turn, (piece, names) in found if names}
+    stages = enumerate(zip(pieces, cut, strict=True))
+    return {turn: _segments(piece, names) for turn, (piece, names) in stages if names}
 
 
 def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segment]:
-    """Cut a stage's code before and after some products."""
+    """Cut a stage's code before and after some matmuls."""
     cuts: list[tuple[list[fx.Node], fx.Node | None]] = []
     nodes: list[fx.Node] = []
     for node in module.graph.nodes:
@@ -88,14 +88,14 @@ def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segm
 
 
 def _product(module: fx.GraphModule, node: fx.Node) -> Product | None:
-    found = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, Product) else None
+    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return target if isinstance(target, Product) else None
 
 
 def _segment(
     module: fx.GraphModule, nodes: list[fx.Node], cut: fx.Node | None, later: set[fx.Node], name: str
 ) -> Segment:
-    """Make the code of some nodes; `later` read what it gives."""
+    """Return the code of some nodes; nodes in `later` read its results."""
     graph, known, takes = fx.Graph(), dict[fx.Node, fx.Node](), list[str]()
 
     def find(node: fx.Node) -> fx.Node:

@@ -1,21 +1,21 @@
-"""What a model of `transformers` consists of, as far as it is known before it is loaded."""
+"""Sizes of a `transformers` model that are known before it is loaded."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class FusedSizes:
-    """Matrices that multiply the same numbers, one below the other."""
+    """Matrices with the same input, stacked by rows."""
 
     weights: tuple[str, ...]
-    biases: tuple[str, ...]  # none, or one of each
-    rows: tuple[int, ...]  # of each
+    biases: tuple[str, ...]  # empty, or one per matrix
+    rows: tuple[int, ...]  # per matrix
     columns: int
-    label: str = ""  # its name; none: that of the first matrix
+    label: str = ""  # its name; empty: named after the first matrix
 
     @property
     def name(self) -> str:
-        """What it is called, without what stands for a weight."""
+        """Name without the suffix `.weight`."""
         return self.label or self.weights[0].removesuffix(".weight")
 
 
@@ -27,20 +27,20 @@ class Mixed:
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[FusedSizes, ...]  # gate, up and down: of all experts, one below the other
+    matrices: tuple[FusedSizes, ...]  # gate, up and down, each with the experts' matrices stacked
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSpec:
-    """What a checkpoint holds, and what attention is like; nothing of it depends on a dtype."""
+    """Parameters and attention of a model; independent of the dtype."""
 
-    # name -> shape, of those that are not matrices
+    # name -> shape, of parameters outside the matrices
     parameters: dict[str, tuple[int, ...]] = field(hash=False)
     matrices: tuple[FusedSizes, ...]  # in the order of their use, without the head
-    head: FusedSizes | None  # None: it is the embeddings
-    embedding: str  # whose rows the tokens look up
+    head: FusedSizes | None  # None: tied to the embedding
+    embedding: str  # name of the embedding's parameter
     vocab_size: int
-    hidden_size: int  # that the head multiplies
+    hidden_size: int  # width of the head's input
     aliases: dict[str, str] = field(hash=False)  # another name of a parameter -> its name
     heads: int
     kv_heads: int
@@ -48,17 +48,17 @@ class TracedSpec:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
-    sinks: tuple[str, ...] = ()  # names of parameters, by layer; none: there are no sinks
+    sinks: tuple[str, ...] = ()  # names of parameters, by layer; empty: no sinks
     moe_layers: tuple[Mixed, ...] = ()
-    wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
-    unread: frozenset[str] = frozenset()  # the model's tensors that text does not need, as those of images
-    # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
+    wide: tuple[str, ...] = ()  # `parameters` that stay in float32
+    unread: frozenset[str] = frozenset()  # tensors that text does not need, for example for images
+    # RoPE changes its frequencies for longer prompts, but cached keys keep the old ones; None: no limit.
     most_tokens: int | None = None
 
     @property
     def all_matrices(self) -> tuple[FusedSizes, ...]:
-        """Those of experts, too, without the head."""
-        return (*self.matrices, *(fused for each in self.moe_layers for fused in each.matrices))
+        """Matrices of layers and experts, without the head."""
+        return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
 
 
 NOTHING = TracedSpec({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
@@ -66,7 +66,7 @@ NOTHING = TracedSpec({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a configuration says of a model's text that its code does not show.
+    """Properties of a model's text that its configuration has, but not its code.
 
     Args:
         context_tokens: positions that the model has.

@@ -1,4 +1,4 @@
-"""What tells `transformers` what a model is like."""
+"""The source of a `transformers` configuration."""
 
 import json
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A folder with a config.json, or a file of which the same is known.
+    """A folder with a config.json, or a file with equivalent metadata.
 
     Args:
         path: of the folder, or of the file.
-        config_json: of a file: what a config.json would say; None: it is a folder.
-        untied: parameters that are weights of their own, though the configuration ties them to others.
+        config_json: contents of a config.json derived from a file; None: a folder.
+        untied: parameters that are separate weights, although the configuration ties them.
     """
 
     path: Path
@@ -22,11 +22,11 @@ class Source:
 
     @property
     def named(self) -> Path:
-        """Return what errors name."""
+        """Path for error messages."""
         return self.path / "config.json" if self.config_json is None else self.path
 
     def config(self) -> Any:
-        """Return the configuration; raises whatever transformers raises, ImportError where it is missing."""
+        """Return the configuration. Raises exceptions of transformers; ImportError if it is not installed."""
         from transformers import AutoConfig  # noqa: PLC0415 - large, and rarely needed
 
         if self.config_json is None:

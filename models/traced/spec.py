@@ -1,4 +1,4 @@
-"""What a model of `transformers` consists of, found out by a run without numbers."""
+"""The sizes of a `transformers` model, from a run without numbers."""
 
 import inspect
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_mad
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
 from neo_desktop.models.traced.source import Source
 
-# Attributes of configurations with the number of positions; most classes map a name of theirs to the first.
+# Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _UNKNOWN_CONTEXT = 2048
-_CHANGING = ("dynamic", "longrope")  # rotations whose frequencies depend on a prompt's length
-ROWS = 5  # of the run; any number that is no size of a model
+_CHANGING = ("dynamic", "longrope")  # RoPE types with frequencies that depend on a prompt's length
+ROWS = 5  # of the run; differs from every size of a model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' advice to itself."""
+    """Silence the advice of transformers."""
     from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
 
     before = logging.get_verbosity()
@@ -49,10 +49,10 @@ def _quiet() -> Iterator[None]:
 
 
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
-    """Return the model that is described, without numbers.
+    """Return the described model, without numbers.
 
     Raises:
-        ModelError: transformers is not installed, or does not know it.
+        ModelError: transformers is not installed, or does not know the model.
     """
     try:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
@@ -65,14 +65,14 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     with _quiet():
         try:
             config = source.config()
-            with torch.device("meta"), intercepted(Calls()):  # so that its name is known
+            with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
                 try:
                     model = make.from_config(config, attn_implementation=NAME, **others)
-                except KeyError:  # its attention is chosen from a list of its own
+                except KeyError:  # the model has its own list of attentions
                     model = make.from_config(config, attn_implementation="sdpa", **others)
-        except Exception as error:  # of whatever kind: it is other people's code
+        except Exception as error:  # any exception: the code is not this project's
             raise not_made(source, config, error) from None
     names = config.architectures
     if not is_language_model(names) and type(model).__name__ not in names:
@@ -88,21 +88,21 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
 
 
 def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
-    """Run a model and write down what it asks for; return its scores [1, rows, vocab].
+    """Run a model and record its calls; return its scores [1, rows, vocab].
 
     Raises:
-        CannotCutError: it is more than stages can do.
+        CannotCutError: stages do not support a call.
     """
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise CannotCutError("it takes no positions")
+        raise CannotCutError("its code has no parameter for positions")
     with _quiet(), intercepted(calls), Catching(calls, model), _steady(model):
         logits: Tensor = model(**given).logits
     return logits
 
 
 def spec(source: Source, modified_ns: int) -> TracedSpec:
-    """Return the outline of a model.
+    """Return the sizes of a model.
 
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
@@ -111,22 +111,22 @@ def spec(source: Source, modified_ns: int) -> TracedSpec:
 
 
 def conversions_of(source: Source) -> Conversions:
-    """Return how the parameters of a model come out of its checkpoint; raises as `spec` does."""
+    """Return the conversions from a model's checkpoint to its parameters; raises as `spec` does."""
     return examined(source, source.named.stat().st_mtime_ns)[1]
 
 
 @contextmanager
 def _steady(model: nn.Module) -> Iterator[None]:
-    """Keep the frequencies of rotations that change once a prompt is long; see `TracedSpec.most_tokens`."""
-    modules: list[Any] = [each for each in model.modules() if hasattr(each, "rope_type")]
-    kept = [each.rope_type for each in modules]
-    for each in modules:
-        each.rope_type = _without_change(each.rope_type)
+    """Fix RoPE's frequencies, which some types change for long prompts; see `TracedSpec.most_tokens`."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
+    kept = [module.rope_type for module in modules]
+    for module in modules:
+        module.rope_type = _without_change(module.rope_type)
     try:
         yield
     finally:
-        for each, before in zip(modules, kept, strict=True):
-            each.rope_type = before
+        for module, before in zip(modules, kept, strict=True):
+            module.rope_type = before
 
 
 def _without_change(rope_type: Any) -> Any:
@@ -136,21 +136,21 @@ def _without_change(rope_type: Any) -> Any:
 
 
 def _most_tokens(config: Any) -> int | None:
-    """Return how many tokens leave all frequencies as they are; None: any number."""
+    """Return the most tokens with unchanged RoPE frequencies; None: no limit."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    found = [
-        int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
-        for each in sections
-        if each.get("rope_type") in _CHANGING
+    limits = [
+        int(section.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for section in sections
+        if section.get("rope_type") in _CHANGING
     ]
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 @lru_cache(maxsize=32)
 def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
-    """Return both of what a model tells without numbers; kept for the models that were asked for last."""
+    """Return sizes and conversions from a run without numbers; cached for recent models."""
     with TRACING:
         return _run_without_numbers(source)
 
@@ -164,12 +164,12 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
         return _spec(model, calls, logits), Conversions(model)
-    except Exception as error:  # of whatever kind: it is other people's code
+    except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
 
 
 def is_wide(model: Any, name: str) -> bool:
-    """Return whether something of a model is kept in float32, whatever the others' dtype."""
+    """Return True if transformers keeps a parameter or buffer in float32 with any dtype."""
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
@@ -188,13 +188,13 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
     first = _same_attention(model, calls)
     sinks = [each.sinks for each in calls.attention if each.sinks is not None]
     if any(id(each) not in names or each.shape != (first.heads,) for each in sinks):
-        raise CannotCutError("its attention sinks are no weights, one of each head")
+        raise CannotCutError("its attention sinks are not weights with one number per head")
     read = {*calls.read, *map(id, sinks)}
     shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
     unread = frozenset(tensors.keys() - shapes.keys())
     products = [each for each in calls.products if id(each.weight) in names]
     if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
-        raise CannotCutError("it has no embeddings of tokens, or no linear layers")
+        raise CannotCutError("it has no token embedding, or no linear layers")
     last = products[-1]
     if last.weight.shape[0] != logits.shape[-1]:
         raise CannotCutError("it does not end with a head")
@@ -209,7 +209,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
     matrices = tuple(_fused(group, names) for group in groups.values())
     is_tied = id(last.weight) in looked_up
     if times[id(last.weight)] > 1:
-        raise CannotCutError("its head is used elsewhere, too")
+        raise CannotCutError("its head has several uses")
     head = None if is_tied else _fused([last], names)
     moe_layers = tuple(mixed(model, call, names) for call in calls.experts)
     for moe in moe_layers:
@@ -249,11 +249,11 @@ def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:
 
 
 def _same_attention(model: Any, calls: Calls) -> Any:
-    """Return the first layer's attention, of which the others differ by windows at most."""
+    """Return the first layer's attention, if the other layers differ only in windows."""
     layers = model.config.get_text_config().num_hidden_layers
     if len(calls.attention) < layers:
         raise CannotCutError(
-            f"{layers - len(calls.attention)} of its {layers} layers have no attention that this engine knows"
+            f"{layers - len(calls.attention)} of its {layers} layers have no attention that is supported here"
         )
     if len(calls.attention) > layers:
         raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
@@ -261,7 +261,7 @@ def _same_attention(model: Any, calls: Calls) -> Any:
     for call in calls.attention:
         sizes = (call.heads, call.kv_heads, call.head_dim)
         if sizes != (first.heads, first.kv_heads, first.head_dim):
-            raise CannotCutError("its layers have heads of different numbers or sizes")
+            raise CannotCutError("its layers have different numbers or sizes of heads")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
         if (call.sinks is None) != (first.sinks is None):
@@ -272,7 +272,7 @@ def _same_attention(model: Any, calls: Calls) -> Any:
 
 
 def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the parameters with the modules that have them; those that several have come several times."""
+    """Yield (module, name, parameter); shared parameters several times."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -281,12 +281,12 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 @lru_cache(maxsize=32)
 def description(source: Source, _modified_ns: int) -> Description:
-    """Return what a configuration says of a model's text that its code does not show.
+    """Return properties of a model's text that its configuration has, but not its code.
 
-    The model's outline is known: so the configuration can be read.
+    Call `spec` first: the configuration is then known to be readable.
 
     Raises:
-        ModelError: the context is absurd.
+        ModelError: the context is out of range.
     """
     with _quiet():
         config = source.config()
@@ -297,11 +297,11 @@ def description(source: Source, _modified_ns: int) -> Description:
         raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
 
     def ids(name: str) -> tuple[int, ...]:
-        for each in (config, text):
-            value = getattr(each, name, None)
-            found = value if isinstance(value, list) else [value]
-            if all(type(token) is int and 0 <= token < text.vocab_size for token in found):
-                return tuple(found)
+        for section in (config, text):
+            value = getattr(section, name, None)
+            token_ids = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < text.vocab_size for token in token_ids):
+                return tuple(token_ids)
         return ()
 
     return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))

@@ -1,4 +1,4 @@
-"""Stages that are pieces of a graph; see `models.stages` for what is asked of them."""
+"""`models.stages.Stages` from the pieces of a graph."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ from neo_desktop.native import RowProgram
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
-INPUTS = ("carried", "rotation", "attended")  # of a stage's code
+INPUTS = ("carried", "rotation", "attended")  # parameters of a stage's code
 
 
 class TracedStages(Stages):
     """The stages of a model of `transformers`; see `Stages`.
 
     Raises:
-        ModelError: it cannot be cut.
+        ModelError: the model cannot be cut.
     """
 
     def __init__(self, decoder: TracedDecoder, operators: Operators | None = None) -> None:
@@ -55,14 +55,19 @@ class TracedStages(Stages):
         builder = Builder(graph, found, decoder, self._operators)
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
-        self._programs: dict[int, RowProgram] = {}  # by turn, on a CPU, where steps over rows compute it all
+        self._programs: dict[
+            int, RowProgram
+        ] = {}  # stage index -> program; on a CPU, for stages that can be lowered
         if not self._takes_operators(builder, pieces):
-            logger.warning("%s: its operators are not what they look like: it is slower", config.architecture)
+            logger.warning(
+                "%s: fused operators compute other numbers than its code: it runs slower without them",
+                config.architecture,
+            )
             self._rotate = builder.rotation(is_plain=True)
             pieces = [builder.piece(index, is_plain=True) for index in every]
             self._use(pieces, with_programs=False)
         self._head = builder.head()
-        self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
+        self._segments: dict[int, list[Segment]] = {}  # by stage index; empty without offloaded matrices
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
@@ -77,27 +82,27 @@ class TracedStages(Stages):
             try:
                 self._programs[turn] = lowered(piece, self.config, self.decoder.dtype)
             except NotRowsError as error:
-                logger.debug("stage %d is computed operator by operator: %s", turn, error)
+                logger.debug("stage %d runs operator by operator: %s", turn, error)
 
     @classmethod
     def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
-        """Return a decoder's stages, which are made once."""
+        """Return a decoder's stages, which are cached."""
         if decoder.stages is None:
             decoder.stages = cls(decoder, operators)
-        found: TracedStages = decoder.stages
-        return found
+        stages: TracedStages = decoder.stages
+        return stages
 
     def _takes_operators(self, builder: Builder, pieces: list[fx.GraphModule]) -> bool:
-        """Use pieces with operators, and return whether they compute what they should."""
+        """Use the pieces with fused operators; return True if they compute the right numbers."""
         try:
             self._use(pieces)
             return self._is_right(builder)
-        except Exception as error:  # of whatever kind: without operators, all of it is torch's
+        except Exception as error:  # any exception: the plain pieces use torch alone
             logger.debug("operators fail (%s: %s)", type(error).__name__, error)
             return False
 
     def _is_right(self, builder: Builder) -> bool:
-        """Return whether pieces of each kind compute with operators and as programs what they do without."""
+        """Check that a piece per kind computes the same numbers plain, with operators and as a program."""
         decoder, config, rows = self.decoder, self.config, CHECKED_ROWS
         generator = torch.Generator().manual_seed(0)
         positions = torch.arange(1, rows + 1, device=decoder.device)
@@ -133,7 +138,7 @@ class TracedStages(Stages):
 
     @property
     def writes_in_place(self) -> bool:
-        """What code makes lies in a graph's own memory; between products that are split it may not."""
+        """True without offloaded matrices; between offloaded matmuls, results may be in new memory."""
         return not self.decoder.has_splits
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
@@ -142,13 +147,13 @@ class TracedStages(Stages):
         self.rotate(positions, state.cos, state.sin)
 
     def rotate(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Compute what depends on positions alone: all of it lies in `cos`."""
+        """Compute all values that depend on positions only, into `cos`."""
         _rotated(self._rotate, positions, cos[:, 0])
 
     def advance(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> None:
-        """See `Stages`; what follows a layer's attention and what precedes the next one's are one stage."""
+        """Run one stage: from a layer's attention to the next attention, see `Stages`."""
         turn = 0 if finished is None else finished + 1
         if turn in self._programs:
             self._programs[turn].run(state.seen_by_native())
@@ -157,7 +162,7 @@ class TracedStages(Stages):
         self._store(state, store)
 
     def _hand_on(self, results: Any, turn: int, state: State) -> None:
-        """Put what a stage gives into the state."""
+        """Copy a stage's results to the state."""
         if turn == len(self._pieces) - 1:
             state.x.copy_(results[0][0])
             return
@@ -171,7 +176,7 @@ class TracedStages(Stages):
             first += each.shape[1]
 
     def _store(self, state: State, store: Store | None) -> None:
-        """Put keys and values into a cache; None: there is none, as behind the last layer."""
+        """Write keys and values to a cache; None: no cache, as after the last layer."""
         if store is not None:
             _, keys, values = self.heads(state)
             self._operators.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
@@ -179,7 +184,7 @@ class TracedStages(Stages):
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> Iterator[Step]:
-        """See `Stages`; what a step computes stays in memory of its own until the last one has read it."""
+        """Yield the segments of a stage, see `Stages`; results keep their own memory until the last step."""
         turn = 0 if finished is None else finished + 1
         if turn not in self._segments:
             yield Step(partial(self.advance, finished, begun, state, store), None)
@@ -219,8 +224,8 @@ class TracedStages(Stages):
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         return {
             (turn, segment.name): segment.split
-            for turn, of_async_step in self._segments.items()
-            for segment in of_async_step
+            for turn, stage_segments in self._segments.items()
+            for segment in stage_segments
             if segment.split is not None
         }
 
@@ -228,19 +233,19 @@ class TracedStages(Stages):
         out.copy_(state.x)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(self._head(normed[None])[0])  # where graphs leave it, and others look for it
+        return out.copy_(self._head(normed[None])[0])  # CUDA graphs need a fixed place
 
 
 def _given(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a stage's code is called with."""
+    """Return the arguments of a stage's code."""
     return state.residual, state.cos[:, 0], state.attention[None]
 
 
 class _Rooms:
-    """Memory in which products find their input and leave what comes of it, where something follows on them.
+    """Input and output memory of offloaded matmuls, for the code that follows them.
 
-    It is the same for all of them, since they follow each other. What became too small is kept: the device
-    may still work in it.
+    All matmuls share it, because they run one after the other. Memory that became too small is kept, because
+    the device may still use it.
     """
 
     def __init__(self) -> None:
@@ -262,7 +267,7 @@ class _Rooms:
 
 
 def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
-    """Compute what precedes a product with a split matrix, and put its input into `x` [rows, columns]."""
+    """Compute the code before an offloaded matmul, and write the matmul's input to `x` [rows, columns]."""
     begin()
     given = segment.code(*(values[name] for name in segment.takes))
     values.update(zip(segment.gives, given, strict=True))
@@ -270,22 +275,22 @@ def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str,
 
 
 def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
-    """Take what a product has left in `out` [rows, width], before the next one needs it."""
+    """Copy a matmul's result out of `out` [rows, width], before the next matmul overwrites it."""
     assert segment.product is not None
     values[segment.result] = segment.product.shaped(out.clone(), values[segment.given])
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:
-    """Raise CannotCutError where there is no room for what stages hand on."""
+    """Raise CannotCutError if the values between stages exceed the state's memory."""
     carried = max(sum(width_of(node) for node in piece.carried) for piece in found.pieces)
     if carried > decoder.config.carried_width:
-        raise CannotCutError("more than hidden states has to go from layer to layer")
+        raise CannotCutError("layers pass on more than hidden states")
     if sum(width_of(node) for node in found.rotations) > decoder.config.rotation_width:
-        raise CannotCutError("too much of it depends on positions")
+        raise CannotCutError("too many values depend on positions")
 
 
 def _rotated(code: Code, positions: Tensor, memory: Tensor) -> None:
-    """Put what stages read of positions beside each other into memory [rows, width]."""
+    """Write the position-dependent values of stages side by side to memory [rows, width]."""
     first = 0
     for value in code(positions[None].long()):
         rows = value.reshape(len(positions), -1)
@@ -294,14 +299,14 @@ def _rotated(code: Code, positions: Tensor, memory: Tensor) -> None:
 
 
 def _are_close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two results differ by rounding at most."""
+    """Return True if two results differ only by rounding."""
     off = torch.linalg.vector_norm(ours.double() - theirs.double())
     bound = 1e-3 if theirs.dtype is torch.float32 else 0.03
     return bool(off <= bound * torch.linalg.vector_norm(theirs.double()))
 
 
 def _keep(values: Any, memory: Tensor) -> None:
-    """Put values [1, rows, ..] beside each other into memory [rows, width]."""
+    """Write values [1, rows, ..] side by side to memory [rows, width]."""
     if len(values) == 1:
         (value,) = values
         if value.data_ptr() != memory.data_ptr():

@@ -1,5 +1,5 @@
-// The tile registers of AMX: eight matrices of 16 rows of 64 bytes. With NEO_DESKTOP_IMITATE_AMX they are
-// imitated, so that what is computed with them can be tested on other processors.
+// AMX's tile registers: eight matrices of 16 rows of 64 bytes. NEO_DESKTOP_IMITATE_AMX emulates them, so that
+// other processors can test the code that uses them.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 namespace neo_desktop {
 namespace {
 
-// Rows and bytes per row of each register, as the processor wants to be told.
+// Rows and bytes per row of the registers, in the processor's format.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -27,7 +27,7 @@ struct alignas(64) TileConfig {
 
 inline void tile_configure(const TileConfig& config) { _tile_loadconfig(&config); }
 inline void tile_release() { _tile_release(); }
-// The compilers' own functions want the numbers of registers as literals, not as template arguments.
+// The compilers' intrinsics require literal register numbers, not template arguments.
 template <int t>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(t));

@@ -11,7 +11,7 @@ namespace neo_desktop {
 namespace {
 
 constexpr double kMostSeconds = 10;
-constexpr int64_t kRounds = 256;  // between two looks at the clock: some microseconds
+constexpr int64_t kRounds = 256;  // between two reads of the clock: some microseconds
 
 }  // namespace
 
@@ -28,7 +28,8 @@ double fma_rate(double seconds, int num_threads, Isa isa, DType dtype) {
 
   using Clock = std::chrono::steady_clock;
   using Seconds = std::chrono::duration<double>;
-  // By thread: one that is woken late has less time, but while all work it is as fast as the others.
+  // Per thread: a thread that wakes late has less time, but works as fast as the others while all are
+  // working.
   std::vector<double> rates(num_threads, 0.0);
   const auto begin = Clock::now();
   ThreadPool::shared().run(num_threads, [&](int participant) {

@@ -1,24 +1,24 @@
 // Decode attention over dimension pairs: K as [num_pages, kv_heads, head_dim / 2, page_tokens, 2].
 //
-// The keys of 16 tokens (a segment) lie side by side, two dimensions of each at a time:
+// The keys of 16 tokens (a segment) are interleaved, two dimensions at a time:
 //
 //   d0 d1 of token 0, d0 d1 of token 1, ... d0 d1 of token 15      one cache line of fp16
 //   d2 d3 of token 0, d2 d3 of token 1, ...                        the next one, page_tokens * 2 further on
 //
-// so that every lane of a vector belongs to one token. A dot product then needs no sum across lanes, which
-// costs as much as the multiplications where several query heads share a KV head; and two dimensions at a
-// time is what the dot-product instructions of bf16 take. V stays in rows.
+// so every lane of a vector belongs to one token. A dot product then needs no sum across lanes, which would
+// cost as much as the multiplications if several query heads share a KV head. Two dimensions at a time also
+// suit the dot-product instructions of bf16. V stays in rows.
 //
-// A step takes a tile of kSegments segments and up to kQueryTile query heads. Segments may lie anywhere, but
-// where they are neighbours in a page, as the engine lays them, memory is read in longer pieces:
+// A step takes a tile of kSegments segments and up to kQueryTile query heads. Segments may be anywhere, but
+// if they are adjacent in a page, as the engine places them, memory is read in longer pieces:
 //
 //   scores   q·k of every token and head, in 2^... base
-//   softmax  online (tile_softmax.h): running maximum and sum of each head
+//   softmax  online (tile_softmax.h): running maximum and sum per head
 //   values   acc += weight * v
 //
-// Tiles end at multiples of kPairTile tokens of the context, also behind a window.
+// Tiles end at multiples of kPairTile tokens of the context, even with a window.
 //
-// How the products are made is the business of a class M, such as PairMath (pair_math.h).
+// A class M computes the products, for example PairMath (pair_math.h).
 #pragma once
 
 #include "pair_tiles.h"
@@ -87,8 +87,8 @@ class PairStep {
     for (int g = 0; g < Q; ++g) cap_scores<V>(task.softcap, weights + g * kPairTile, count);
   }
 
-  // Tokens that are not attended to may hold anything: their scores are replaced, and what a scale that is
-  // not a number has made of their weights.
+  // Masks tokens outside the attended range. Their memory may hold anything, so both scores and the weights
+  // that a NaN scale has spoiled are replaced.
   static void mask(const PairTile<T>& tile, float value, float* weights) {
     for (int g = 0; g < Q; ++g) {
       for (int t = 0; t < tile.first; ++t) weights[g * kPairTile + t] = value;
@@ -112,7 +112,7 @@ void attend_pairs(const AttendTask& task) {
   Segments<T> tiles[2];
   Segments<T> of_next_task{};
   if (task.next != nullptr) SegmentWalker<T>(*task.next).next(of_next_task);
-  // Half a tile is asked for one or two halves early.
+  // Half a tile is prefetched one or two halves ahead.
   const int64_t half_bytes = static_cast<int64_t>(kPairTile) * task.head_dim * sizeof(T);
   const bool far = half_bytes < kAheadBytes && task.group >= kMinAheadGroup;
   const int64_t pair_stride = task.page_tokens * 2;
@@ -122,7 +122,7 @@ void attend_pairs(const AttendTask& task) {
     const Segments<T>& now = tiles[current];
     walker.next(tiles[1 - current]);
     const Segments<T>& next = tiles[1 - current].count > 0 ? tiles[1 - current] : of_next_task;
-    // The heads of a page lie one after the other: memory is read in order, as far as the page goes.
+    // The heads of a page are adjacent: memory is read in order until the page ends.
     for (int head = 0; head < task.kv_heads; ++head) {
       const bool last = head + 1 == task.kv_heads && next.count > 0;
       const Segments<T>& after = last ? next : now;

@@ -1,13 +1,13 @@
 // Prompt attention: rows of queries over K and V in rows of fp32, fp16 or bf16.
 //
-// A step takes a tile of kPairTile tokens and kPromptRows rows. What a row's result is made of, and in which
-// order, is the same as in decode attention over pairs (attend_pairs.h): a row has the same bits beside any
-// other rows, and as a decode.
+// A step takes a tile of kPairTile tokens and kPromptRows rows. A row's result consists of the same terms, in
+// the same order, as in decode attention over pairs (attend_pairs.h): it has the same bits beside any other
+// rows, and as a decode.
 //
-//   keys     of a tile, once for all rows, as [head_dim / 2, kPairTile, 2] in fp32
-//   scores   the sums of even and of odd dimensions, then both; tokens that the row does not see are masked
+//   keys     of a tile, converted once for all rows, to [head_dim / 2, kPairTile, 2] in fp32
+//   scores   sums of even and of odd dimensions, then both; tokens that the row does not attend to are masked
 //   softmax  online (tile_softmax.h)
-//   values   acc += weight * v, of the tokens that the row sees, in order
+//   values   acc += weight * v, over the tokens that the row attends to, in order
 #pragma once
 
 #include "simd_common.h"
@@ -20,7 +20,7 @@ template <class V, class T>
 class PromptAttention {
   using Reg = typename V::Reg;
   static constexpr int kVectorTokens = V::kLanes / 2;
-  static constexpr int kVectors = V::kLanes / 4;  // that fill the registers, with kPromptRows rows
+  static constexpr int kVectors = V::kLanes / 4;  // with kPromptRows rows, they fill the registers
 
  public:
   explicit PromptAttention(const PromptTask& task)
@@ -58,7 +58,7 @@ class PromptAttention {
     const int64_t last = task_.position + row / task_.group + 1;
     return last < task_.end ? last : task_.end;
   }
-  // Those within the tile, from its first one on.
+  // Attended tokens within the tile, counted from its first one.
   int within(int64_t token) const { return token < tile_ ? 0 : smaller(token - tile_, kPairTile); }
 
   static Reg load_some(const T* row, int left) {
@@ -69,7 +69,7 @@ class PromptAttention {
   }
 
   void load_keys(int count) {
-    constexpr int kTokens = 4;  // that are written side by side
+    constexpr int kTokens = 4;  // written together
     const auto* rows = static_cast<const T*>(task_.k) + tile_ * task_.k_stride;
     for (int t = 0; t < count; t += kTokens) {
       alignas(64) float wide[sizeof(T) == sizeof(float) ? 1 : kTokens][kMaxHeadDim];
@@ -93,7 +93,7 @@ class PromptAttention {
     }
   }
 
-  // Rows that are fp32 and whole vectors stay where they are.
+  // fp32 rows of whole vectors stay in place.
   void load_values(int count) {
     const auto* rows = static_cast<const T*>(task_.v) + tile_ * task_.v_stride;
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -134,7 +134,7 @@ class PromptAttention {
       fill(own, last, kPairTile, kLowest);
       TileSoftmax<V>::run(own, max_of(row + r), sum_of(row + r), acc_of(row + r), task_.padded_head_dim);
     }
-    // Tokens that all rows see, and before and after them those that some do.
+    // Tokens that all rows attend to; before and after them, tokens that only some rows attend to.
     const int all_begin = within(first_of(row + rows - 1));
     const int all_end = within(last_of(row));
     if (all_begin >= all_end) {
@@ -190,7 +190,7 @@ class PromptAttention {
     }
   }
 
-  // Tokens [begin, end) of the tile as far as row + r attends to them.
+  // Adds tokens [begin, end) of the tile that row + r attends to.
   void add_alone(int row, int r, int begin, int end, const float* weights) const {
     const int first = within(first_of(row + r));
     const int last = within(last_of(row + r));
@@ -199,7 +199,7 @@ class PromptAttention {
     if (begin < end) add_values<1, kVectors>(0, begin, end, weights + r * kPairTile, acc_of(row + r));
   }
 
-  // From `column` on, W vectors of a row at a time; what is left of the row is done with half the width.
+  // From `column` on, W vectors of a row at a time; the rest of the row uses half the width.
   template <int R, int W>
   void add_values(int column, int begin, int end, const float* weights, float* acc) const {
     for (; column + W * V::kLanes <= task_.padded_head_dim; column += W * V::kLanes) {

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kTile = 32;  // tokens
 
-// Where the first head's rows of a tile's tokens lie. They may be anywhere: blocks of any size work.
+// Locations of the first head's rows for a tile's tokens. Rows may be anywhere: blocks of any size work.
 template <class T>
 struct Tile {
   const T* k[kTile];
@@ -109,7 +109,7 @@ class Step {
     add_values<V::kLanes / Q>(task, 0, rows, ahead, count, weights, acc);
   }
 
-  // Folds the lanes of each query head into one maximum and one sum.
+  // Reduces the lanes per query head to one maximum and one sum.
   static void finish(const float* lanes, int queries, float* max, float* sum) {
     for (int g = 0; g < queries; ++g) {
       max[g] = lanes[g * kTokens];
@@ -181,8 +181,8 @@ class Step {
     V::store(lanes + kMaxLanes, sum);
   }
 
-  // Adds the weighted values to the accumulators from `column` on, W vectors of Q heads at a time; what is
-  // left of the row is done with half the width.
+  // Adds the weighted values to the accumulators from `column` on, W vectors of Q heads at a time; the rest
+  // of the row uses half the width.
   template <int W>
   static void add_values(const AttendTask& task, int column, const Rows<T>& rows, const Rows<T>& ahead,
                          int count, const float* weights, float* acc) {
@@ -247,7 +247,7 @@ void attend_rows(const AttendTask& task) {
   int count = walker.next(tiles[0]);
   while (count > 0) {
     const int next_count = walker.next(tiles[1 - current]);
-    // The heads of a page lie one after the other: memory is read in order, as far as the page goes.
+    // The heads of a page are adjacent: memory is read in order until the page ends.
     for (int head = 0; head < task.kv_heads; ++head) {
       const Rows<T> rows{&tiles[current], head * task.k_head_stride, head * task.v_head_stride};
       Rows<T> ahead = rows;

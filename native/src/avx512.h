@@ -1,4 +1,4 @@
-// The vector registers of AVX-512 (F, BW, VL, DQ), for the kernels of that name and those that add to it.
+// The vector registers of AVX-512 (F, BW, VL, DQ), for its kernel and for kernels of its extensions.
 #pragma once
 
 #include <immintrin.h>
@@ -11,9 +11,9 @@ namespace {
 struct Avx512 {
   using Reg = __m512;
   static constexpr int kLanes = 16;
-  static constexpr int kSums = 16;  // registers to add up in, of 32
+  static constexpr int kSums = 16;  // accumulators, of 32 registers
   static constexpr int kHeadsAtOnce = 8;
-  static constexpr int kRowsAtOnce = 8;  // of dense products
+  static constexpr int kRowsAtOnce = 8;  // for dense matmuls
   static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return _mm512_setzero_ps(); }
@@ -62,15 +62,15 @@ struct Avx512 {
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(to_bfloat16(x)));
   }
 
-  // Lane i of the result is the sum of the lanes of rows[i].
+  // Lane i of the result is the sum of the lanes in rows[i].
   static Reg sum_each(const Reg* rows) {
-    Reg pairs[8];  // per 128-bit quarter: two partial sums of each of two rows
+    Reg pairs[8];  // per 128-bit quarter: two partial sums for each of two rows
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
                                _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
     }
-    Reg quads[4];  // per quarter: one partial sum of each of four rows
+    Reg quads[4];  // per quarter: one partial sum for each of four rows
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const __m512d a = _mm512_castps_pd(pairs[2 * i]);
@@ -87,19 +87,19 @@ struct Avx512 {
 
   // p[0], p[1], p[0], p[1], ...
   static Reg broadcast_pair(const float* p) {
-    double pair;  // repeated by the load itself; from a register it would take the place of arithmetic
+    double pair;  // broadcast by the load; from a register it would use an arithmetic port
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm512_castpd_ps(_mm512_set1_pd(pair));
   }
 
-  // The sums of neighbouring lanes, a's before b's.
+  // Sums of adjacent lanes, a's before b's.
   static Reg add_pairs(Reg a, Reg b) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
   }
 
-  // The maximum within each run of `width` lanes, in all of its lanes.
+  // The maximum within each run of `width` lanes, in every lane of the run.
   template <int width>
   static Reg max_within(Reg x) {
     if constexpr (width > 1) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
@@ -109,17 +109,17 @@ struct Avx512 {
     return x;
   }
 
-  // 2^x for x <= 0, relative error below 2e-7, NaN for NaN: 2^(part of x above the next lower whole number),
-  // of which the whole number goes to the exponent.
+  // 2^x for x <= 0, relative error below 2e-7, NaN for NaN: 2^(x - floor(x)), with floor(x) added to the
+  // exponent.
   static Reg exp2(Reg x) {
     const Reg part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    Reg power = _mm512_set1_ps(1.87757425e-3f);  // least largest relative error on [0, 1]
+    Reg power = _mm512_set1_ps(1.87757425e-3f);  // minimax relative error on [0, 1]
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(8.98933876e-3f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(5.58263250e-2f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(2.40153611e-1f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(6.93153083e-1f));
     power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(9.99999940e-1f));
-    return _mm512_scalef_ps(power, x);  // times 2^(x rounded down)
+    return _mm512_scalef_ps(power, x);  // times 2^floor(x)
   }
 
  private:

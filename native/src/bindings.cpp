@@ -1,4 +1,4 @@
-// Python's way in. Tensors arrive as (address, dtype code, shape, strides): nothing here knows torch.
+// Python bindings. Tensors arrive as (address, dtype code, shape, strides): this file does not know torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -90,7 +90,7 @@ PackedMatrix quantised_matrix(const Matrix& matrix) {
 using Layer =
     std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t, std::optional<Tensor>>;
 
-// num_layers: of a relay for products alone, which has no caches.
+// num_layers: of a relay without KV, which has no caches.
 std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int64_t num_layers, int num_threads,
                                   const std::string& isa) {
   if (layers.empty()) return std::make_unique<Relay>(num_layers, num_threads, isa_from_name(isa));
@@ -102,20 +102,20 @@ std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int64_t num_
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
 
-// And flags, index. The tensors of decodes by layer have a dimension of layers before the others.
+// Arguments, flags, index. The tensors of decodes by layer have a leading dimension of layers.
 using Batch = std::tuple<Decode, Tensor, int>;
 
-// what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
+// name, is_to_host, is_behind, slots, (k, v) of even and of odd layers, flags
 using Rows = std::tuple<Tensor, Tensor>;
 using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
 
-// what, lag, a matrix of each turn, x, out, flags, index
+// name, lag, matrix per turn, x, out, flags, index
 using Product = std::tuple<std::string, int, std::vector<std::optional<Matrix>>, Tensor, Tensor, Tensor, int>;
 
-// experts of each turn, what `multiply_experts_of` takes, flags, index
+// experts per turn, tensors of `multiply_experts_of`, flags, index
 using ExpertsInTurns = std::tuple<std::vector<const PackedExperts*>, std::array<Tensor, 7>, Tensor, int>;
 
-// what, (address, bytes) of each turn's piece, those of the buffers, flags
+// name, (address, bytes) of the turns' pieces, (address, bytes) of the buffers, flags
 using Copies = std::tuple<std::string, std::vector<std::pair<uintptr_t, int64_t>>,
                           std::vector<std::pair<uintptr_t, int64_t>>, Tensor>;
 
@@ -191,8 +191,7 @@ void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const s
                 isa_from_name(isa));
 }
 
-// Buffers: width, dtype, whether it is given. Steps: what, sources, where to, groups, length, number,
-// weights, matrix.
+// Buffers: width, dtype, is_given. Steps: op, sources, target, groups, length, number, weights, matrix.
 using Columns = std::tuple<int64_t, int64_t, int64_t>;
 using Step = std::tuple<int, std::vector<Columns>, Columns, int64_t, int64_t, float, std::vector<Tensor>,
                         std::optional<Matrix>>;

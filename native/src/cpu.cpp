@@ -22,11 +22,11 @@
 namespace neo_desktop {
 namespace {
 
-// With every core busy, the threads that feed the GPU wait for a time slice of the system's scheduler, and
-// the GPU with them: iterations of 14 ms took 40 (measured on 16 cores).
-constexpr int kCoresLeftFree = 2;  // Python's and the driver's
+// With every core busy, the threads that feed the GPU wait for a time slice, and the GPU waits with them:
+// iterations of 14 ms took 40 ms (measured on 16 cores).
+constexpr int kCoresLeftFree = 2;  // for Python and the driver
 
-// CPUs' worth of time per period that a cgroup's files allow; 0 where they set no limit.
+// CPU time per period that a cgroup's files allow, in CPUs; 0 if they set no limit.
 double cpus_in_cgroup_v2(const std::string& folder) {
   std::ifstream file(folder + "/cpu.max");
   std::string quota;
@@ -43,7 +43,7 @@ double cpus_in_cgroup_v1(const std::string& folder) {
   return quota / period;
 }
 
-// The tightest quota on the way from this process's cgroup up to the root; 0 where there is none.
+// The tightest quota from this process's cgroup up to the root; 0 if no cgroup has one.
 double cgroup_cpu_quota() {
   double tightest = 0;
   auto walk_up = [&](const std::string& root, std::string path, auto cpus_in) {
@@ -75,13 +75,13 @@ double cgroup_cpu_quota() {
   return tightest;
 }
 
-// Threads that use up the quota, if there is one, and no more.
+// Caps a number of threads at the quota.
 int within_quota(int threads) {
   const double quota = cgroup_cpu_quota();
   return quota > 0 ? std::min(threads, static_cast<int>(std::ceil(quota))) : threads;
 }
 
-// How many CPUs of its core a CPU has before it, of those in the mask; 0 where the system does not say.
+// Number of CPUs in the mask that precede a CPU in its core; 0 if the system does not say.
 int place_in_core(int cpu, const cpu_set_t& mask) {
   std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
   int place = 0;
@@ -95,7 +95,7 @@ int place_in_core(int cpu, const cpu_set_t& mask) {
   return place;
 }
 
-// (place in its core, number) of the CPUs of this process's affinity mask, in order.
+// (place in its core, number) for the CPUs of this process's affinity mask, in order.
 std::vector<std::pair<int, int>> cpus_by_place() {
   std::vector<std::pair<int, int>> cpus;
   cpu_set_t mask;
@@ -108,7 +108,7 @@ std::vector<std::pair<int, int>> cpus_by_place() {
   return cpus;
 }
 
-std::atomic<int> chosen_num_threads{0};  // 0: nobody has chosen
+std::atomic<int> chosen_num_threads{0};  // 0: not set
 
 #if defined(__x86_64__)
 bool has_avx2() {
@@ -120,12 +120,12 @@ bool has_avx512() {
 }
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #if defined(NEO_DESKTOP_AMX)
-// Tile registers are large: Linux saves them only for processes that ask for them, once.
+// Tile registers are large: Linux enables them only for processes that request them, once.
 bool has_amx() {
 #if defined(NEO_DESKTOP_IMITATE_AMX)
   return has_avx512bf16();
 #else
-  // Asked once: in a virtual machine cpuid takes microseconds.
+  // Cached: in a virtual machine cpuid takes microseconds.
   static const bool allowed = [] {
     constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
     constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
@@ -243,7 +243,7 @@ int num_threads_beside_gpu() {
 }
 
 int default_num_threads() {
-  // Counting reads several files: once per process is enough.
+  // Counting reads several files, so the result is cached.
   static const int usable = num_usable_cpus();
   const int chosen = chosen_num_threads.load(std::memory_order_relaxed);
   return chosen > 0 ? chosen : usable;

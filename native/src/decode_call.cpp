@@ -1,7 +1,7 @@
-// Works on the items of a schedule (decode_schedule.h), in several threads.
+// Processes the items of a schedule (decode_schedule.h) on several threads.
 //
-// An item's result is a partial softmax (max, sum, acc) per query head. Where a request has several chunks,
-// the thread that finishes the last of them merges all, in order, in fp32 (as in Flash-Decoding).
+// An item's result is a partial softmax (max, sum, acc) per query head. If a request has several chunks, the
+// thread that finishes the last one merges them, in order, in fp32 (as in Flash-Decoding).
 #include "decode_call.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ namespace {
 
 class Scratch {
  public:
-  // Of this thread. Only the thread that calls uses it to make and run a DecodeCall; workers see pointers.
+  // The calling thread's memory. Only the caller makes and runs a DecodeCall with it; workers see pointers.
   static Scratch& own() {
     thread_local Scratch scratch;
     return scratch;
@@ -35,7 +35,7 @@ class Scratch {
 
   std::vector<DecodeRequest> requests;
 
-  // `count` counters, their values left over from the last call.
+  // `count` counters, with values left over from the last call.
   std::atomic<int>* counters(int64_t count) {
     if (count > num_counters_) {
       counters_ = std::make_unique<std::atomic<int>[]>(count);
@@ -100,7 +100,7 @@ class DecodeCall {
   }
 
  private:
-  // One per row = (KV head of the item, query head of its group), one after the other in memory.
+  // One row per (KV head of the item, query head of its group), consecutive in memory.
   struct Partial {
     float* acc;  // [rows, padded_head_dim]
     float* max;  // [rows]
@@ -113,7 +113,7 @@ class DecodeCall {
     return {memory, max, max + rows};
   }
 
-  // The result of one of the chunks of an item's heads, where there are several.
+  // The result of one chunk of an item's heads, if the heads have several chunks.
   Partial partial_of(const DecodeItem& item, int64_t chunk) const {
     const DecodeRequest& request = *item.request;
     const int64_t heads_before =
@@ -123,13 +123,13 @@ class DecodeCall {
 
   void work(int participant) {
     float* memory = thread_memory_ + participant * thread_floats_;
-    DecodeItem last{};  // whose queries lie in `memory`
+    DecodeItem last{};  // its queries are in `memory`
     DecodeSchedule::Batch batch = schedule_.take();
     while (batch.next < batch.end) {
       const DecodeItem item = schedule_.item(batch.next++);
       AttendTask task = task_of(item);
-      // Knowing the next item before this one ends, the kernel asks for its memory in time. Towards the end
-      // nobody holds one back that another thread could begin with.
+      // The kernel prefetches the next item's memory before this item ends. Near the end of the schedule no
+      // thread reserves an item that another thread could start.
       if (batch.next == batch.end && schedule_.many_left()) batch = schedule_.take();
       AttendTask next;
       if (batch.next < batch.end) {
@@ -143,7 +143,7 @@ class DecodeCall {
     }
   }
 
-  // All but the query and the results.
+  // All fields except the query and the results.
   AttendTask task_of(const DecodeItem& item) const {
     const DecodeRequest& request = *item.request;
     AttendTask task{};
@@ -201,7 +201,7 @@ class DecodeCall {
     }
     const int64_t rows = request.heads_per_item * padded_group_;
     std::copy_n(own.acc, rows * (padded_head_dim_ + 2), partial_of(item, item.chunk).acc);
-    // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
+    // The last thread sees all results: each decrement releases its own, and the last one acquires all.
     if (unfinished_[request.head_ranges_before + item.range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       for (int h = 0; h < heads; ++h) {
         for (int g = 0; g < group_; ++g) merge(item, h * padded_group_ + g, own);
@@ -210,7 +210,7 @@ class DecodeCall {
     }
   }
 
-  // Only the item that attends to the last token of these heads reads it: nobody waits for the write.
+  // Only the item that attends to these heads' last token reads it, so no other thread waits for the write.
   void append(const DecodeRequest& request, int64_t head, int heads) const {
     const int64_t b = request.b;
     const int64_t token = request.end - 1;

@@ -1,4 +1,4 @@
-// The work of one call of decode attention, shared out over threads.
+// One call of decode attention, divided among threads.
 #pragma once
 
 #include <cstdint>

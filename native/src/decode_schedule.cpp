@@ -7,27 +7,27 @@
 namespace neo_desktop {
 namespace {
 
-// Waking a thread costs about as long as reading this much.
+// Waking a thread takes about as long as reading this many bytes.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
 
-// What is left is at least so many items for each thread: with larger ones threads end further apart, with
-// smaller ones memory is read in shorter pieces.
+// The rest is divided into at least this many items per thread. Larger items make threads finish further
+// apart; smaller items read memory in shorter pieces.
 constexpr int64_t kItemsPerThread = 4;
 
-// And at least so many batches: with larger ones threads end further apart, with smaller ones they share
-// more.
+// And into at least this many batches per thread. Larger batches make threads finish further apart; with
+// smaller batches threads share more memory.
 constexpr int64_t kBatchesPerThread = 3;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t length_of(const DecodeRequest& request) { return request.end - request.begin; }
 
-// Tokens attended to before a chunk.
+// Attended tokens before a chunk.
 int64_t tokens_before(const DecodeRequest& request, int64_t chunk) {
   return std::max<int64_t>(0, request.first_chunk + chunk * request.chunk_tokens - request.begin);
 }
 
-// The chunk of the token that follows so many attended ones.
+// The chunk of the token that follows this many attended tokens.
 int64_t chunk_after(const DecodeRequest& request, int64_t tokens) {
   return (request.begin - request.first_chunk + tokens) / request.chunk_tokens;
 }
@@ -55,7 +55,7 @@ DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64
     requests_.push_back(request);
     work_ += length_of(request) * kv_heads_;
   }
-  // The longest items first, so that no thread is left with one at the end.
+  // The longest items first, so that no thread has a long one at the end.
   std::sort(requests_.begin(), requests_.end(), [](const DecodeRequest& x, const DecodeRequest& y) {
     const int64_t of_x = longest_chunk(x);
     const int64_t of_y = longest_chunk(y);
@@ -115,7 +115,7 @@ DecodeItem DecodeSchedule::item(int64_t number) const {
           std::min(first + request.chunk_tokens, request.end)};
 }
 
-// Of all items before this one together.
+// Total work of the items before this one.
 int64_t DecodeSchedule::work_up_to(int64_t item) const {
   const DecodeRequest& request = last_that_begins(&DecodeRequest::items_before, item);
   const int64_t index = item - request.items_before;
@@ -124,7 +124,7 @@ int64_t DecodeSchedule::work_up_to(int64_t item) const {
   return request.work_before + tokens * request.heads_per_item;
 }
 
-// The item that so much work, of all items in order, ends in.
+// The item at which the cumulative work of the items, in order, reaches `work`.
 int64_t DecodeSchedule::item_with(int64_t work) const {
   const DecodeRequest& request = last_that_begins(&DecodeRequest::work_before, work);
   const int64_t length = length_of(request);

@@ -1,16 +1,16 @@
-// Which part of a call of decode attention a thread works on next.
+// The order in which threads process the parts of a call of decode attention.
 //
-// The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend on
-// the request's length and on the model only, so a result never depends on the batch or on the number of
-// threads. Items take all KV heads while there is much left, and fewer the less there is: the heads of a page
-// lie side by side in memory, and reading on is faster than jumping, but threads should end together.
+// The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend only
+// on the request's length and on the model, so a result never depends on the batch or on the number of
+// threads. Items take all KV heads while much work is left, and fewer heads near the end. The heads of a page
+// are adjacent in memory, and sequential reads are faster, but threads should finish together.
 //
 //   request 0, 1300 tokens    [0,1024) heads 0-7   [1024,1300) heads 0-7
 //   request 1,   90 tokens    [0,90)   heads 0-3   [0,90)      heads 4-7
 //
-// Threads take neighbouring items, many at first and fewer towards the end (guided self-scheduling), so that
-// most chunks of a request are worked on by one thread: what another core has just written comes slowly, and
-// where two threads ran on different dies, sharing items out one by one cost a fifth of the speed.
+// Threads take runs of adjacent items, long at first and shorter near the end (guided self-scheduling), so
+// that one thread processes most chunks of a request. Data that another core has just written arrives slowly:
+// with threads on different dies, distribution one item at a time was a fifth slower.
 #pragma once
 
 #include <atomic>
@@ -23,12 +23,12 @@ struct DecodeRequest {
   int64_t b;      // row of the batch
   int64_t begin;  // first token attended to
   int64_t end;
-  int64_t first_chunk;  // the token that the first chunk begins with, a multiple of chunk_tokens
+  int64_t first_chunk;  // first token of the first chunk, a multiple of chunk_tokens
   int64_t chunk_tokens;
   int64_t chunks;
   int64_t heads_per_item;
   int64_t head_ranges;
-  // Of all requests before it:
+  // Totals of the requests before this one:
   int64_t items_before;
   int64_t work_before;  // tokens times KV heads
   int64_t head_ranges_before;
@@ -47,21 +47,21 @@ struct DecodeItem {
 
 class DecodeSchedule {
  public:
-  // What every token and KV head costs.
+  // Costs per token and KV head.
   struct Shape {
     int64_t kv_heads;
     int64_t group;            // query heads per KV head
     int64_t bytes_per_token;  // keys and values of one KV head
   };
 
-  // Requests of these lengths, which attend to their last `window` tokens only unless it is 0; those of
-  // length 0 have no part in it. `requests` is memory to use, and must live as long.
+  // Requests of these lengths, which attend to their last `window` tokens only unless it is 0. Requests of
+  // length 0 are skipped. `requests` is working memory, and must live as long as the schedule.
   DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
                  int num_threads, std::vector<DecodeRequest>& requests);
 
-  int threads() const { return threads_; }  // that find something to do
+  int threads() const { return threads_; }  // number of threads with work
   const std::vector<DecodeRequest>& requests() const { return requests_; }
-  int64_t head_ranges() const { return head_ranges_; }      // of all requests
+  int64_t head_ranges() const { return head_ranges_; }      // total of the requests
   int64_t partial_heads() const { return partial_heads_; }  // KV heads of items whose results must be merged
   int64_t most_heads_per_item() const { return most_heads_per_item_; }
 
@@ -71,11 +71,11 @@ class DecodeSchedule {
     int64_t end;
   };
 
-  // The next items, as many as a thread's part of what is left: all chunks of a request's heads or, where
-  // that is too much, some. Empty when all are taken.
+  // The next items, a thread's share of the rest: all chunks of a request's heads or, if these are too many,
+  // some. Empty at the end.
   Batch take();
 
-  // Whether a thread may take items before it begins with them, leaving enough for others.
+  // True if enough items are left for a thread to reserve some before it starts them.
   bool many_left() const { return next_item_.load(std::memory_order_relaxed) < items_ - 2 * threads_; }
 
   DecodeItem item(int64_t number) const;
@@ -93,7 +93,7 @@ class DecodeSchedule {
   int64_t head_ranges_ = 0;
   int64_t partial_heads_ = 0;
   int64_t most_heads_per_item_ = 0;
-  alignas(64) std::atomic<int64_t> next_item_{0};  // apart from what threads only read
+  alignas(64) std::atomic<int64_t> next_item_{0};  // separate from the read-only members
 };
 
 }  // namespace neo_desktop

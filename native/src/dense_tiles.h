@@ -1,4 +1,4 @@
-// Products with tiles of plain numbers, for one instruction set's file to instantiate; see DenseKernels.
+// Matmuls with dense tiles, instantiated by each instruction set's file; see DenseKernels.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kDenseTileRows = 16;
 
-// The weights of two columns, in as many rows as a register has lanes, from row `part` of a tile on.
+// The weights of two columns, for as many rows as a register has lanes, from row `part` of a tile on.
 template <class V, class T>
 inline void load_columns(const T* two, int part, typename V::Reg& first, typename V::Reg& second) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -21,7 +21,7 @@ inline void load_columns(const T* two, int part, typename V::Reg& first, typenam
   }
 }
 
-// Even and odd columns are added up apart, whatever the number of rows and lanes.
+// Even and odd columns have separate sums, for any number of rows and lanes.
 template <class V, class T, int count>
 inline void multiply_dense_rows(const T* tile, const float* x, int64_t columns, float* out) {
   for (int part = 0; part < kDenseTileRows; part += V::kLanes) {

@@ -1,6 +1,6 @@
 // AMX: a tile instruction multiplies 16 x 32 by 32 x 16 bf16. Keys in dimension pairs are the second matrix
-// as they lie in memory; values are interleaved two tokens at a time on the way. All query heads of a tile go
-// through at once, so that even large groups keep the memory's pace.
+// in their memory layout; values are interleaved two tokens at a time when they are loaded. All query heads
+// of a tile are processed at once, so that even large groups are memory-bound.
 #include "amx.h"
 #include "attend_pairs.h"
 #include "avx512bf16.h"
@@ -12,7 +12,7 @@ constexpr int kTileRowBytes = 64;
 constexpr int kTileTokens = 32;  // weights per tile row
 constexpr int kValueTiles = 4;   // of 16 columns each
 
-enum TileName { kScores = 0, kQueries = 1, kRight = 2, kWeights = 3, kOut = 4 };  // and three more of kOut
+enum TileName { kScores = 0, kQueries = 1, kRight = 2, kWeights = 3, kOut = 4 };  // kOut has three more
 
 template <class Element>
 struct AmxMath {
@@ -45,7 +45,7 @@ struct AmxMath {
   template <int Q>
   static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
                      ReadAhead<T>& ahead, float* acc) {
-    // Rows of the left matrix: the large parts of all heads' weights, then the rest of each.
+    // Rows of the left matrix: the large parts of the heads' weights, then the remainders.
     alignas(64) BFloat16 parts[2 * Q * kPairTile];
     split_weights(weights, Q * kPairTile, parts, parts + Q * kPairTile);
     for (int column = 0; column < task.head_dim; column += kValueTiles * Avx512::kLanes) {
@@ -101,7 +101,8 @@ struct AmxMath {
     }
   }
 
-  // Tokens [token, token + 32) of `width` columns, two by two; zero where they are not attended to.
+  // Tokens [token, token + 32) of `width` columns, interleaved in pairs; zero for tokens outside the attended
+  // range.
   static void interleave(const AttendTask& task, const PairTile<T>& tile, int token, int column, int width,
                          ReadAhead<T>& ahead, BFloat16 (*right)[kTileTokens / 2][kPairLanes]) {
     for (int i = 0; i < kTileTokens; i += 2) {
@@ -142,7 +143,7 @@ struct AmxMath {
 
 template <class T>
 void attend_tiles(const AttendTask& task) {
-  if (task.head_dim % kPairLanes != 0) {  // a row would end within a tile
+  if (task.head_dim % kPairLanes != 0) {  // a row would end inside a tile
     kAvx512Bf16Kernels
         .attend[sizeof(T) == 1 ? static_cast<int>(DType::kInt8) : static_cast<int>(DType::kBFloat16)](task);
     return;
@@ -151,7 +152,7 @@ void attend_tiles(const AttendTask& task) {
   tile_release();
 }
 
-// Whole tiles: what the kernels reach of it depends on how many query heads share a KV head.
+// Whole tiles; the kernels' share of this peak depends on the number of query heads per KV head.
 int64_t multiply_adds(int64_t rounds, float* kept) {
   static constexpr TileConfig config = [] {
     TileConfig shape;

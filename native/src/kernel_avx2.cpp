@@ -9,10 +9,10 @@ namespace {
 struct Avx2 {
   using Reg = __m256;
   static constexpr int kLanes = 8;
-  static constexpr int kSums = 8;  // registers to add up in, of 16
+  static constexpr int kSums = 8;  // accumulators, of 16 registers
   static constexpr int kHeadsAtOnce = 4;
-  static constexpr int kRowsAtOnce = 4;  // of dense products
-  // Four heads have 12 sums, so that none has to wait for its own last step.
+  static constexpr int kRowsAtOnce = 4;  // for dense matmuls
+  // Four heads have 12 sums, enough to hide an addition's latency.
   static constexpr int vectors_at_once(int heads) { return heads == 4 ? 3 : kSums / heads; }
 
   static Reg zero() { return _mm256_setzero_ps(); }
@@ -56,15 +56,15 @@ struct Avx2 {
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, _mm256_extracti128_si256(wide, 1)));
   }
 
-  // Lane i of the result is the sum of the lanes of rows[i].
+  // Lane i of the result is the sum of the lanes in rows[i].
   static Reg sum_each(const Reg* rows) {
-    Reg pairs[4];  // per 128-bit half: two partial sums of each of two rows
+    Reg pairs[4];  // per 128-bit half: two partial sums for each of two rows
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
                                _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
     }
-    Reg quads[2];  // per half: one partial sum of each of four rows
+    Reg quads[2];  // per half: one partial sum for each of four rows
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
       const __m256d a = _mm256_castps_pd(pairs[2 * i]);
@@ -78,18 +78,18 @@ struct Avx2 {
 
   // p[0], p[1], p[0], p[1], ...
   static Reg broadcast_pair(const float* p) {
-    double pair;  // repeated by the load itself
+    double pair;  // broadcast by the load
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm256_castpd_ps(_mm256_set1_pd(pair));
   }
 
-  // The sums of neighbouring lanes, a's before b's.
+  // Sums of adjacent lanes, a's before b's.
   static Reg add_pairs(Reg a, Reg b) {
     const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(a, b));  // the middle two quarters are swapped
     return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
   }
 
-  // The maximum within each run of `width` lanes, in all of its lanes.
+  // The maximum within each run of `width` lanes, in every lane of the run.
   template <int width>
   static Reg max_within(Reg x) {
     if constexpr (width > 1) x = _mm256_max_ps(x, _mm256_permute_ps(x, 0xb1));
@@ -101,7 +101,7 @@ struct Avx2 {
   // 2^x for x <= 0, relative error below 3e-7, NaN for NaN. Below -126, where fp32 turns denormal, 0.
   static Reg exp2(Reg x) {
     const Reg tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
-    x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // in this order NaN survives
+    x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // this operand order keeps NaN
     const Reg whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Reg part = _mm256_sub_ps(x, whole);
     Reg power = _mm256_set1_ps(1.33908634e-3f);  // Chebyshev interpolation of 2^x on [-1/2, 1/2]

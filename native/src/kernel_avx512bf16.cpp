@@ -48,7 +48,7 @@ struct Bf16Math {
   }
 
  private:
-  // Two neighbouring 16-bit values in all lanes.
+  // Two adjacent 16-bit values in all lanes.
   static __m512i broadcast_pair(const BFloat16* p) {
     int32_t pair;
     __builtin_memcpy(&pair, p, sizeof pair);
@@ -91,7 +91,7 @@ struct Bf16Math {
     }
   }
 
-  // Two tokens at a time, W times 32 columns; of the last 32 only `count` exist.
+  // Two tokens at a time, W times 32 columns; the last 32 columns may be partial: `count` of 32.
   template <int heads, int W, int passes>
   static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, int count,
                           const BFloat16* const* weights, ReadAhead<T>& ahead, float* acc) {
@@ -117,7 +117,7 @@ struct Bf16Math {
       const int s = token / kSegmentTokens;
       const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
       const T* row = tile.v(s) + skip;
-      // A row that is not attended to may hold NaN, which a weight of zero would not silence.
+      // A row outside the attended range may hold NaN, which a weight of zero would not remove.
       const bool first = token >= tile.first;
       const bool second = token + 1 < tile.count;
       __m512i v[W * 2];
@@ -149,7 +149,7 @@ struct Bf16Math {
   }
 };
 
-// Of pairs of columns; every other pair is added up apart.
+// Sums pairs of columns; even and odd pairs have separate sums.
 template <int count>
 inline void multiply_dense_rows(const BFloat16* tile, const BFloat16* x, int64_t columns, float* out) {
   __m512 sums[2][count];
@@ -198,7 +198,7 @@ void multiply_dense_bf16(const void* tile, const BFloat16* x, int64_t columns, i
   }
 }
 
-// See multiply_adds in simd_common.h.
+// Peak bf16 dot products; see multiply_adds in simd_common.h.
 int64_t dot_products(int64_t rounds, float* kept) {
   constexpr int kChains = 20;
   constexpr int kSteps = 8;
@@ -227,7 +227,7 @@ int64_t dot_products(int64_t rounds, float* kept) {
 constinit const Bf16Kernels kAvx512Bf16Kernels = {
     multiply_dense_bf16,
     {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>},
-    {0, 0, 5, 3},  // on Zen 5
+    {0, 0, 5, 3},  // measured on Zen 5
     dot_products};
 
 }  // namespace neo_desktop

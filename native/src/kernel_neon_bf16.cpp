@@ -1,10 +1,9 @@
-// NEON with BF16: one instruction multiplies and adds 4 x 2 pairs of bf16, twice what fp32 does, and keys in
+// NEON with BF16: one instruction multiplies and adds 4 x 2 pairs of bf16, twice as many as in fp32. Keys in
 // dimension pairs need no conversion.
 //
-// Values are multiplied in fp32: a weight would have to be split in two bf16 to keep its accuracy, and two
-// instructions for two tokens are as many as fp32 takes. The keys of int8 caches become bf16, which holds
-// them exactly; the products of integers that i8mm has would need queries in int8, too, at a loss of
-// accuracy.
+// Values are multiplied in fp32: a weight would need two bf16 to keep its accuracy, and two instructions for
+// two tokens are no gain over fp32. The keys of int8 caches become bf16, which represents them exactly; the
+// integer products of i8mm would also need int8 queries, and lose accuracy.
 #include "attend_pairs.h"
 #include "neon.h"
 #include "pair_math.h"
@@ -14,7 +13,7 @@ namespace {
 
 inline bfloat16x8_t load_bf16(const BFloat16* p) { return vreinterpretq_bf16_u16(vld1q_u16(&p->bits)); }
 inline bfloat16x8_t load_bf16(const Int8* p) {
-  const Neon::Reg x = Neon::load(p);  // the upper halves of small integers are all there is to them
+  const Neon::Reg x = Neon::load(p);  // the upper 16 bits represent small integers exactly
   return vreinterpretq_bf16_u16(vuzp2q_u16(vreinterpretq_u16_f32(x.low), vreinterpretq_u16_f32(x.high)));
 }
 
@@ -41,8 +40,8 @@ struct Bf16Math {
   }
 
  private:
-  static constexpr int kSums = 16;         // registers to add up in, of 32
-  static constexpr int kVectorTokens = 4;  // keys in a register, two dimensions of each
+  static constexpr int kSums = 16;         // accumulators, of 32 registers
+  static constexpr int kVectorTokens = 4;  // keys in a register, two dimensions per key
   static constexpr int kVector = 8;        // their elements; and dimensions of a query in a register
   static constexpr int kSegmentVectors = kSegmentTokens / kVectorTokens;
 
@@ -78,8 +77,7 @@ struct Bf16Math {
     }
   }
 
-  // One pair of dimensions, of the four that a query's register holds. Inlined, so that the sums stay in
-  // registers.
+  // One of the four pairs of dimensions in a query's register. Inlined, so that the sums stay in registers.
   template <int heads, int vectors, int pair>
   [[gnu::always_inline]] static void add_pair(const T** keys, int64_t stride, const bfloat16x8_t* query,
                                               float32x4_t* sums) {
@@ -96,7 +94,7 @@ struct Bf16Math {
   }
 };
 
-// See multiply_adds in simd_common.h.
+// Peak bf16 dot products; see multiply_adds in simd_common.h.
 int64_t dot_products(int64_t rounds, float* kept) {
   constexpr int kChains = 24;
   constexpr int kSteps = 8;

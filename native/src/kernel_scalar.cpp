@@ -1,4 +1,4 @@
-// The reference: plain loops that any CPU runs, and that the vector kernels are tested against.
+// The reference: plain loops for any CPU. Tests compare the vector kernels with them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 // An infinite score becomes NaN, as in the other kernels.
 float capped(float score, float cap) { return cap * std::tanh(score / cap) + 0 * score; }
 
-// Takes one more token into the running softmax of a query head.
+// Adds a token to the running softmax of a query head.
 [[gnu::noinline]] void add_token(const float* q, const float* key, const float* value, int dim, float softcap,
                                  float* max, float* sum, float* acc) {
   float score = 0;
@@ -139,7 +139,7 @@ int64_t multiply_adds(int64_t rounds, float* kept) {
   return rounds * kSteps * kChains;
 }
 
-// What the operators take for a register.
+// The operators' vector type with a single lane.
 struct OneLane {
   using Reg = float;
   static constexpr int kLanes = 1;

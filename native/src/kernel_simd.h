@@ -1,4 +1,4 @@
-// All kernels of one instruction set, for its file to instantiate.
+// All kernels of one instruction set, instantiated by its file.
 #pragma once
 
 #include "attend_pairs.h"

@@ -20,7 +20,7 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kPieceBytes = 1 << 20;  // what a thread reads before it asks for more
+constexpr int64_t kPieceBytes = 1 << 20;  // bytes that a thread reads per piece
 
 [[maybe_unused]] std::pair<uintptr_t, uintptr_t> whole_pages(const void* data, int64_t bytes) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -1,5 +1,5 @@
-// The vector registers of NEON, as every 64-bit ARM processor has them, for the kernel of that name and those
-// that add to it. A vector is two registers: of the 32 there are, 16 are then sums wherever the other kernels
+// The vector registers of NEON on every 64-bit ARM processor, for its kernel and for kernels of its
+// extensions. A vector is two registers. 16 of the 32 registers are then accumulators where the other kernels
 // have 8, enough to keep the multipliers of large cores busy.
 #pragma once
 
@@ -16,9 +16,9 @@ struct Neon {
     float32x4_t high;
   };
   static constexpr int kLanes = 8;
-  static constexpr int kSums = 8;  // vectors to add up in
+  static constexpr int kSums = 8;  // accumulator vectors
   static constexpr int kHeadsAtOnce = 4;
-  static constexpr int kRowsAtOnce = 4;  // of dense products
+  static constexpr int kRowsAtOnce = 4;  // for dense matmuls
   static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return broadcast(0); }
@@ -30,7 +30,7 @@ struct Neon {
   static Reg multiply_add(Reg a, Reg b, Reg c) {
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
   }
-  // The number where one of the two is NaN.
+  // The other number if one of the two is NaN.
   static Reg max(Reg a, Reg b) { return {vmaxnmq_f32(a.low, b.low), vmaxnmq_f32(a.high, b.high)}; }
   static bool any_greater(Reg a, Reg b) {
     return vmaxvq_u32(vorrq_u32(vcgtq_f32(a.low, b.low), vcgtq_f32(a.high, b.high))) != 0;
@@ -72,7 +72,7 @@ struct Neon {
     vst1q_u16(&p->bits, vcombine_u16(to_bfloat16(x.low), to_bfloat16(x.high)));
   }
 
-  // Lane i of the result is the sum of the lanes of rows[i].
+  // Lane i of the result is the sum of the lanes in rows[i].
   static Reg sum_each(const Reg* rows) { return {sum_four(rows), sum_four(rows + 4)}; }
 
   // p[0], p[1], p[0], p[1], ...
@@ -81,10 +81,10 @@ struct Neon {
     return {vcombine_f32(pair, pair), vcombine_f32(pair, pair)};
   }
 
-  // The sums of neighbouring lanes, a's before b's.
+  // Sums of adjacent lanes, a's before b's.
   static Reg add_pairs(Reg a, Reg b) { return {vpaddq_f32(a.low, a.high), vpaddq_f32(b.low, b.high)}; }
 
-  // The maximum within each run of `width` lanes, in all of its lanes.
+  // The maximum within each run of `width` lanes, in every lane of the run.
   template <int width>
   static Reg max_within(Reg x) {
     if constexpr (width > 1) x = max(x, {vrev64q_f32(x.low), vrev64q_f32(x.high)});

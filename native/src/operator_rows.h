@@ -1,4 +1,4 @@
-// A row's share of the operators, for one instruction set's file to instantiate (see operators.h).
+// The operators on one row, instantiated by each instruction set's file (see operators.h).
 #pragma once
 
 #include "simd_common.h"
@@ -23,7 +23,7 @@ inline void store_some(T* p, typename V::Reg x, int n) {
   for (int i = 0; i < n; ++i) p[i] = all[i];
 }
 
-// What x is as a T.
+// Converts x to T.
 template <class V, class T>
 inline typename V::Reg rounded(typename V::Reg x) {
   if constexpr (sizeof(T) == sizeof(float)) return x;
@@ -32,7 +32,7 @@ inline typename V::Reg rounded(typename V::Reg x) {
   return V::load(as);
 }
 
-// A sum of products in 16 places, whatever the number of lanes.
+// A sum of products in 16 accumulators, for any number of lanes.
 template <class V>
 class ProductSum {
  public:
@@ -182,7 +182,7 @@ void layer_norm_row(const void* x, const void* weight, const void* bias, void* o
   for (; i + V::kLanes <= length; i += V::kLanes)
     squares.add_square(i, V::add(V::load(from + i), minus_mean));
   float total = squares.total();
-  for (; i < length; ++i) {  // zeros behind the end would count
+  for (; i < length; ++i) {  // padding zeros would count
     float lanes[V::kLanes];
     V::store(lanes, V::add(load_some<V>(from + i, 1), minus_mean));
     total += lanes[0] * lanes[0];
@@ -196,8 +196,8 @@ void layer_norm_row(const void* x, const void* weight, const void* bias, void* o
   }
 }
 
-// x * P(X < x) of a normal distribution, by Abramowitz and Stegun, 7.1.26: the probability is off by 1e-7 at
-// most.
+// x * P(X < x) of a normal distribution, by Abramowitz and Stegun, 7.1.26; the probability's error is at most
+// 1e-7.
 template <class V>
 inline typename V::Reg gelu(typename V::Reg x) {
   const auto zero = V::zero();

@@ -9,7 +9,7 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kSerialElements = 1 << 15;  // that one thread works on before others have woken
+constexpr int64_t kSerialElements = 1 << 15;  // one thread processes them before others wake
 
 // Calls body(first, last) for parts of [0, rows).
 template <class Body>
@@ -65,7 +65,7 @@ void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads,
   const int64_t n = out.size(0), columns = out.size(1);
   check_like(gate_up, "[n, 2 * m]", {n, 2 * columns}, out.dtype);
   const auto of_row = kernels_for(isa).operators.silu_mul[static_cast<int>(out.dtype)];
-  for_rows(n, n * columns * 4, num_threads, [&](int64_t first, int64_t last) {  // exponentials take longer
+  for_rows(n, n * columns * 4, num_threads, [&](int64_t first, int64_t last) {  // exponentials cost more
     for (int64_t row = first; row < last; ++row) {
       of_row(row_of(gate_up, row), row_of(out, row), static_cast<int>(columns));
     }

@@ -13,7 +13,7 @@ namespace neo_desktop {
 namespace {
 
 constexpr int64_t kLine = 64;          // bytes
-constexpr int64_t kSumColumns = 1024;  // that a thread adds up at a time
+constexpr int64_t kSumColumns = 1024;  // that a thread sums at a time
 
 uint8_t* row_of(const TensorView& tensor, int64_t row) {
   return static_cast<uint8_t*>(tensor.data) + row * tensor.stride(0) * size_of(tensor.dtype);
@@ -61,7 +61,7 @@ std::vector<PackedMatrix> cut_all(const PackedMatrix& matrix, int64_t count) {
   return found;
 }
 
-// Rows that one expert is given, one after the other in the tensors of all.
+// Rows that are routed to one expert, consecutive in the grouped tensors.
 struct Group {
   Group(const PackedExperts& experts, int64_t expert, const ExpertRows& rows, int64_t first, int64_t count,
         Isa isa)
@@ -153,7 +153,7 @@ class Experts {
   }
 
  private:
-  // Rows in the order of their experts; those of one in their own order.
+  // Groups rows by expert; rows of one expert keep their order.
   void group(const PackedExperts& experts, Isa isa) {
     const int64_t count = static_cast<int64_t>(experts.gate.size());
     const auto* ids = static_cast<const int32_t*>(rows_.ids.data);
@@ -202,16 +202,16 @@ class Experts {
   }
 
   const ExpertRows& rows_;
-  const bool alike_;  // gates and ups take rows in the same form
+  const bool alike_;  // gates and ups share prepared rows
   const std::optional<ClampedGate> clamped_;
   const Kernels& kernels_;
   const int dtype_;
   const int64_t per_row_;
-  const int64_t pairs_;           // of rows and their experts
-  std::deque<Group> groups_;      // of experts that have rows
+  const int64_t pairs_;           // (row, expert) pairs
+  std::deque<Group> groups_;      // of experts with rows
   std::vector<Group*> group_of_;  // by place
   std::vector<int64_t> source_;   // place -> row
-  std::vector<int64_t> place_;    // [n, k]; -1: of no expert
+  std::vector<int64_t> place_;    // [n, k]; -1: no expert
   int threads_;
   int64_t columns_;
   float* floats_;  // [threads, columns]
@@ -233,7 +233,7 @@ ExpertRows ExpertRows::part(int64_t first, int64_t count) const {
           rows_of(out, first, count)};
 }
 
-// But for what each product checks.
+// Checks everything except the arguments of the individual matmuls.
 void check_experts(const ExpertRows& rows) {
   check_dims(rows.x, "[n, hidden]", 2);
   check_dtype(rows.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});

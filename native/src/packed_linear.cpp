@@ -12,12 +12,13 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kChunkBytes = 256 << 10;      // of quantised rows that tiles are multiplied with at a time
-constexpr int64_t kDenseChunkBytes = 1 << 20;   // likewise of other rows
-constexpr int64_t kSerialElements = 1 << 15;    // of x, that one thread quantises before others have woken
-constexpr int64_t kBytesPerThread = 192 << 10;  // of weights: fewer are multiplied before a thread has woken
-constexpr int64_t kRest = 4;                    // a thread takes this part of its share of what is left
-constexpr int64_t kTakesPerThread = 16;         // so that a thread that is held up leaves the rest to others
+constexpr int64_t kChunkBytes = 256 << 10;     // of quantised rows per pass over the tiles
+constexpr int64_t kDenseChunkBytes = 1 << 20;  // the same for dense rows
+constexpr int64_t kSerialElements = 1 << 15;   // of x; one thread quantises them before others wake
+constexpr int64_t kBytesPerThread = 192
+                                    << 10;  // of weights; waking a thread takes longer than multiplying fewer
+constexpr int64_t kRest = 4;                // a thread takes a quarter of its share of the rest
+constexpr int64_t kTakesPerThread = 16;     // so that others can do the work of a delayed thread
 
 const QuantisedKernels& quantised_kernels_for(Isa isa) {
 #if defined(__x86_64__)
@@ -57,7 +58,7 @@ void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t
       product.prepare(row, floats + participant * product.columns());
     }
   });
-  // Long takes at first, which are read fast, then shorter ones, so that all threads end together.
+  // Long runs of tiles first, which read fast, then shorter ones, so that all threads finish together.
   const int64_t tiles = product.tiles();
   ThreadPool::shared().run(threads, [&](int) {
     for (int64_t begin = next_tile; begin < tiles;) {
@@ -131,7 +132,7 @@ void PackedProduct::begin(int64_t first, int64_t count, uint8_t* memory) {
   memory_ = memory;
 }
 
-// Of the rows that are multiplied together with this one.
+// The rows that are multiplied together with this row.
 QuantisedRows PackedProduct::group_of(int64_t row) const {
   const int64_t first = row / quantised_.rows_at_once * quantised_.rows_at_once;
   const int rows = static_cast<int>(std::min<int64_t>(quantised_.rows_at_once, count_ - first));
@@ -156,7 +157,7 @@ void PackedProduct::prepare_dense(int64_t row) const {
     std::memcpy(memory_ + row * row_bytes(), source, row_bytes());
   } else {
     auto* into = reinterpret_cast<float*>(memory_ + row * row_bytes());
-    const int64_t eights = columns() / 8 * 8;  // what kernels convert
+    const int64_t eights = columns() / 8 * 8;  // kernels convert multiples of 8
     kernels_.widen[dtype](source, into, static_cast<int>(eights), 1.0f);
     kScalarKernels.widen[dtype](offset(const_cast<void*>(source), x_.dtype, eights), into + eights,
                                 static_cast<int>(columns() - eights), 1.0f);
@@ -188,7 +189,7 @@ void PackedProduct::multiply_group(const PackedPart& part, const uint8_t* packed
 }
 
 void PackedProduct::multiply(int64_t tile) const {
-  int64_t column = 0;  // of the result
+  int64_t column = 0;  // in the result
   const PackedPart* part = parts_.data();
   for (; tile >= tiles_of(*part); ++part) {
     tile -= tiles_of(*part);

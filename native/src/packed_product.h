@@ -1,4 +1,4 @@
-// One product with packed weights, in parts that threads share.
+// One matmul with packed weights, divided into parts for threads.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@ namespace neo_desktop {
 
 class PackedProduct {
  public:
-  // Throws std::invalid_argument for what does not fit together. Keeps references.
+  // Throws std::invalid_argument for mismatched arguments. Keeps references to them.
   PackedProduct(const TensorView& x, const std::vector<PackedPart>& parts,
                 const std::optional<TensorView>& bias, const TensorView& out, Isa isa);
 
@@ -19,19 +19,19 @@ class PackedProduct {
   int64_t tiles() const { return tiles_; }
   int64_t weight_bytes() const { return bytes_; }
   int rows_at_once() const { return is_dense_ ? kernels_.dense.rows_at_once : quantised_.rows_at_once; }
-  // Of memory, for each row of x.
+  // Bytes of scratch memory per row of x.
   int64_t row_bytes() const {
     return is_dense_ ? columns() * static_cast<int64_t>(sizeof(float)) : blocks_ * kQuantisedBlockBytes;
   }
-  // How many rows of x are worth having ready at a time: quantised ones stay in a core's caches, others at
-  // least save reading the weights more often.
+  // Rows of x to prepare at a time: quantised rows stay in a core's caches; for dense rows a larger number
+  // saves reads of the weights.
   int64_t chunk() const;
 
-  // From now on it is about rows [first, first + count) of x; memory begins with a cache line.
+  // Selects rows [first, first + count) of x; memory must start at a cache line.
   void begin(int64_t first, int64_t count, uint8_t* memory);
 
-  // Each row has to be prepared before a tile is multiplied: rounded to 8 bits for quantised weights.
-  // floats [columns] are this thread's scratch.
+  // Prepares a row, before any tile is multiplied: rounds it to 8 bits for quantised weights. floats
+  // [columns] are the calling thread's scratch.
   void prepare(int64_t row, float* floats) const;
   void multiply(int64_t tile) const;
 
@@ -52,21 +52,22 @@ class PackedProduct {
   const Kernels& kernels_;
   const int64_t blocks_;
   bool is_dense_;
-  bool keeps_bf16_;  // rows of x, for dot products of bf16
+  bool keeps_bf16_;  // keeps rows of x in bf16, for dot products
   int64_t tiles_ = 0;
   int64_t bytes_ = 0;  // of the weights
   int64_t first_ = 0;
   int64_t count_ = 0;
-  uint8_t* memory_ = nullptr;  // of one QuantisedRows after the other
+  uint8_t* memory_ = nullptr;  // consecutive QuantisedRows
 };
 
-// Memory of the calling thread that it keeps between its calls; it begins with a cache line.
+// Memory that the calling thread keeps between its calls; it starts at a cache line.
 uint8_t* own_memory(int64_t bytes);
 
-// How many threads are worth waking for so many bytes of weights.
+// Number of threads worth waking for this many bytes of weights.
 int useful_threads(int64_t weight_bytes, int64_t tiles, int num_threads);
 
-// How many tiles a thread takes at a time, so that one that is held up leaves the rest to others.
+// Number of tiles that a thread takes at a time, small enough that others can do the work of a delayed
+// thread.
 int64_t tiles_at_a_time(int64_t tiles, int threads);
 
 }  // namespace neo_desktop

@@ -1,5 +1,4 @@
-// Decode attention's call from outside: what is wrong with its arguments is found here, before anything is
-// read.
+// The public call of decode attention: checks all arguments before it reads anything.
 #include "neo_desktop/paged_attention.h"
 
 #include <algorithm>

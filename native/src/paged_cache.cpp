@@ -6,7 +6,7 @@ namespace neo_desktop {
 
 namespace {
 
-// [num_pages, kv_heads, page_tokens, head_dim / 2, 2] with the tokens of a pair of dimensions side by side.
+// Checks [num_pages, kv_heads, page_tokens, head_dim / 2, 2]; tokens are adjacent per pair of dimensions.
 void check_pairs(const TensorView& k_cache) {
   const int64_t page_tokens = k_cache.size(2);
   if (k_cache.size(4) != 2 || k_cache.stride(4) != 1 || k_cache.stride(2) != 2 ||

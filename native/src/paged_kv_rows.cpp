@@ -1,8 +1,7 @@
-// The way of rows into the cache's slots and out of them.
+// Copies rows to the cache's slots and back.
 //
-// Slots that follow each other in a page, a span, are moved together, head by head: in dimension pairs their
-// keys lie side by side, and a span's lines stay in the first-level cache while all its rows are taken apart
-// or put together.
+// Consecutive slots in a page, a span, are copied together, head by head. In dimension pairs their keys are
+// interleaved, and a span's cache lines stay in L1 while all its rows are split or assembled.
 #include <algorithm>
 #include <atomic>
 
@@ -16,7 +15,7 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kPieceBytes = 64 << 10;  // what a thread moves before it asks for more, about
+constexpr int64_t kPieceBytes = 64 << 10;  // bytes that a thread copies per piece, about
 
 // Calls body(span, head) for every KV head of spans that cover the slots, on several threads.
 template <class Body>

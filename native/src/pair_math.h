@@ -1,9 +1,9 @@
 // Products of attend_pairs.h in fp32, for any vector registers V.
 //
-// Both halves of a step come down to the same loop: some vectors of memory, times a factor of each head, are
-// added up. So they share it, and all memory of a request is loaded, and asked for early, by the same few
-// instructions: a processor learns from the addresses of one instruction what to bring next, and would begin
-// anew with each half. On Zen 5 that is worth up to a tenth of the speed.
+// Both halves of a step are the same loop: multiply vectors of memory by a factor per head, and accumulate.
+// They share this loop, so that the same few instructions load and prefetch all memory of a request. A
+// processor's prefetcher learns from the addresses of one instruction, and would start over with each half.
+// On Zen 5 this is worth up to a tenth of the speed.
 #pragma once
 
 #include "pair_tiles.h"
@@ -29,7 +29,7 @@ struct PairMath {
       constexpr int vectors = at_once.value;
       const int count = (tile.count + kSegmentTokens - 1) / kSegmentTokens * kSegmentVectors;
       for (int n = 0; n < count;) {
-        // Vectors come in fours: what is no multiple of three ends with twos.
+        // Vectors come in fours: a remainder that is not a multiple of three ends with twos.
         const bool two = vectors == 3 && (count - n == 4 || count - n == 2);
         for (int g = 0; g < Q; g += heads) {
           const float* q = queries.q + g * task.padded_head_dim;
@@ -62,8 +62,8 @@ struct PairMath {
     return smaller(V::vectors_at_once(heads), kSegments * kSegmentVectors);
   }
 
-  // Calls body with how many vectors are worked on at once, as a Number: not more than a row of V has, so
-  // that keys and values take as many.
+  // Calls body with the number of vectors per step, as a Number: at most as many as a row of V has, so that
+  // keys and values use the same number.
   template <int most, class Body>
   static void with_vectors(int head_dim, Body body) {
     if constexpr (most > 3) {
@@ -72,20 +72,20 @@ struct PairMath {
     body(Number<most>());
   }
 
-  // Of neighbouring vectors that surely lie in one segment of keys only the first needs an address.
+  // Adjacent vectors within one segment of keys share the address of the first one.
   static constexpr int run_of(int vectors) {
     return vectors % kSegmentVectors == 0 ? kSegmentVectors : kSegmentVectors % vectors == 0 ? vectors : 1;
   }
 
   enum class Operand { kKeys, kValues, kEither };
 
-  // With as many heads as fit, arithmetic takes as long as memory, and a loop with nothing to decide is worth
-  // more than one for all.
+  // With the most heads, arithmetic takes as long as memory, and a specialised loop without branches is worth
+  // more than a shared one.
   static constexpr Operand either(Operand operand, int heads) {
     return heads < V::kHeadsAtOnce ? Operand::kEither : operand;
   }
 
-  // What add_products takes. Strides are elements from one step to the next, or from one head to the next.
+  // Arguments of add_products. Strides are elements between steps, or between heads.
   template <int vectors>
   struct Pass {
     struct Run {
@@ -96,16 +96,16 @@ struct PairMath {
     int num_runs;
     Run runs[kSegments];
     int64_t stride;
-    const float* factors;  // a step's are two dimensions of a query, or the weight of a token
+    const float* factors;  // per step: two dimensions of a query, or the weight of a token
     int64_t factor_stride;
     float* sums;
     int64_t sum_stride;
   };
 
-  // Adds up the products of `vectors` vectors and each head's factor, step by step. The sums of values are
-  // added to; those of keys begin at zero, and in the end the two of each token become one.
+  // Accumulates the products of `vectors` vectors and each head's factor, step by step. Sums of values
+  // continue the previous ones. Sums of keys start at zero, and in the end each token's two sums are added.
   //
-  // Where heads take several passes over the same memory, each asks for its share of what is read ahead.
+  // If heads take several passes over the same memory, each pass prefetches its share.
   template <int heads, int vectors, int passes, Operand operand, class Load>
   NEO_DESKTOP_ONE_COPY static void add_products(const Pass<vectors>& pass, ReadAhead<T>& ahead, Load load) {
     constexpr int kRun = run_of(vectors);
@@ -137,7 +137,7 @@ struct PairMath {
             sums[g * vectors + i] = V::multiply_add(x[i], factor, sums[g * vectors + i]);
           }
         };
-        // Else the compiler would make one loop for keys and one for values.
+        // Otherwise the compiler would make separate loops for keys and values.
         if constexpr (operand == Operand::kEither) asm volatile("" : "+r"(keys));
         if (keys) {
 #pragma GCC unroll 8
@@ -159,7 +159,7 @@ struct PairMath {
         for (int i = 0; i + 1 < vectors; i += 2) {
           V::store(to + i * kVectorTokens, V::add_pairs(own[i], own[i + 1]));
         }
-        if constexpr (vectors % 2 == 1) {  // what is stored beyond it is replaced by the next vectors' sums
+        if constexpr (vectors % 2 == 1) {  // the next vectors' sums overwrite the excess
           const Reg last = own[vectors - 1];
           V::store(to + (vectors - 1) * kVectorTokens, V::add_pairs(last, last));
         }
@@ -175,7 +175,7 @@ struct PairMath {
     }
   }
 
-  // How memory becomes a vector. No lambdas: keys and values would not have the same add_products.
+  // Conversions of memory to vectors. Lambdas would give keys and values different instances of add_products.
   struct Whole {
     Reg operator()(const T* p) const { return V::load(p); }
   };
@@ -203,11 +203,11 @@ struct PairMath {
     add_products<heads, vectors, passes, either(Operand::kKeys, heads)>(pass, ahead, Whole());
   }
 
-  // From `column` on, W vectors of a row at a time; what is left of the row is done with half the width.
+  // From `column` on, W vectors of a row at a time; the rest of the row uses half the width.
   template <int heads, int W, int passes>
   static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
                          ReadAhead<T>& ahead, float* acc) {
-    // With three at a time, two and two are better than three and one.
+    // With three at a time, two and two are faster than three and one.
     const int left_alone = W == 3 ? (W + 1) * V::kLanes : -1;
     for (; column + W * V::kLanes <= task.head_dim && task.head_dim - column != left_alone;
          column += W * V::kLanes) {
@@ -232,7 +232,7 @@ struct PairMath {
     for (int s = 0; s * kSegmentTokens < tile.count;) {
       const T* begin = tile.v(s);
       const T* row = begin + static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
-      // Segments of one page lie one after the other: long loops end in fewer mispredicted branches.
+      // Segments of one page are consecutive: long loops end in fewer mispredicted branches.
       do {
         begin += kSegmentTokens * task.head_dim;
         ++s;

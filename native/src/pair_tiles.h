@@ -1,4 +1,4 @@
-// Tiles of the layout in dimension pairs (attend_pairs.h): where they lie, and how memory is asked for early.
+// Tiles of the layout in dimension pairs (attend_pairs.h): their locations, and prefetching.
 #pragma once
 
 #include "simd_common.h"
@@ -9,23 +9,23 @@ namespace {
 
 constexpr int kSegments = kPairTile / kSegmentTokens;
 
-// Memory is asked for by about so much before it is used: less, and it comes late; more, and the first-level
-// cache does not hold it. For one or two query heads less is enough: the processor's own loads come early.
+// Prefetch distance: with less, data comes late; with more, it does not fit L1. For one or two query heads
+// less is enough, because the processor's own loads run ahead.
 constexpr int kAheadBytes = 16 << 10;
 constexpr int kMinAheadGroup = 3;
 
-// What is asked for at once: 16 tokens of two dimensions, or 32 columns of a row of V.
+// Unit of prefetching: 16 tokens of two dimensions, or 32 columns of a row of V.
 constexpr int kPiece = 2 * kSegmentTokens;  // elements
 
-// Asks for half a tile, keys or values of one KV head, while another half is worked on: piece by piece, so
-// that requests to memory are spread over the computation, and in the order of memory as far as segments lie
-// together, however they are worked on later. A processor drops what is asked for faster than memory can
-// deliver, on Zen 5 beyond some 64 lines under way, and pieces in order are delivered faster than others.
+// Prefetches half a tile, keys or values of one KV head, during the work on another half. Piece by piece, so
+// that memory requests are spread over the computation, and in memory order where segments are adjacent. A
+// processor drops prefetches that exceed its memory's rate, on Zen 5 beyond about 64 lines in flight, and it
+// serves consecutive lines faster than others.
 template <class T>
 class ReadAhead {
  public:
-  // Segments begin `offset` elements behind what `segments` points to, and their pieces are `stride` elements
-  // apart; where segments lie `together`, all pieces follow each other.
+  // Segments start `offset` elements after the pointers in `segments`, and their pieces are `stride` elements
+  // apart; if segments are adjacent (`together`), all pieces are consecutive.
   ReadAhead(const T* const* segments, int64_t offset, int64_t stride, int head_dim, bool together)
       : segments_(segments),
         offset_(offset),
@@ -35,13 +35,13 @@ class ReadAhead {
         left_(run_),
         runs_(together ? 1 : kSegments) {}
 
-  // Calls body(i) for each of `steps` steps, each of which takes `elements` elements of the other half, and
-  // asks for as many.
+  // Calls body(i) for each of `steps` steps, which process `elements` elements of the other half, and
+  // prefetches the same number.
   template <int elements, class Body>
   [[gnu::always_inline]] void during(int steps, Body body) {
     for (int i = 0; i < steps;) {
       const int end = i + take<elements>(steps - i);
-      const T* next = next_;  // in registers
+      const T* next = next_;  // kept in registers
       const int64_t stride = stride_;
 #pragma GCC unroll 1
       for (; i < end; ++i) {
@@ -52,14 +52,14 @@ class ReadAhead {
     }
   }
 
-  // For loops that take a piece at a time.
+  // For loops that process a piece at a time.
   void ask_for_piece() {
     take<kPiece>(1);
     next_ = ask<kPiece>(0, next_, stride_);
   }
 
  private:
-  // How many of `steps` steps can ask before a run ends; at least one.
+  // Steps that can prefetch before a run ends; at least one.
   template <int elements>
   [[gnu::always_inline]] int take(int steps) {
     constexpr int kShare = power_of_two(elements);
@@ -83,7 +83,7 @@ class ReadAhead {
     return next;
   }
 
-  // The least one that is not below x: shares of a piece must make up a piece.
+  // The smallest power of two that is at least x: shares must divide a piece.
   static constexpr int power_of_two(int x) { return x <= 1 ? 1 : 2 * power_of_two((x + 1) / 2); }
 
   void end_run() {
@@ -91,7 +91,7 @@ class ReadAhead {
       next_ = *++segments_ + offset_;
       left_ = run_;
     } else {
-      stride_ = 0;  // all has been asked for
+      stride_ = 0;  // everything has been prefetched
       left_ = 1 << 30;
     }
   }
@@ -100,8 +100,8 @@ class ReadAhead {
   int64_t offset_;
   const T* next_;
   int64_t stride_;
-  int run_;   // elements of a run of memory
-  int left_;  // of this one
+  int run_;   // elements per run of contiguous memory
+  int left_;  // elements left in this run
   int runs_;
 };
 
@@ -111,21 +111,21 @@ struct Segments {
   const T* k[kSegments];
   const T* v[kSegments];
   int64_t scale[kSegments];
-  bool k_together;  // one after the other in memory, and in the order of the pairs
+  bool k_together;  // adjacent in memory, in the order of the pairs
   bool v_together;
   int first;
-  int count;  // 0: there are no more
+  int count;  // 0: the end
 };
 
-// One KV head's share of a tile.
+// One KV head's part of a tile.
 template <class T>
 struct PairTile {
   const Segments<T>& segments;
   int64_t k_offset;  // elements from the first head's keys to this one's
   int64_t v_offset;
-  const float* k_scale;  // of int8, else null: this head's, where the memory begins
+  const float* k_scale;  // int8: this head's scales; else null
   const float* v_scale;
-  int64_t pair_stride;  // elements of K from one pair of dimensions to the next
+  int64_t pair_stride;  // elements of K between pairs of dimensions
   int first;            // tokens [first, count) are attended to
   int count;
 

@@ -1,4 +1,4 @@
-// What a thread does while it waits without sleeping.
+// The instruction for spin-wait loops.
 #pragma once
 
 namespace neo_desktop {

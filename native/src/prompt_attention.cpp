@@ -1,5 +1,5 @@
-// The work of one call of prompt attention: blocks of a chunk's tokens, for each KV head, shared out over
-// threads, the largest first. How tokens are put into blocks changes no result.
+// One call of prefill attention: blocks of a chunk's tokens, per KV head, are divided among threads, the
+// largest first. The division into blocks does not change results.
 #include "neo_desktop/prompt_attention.h"
 
 #include <algorithm>
@@ -19,20 +19,20 @@
 namespace neo_desktop {
 namespace {
 
-// A block's rows share the keys that are brought into the kernel's order, and fit into a core's cache.
+// A block's rows share the keys in the kernel's layout, and fit a core's cache.
 constexpr int64_t kMostRows = 384;
 constexpr int64_t kLeastRows = 32;
-constexpr int64_t kMostTokens = 256;  // so that chunks of contexts begin with blocks
+constexpr int64_t kMostTokens = 256;  // so that chunks of contexts start with blocks
 constexpr int64_t kItemsPerThread = 4;
 
-// Waking a thread costs about as long as this many products of a query and a key.
+// Waking a thread takes about as long as this many products of a query and a key.
 constexpr int64_t kScoresPerThread = 2048;
 
 struct Block {
   int64_t query;     // the first one
   int64_t position;  // in its context
   int64_t tokens;
-  int64_t context;  // row of K and V that the context begins with
+  int64_t context;  // first row of the context in K and V
   int64_t work() const { return tokens * (position + tokens); }
 };
 
@@ -121,7 +121,7 @@ class PromptCall {
   }
 
  private:
-  // Puts the tokens into blocks of up to `tokens`, a power of two, that end at multiples of that.
+  // Divides the tokens into blocks of up to `tokens`, a power of two, that end at multiples of `tokens`.
   void cut(int64_t tokens) {
     blocks_.clear();
     const TensorView& ends = arguments_.ends;
@@ -208,8 +208,8 @@ class PromptCall {
     store_output(block, head, all);
   }
 
-  // Brings queries into the kernel's order: kPromptRows rows side by side, a pair of dimensions of all rows
-  // before the next.
+  // Converts queries to the kernel's layout: kPromptRows rows interleaved, one pair of dimensions for all
+  // rows before the next pair.
   void load_queries(const Block& block, int64_t head, float* to) const {
     const TensorView& q = arguments_.q;
     const float scale = arguments_.scale * std::numbers::log2e_v<float>;
@@ -247,7 +247,7 @@ class PromptCall {
   const int padded_head_dim_;
   std::vector<Block> blocks_;
   int threads_ = 1;
-  int64_t rows_ = 0;  // of a block, at most
+  int64_t rows_ = 0;  // of the largest block
   int64_t partial_floats_ = 0;
   int64_t thread_floats_ = 0;
   float* memory_ = nullptr;

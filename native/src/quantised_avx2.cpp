@@ -1,4 +1,4 @@
-// Of AVX2, which adds pairs of products up in 16 bits.
+// AVX2: adds pairs of products in 16 bits.
 #include "quantised_avx2.h"
 
 namespace neo_desktop {

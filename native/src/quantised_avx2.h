@@ -1,4 +1,4 @@
-// What kernels with registers of 256 bits share. See simd_common.h for why all is internal to a file.
+// Code shared by kernels with 256-bit registers. See simd_common.h for the reason of internal linkage.
 #pragma once
 
 #include <immintrin.h>

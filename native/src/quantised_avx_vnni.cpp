@@ -1,11 +1,11 @@
-// Of AVX-VNNI: the dot products of processors without AVX-512.
+// AVX-VNNI: the dot products of processors without AVX-512.
 #include "quantised_avx2.h"
 
 namespace neo_desktop {
 namespace {
 
 struct AvxVnni : Registers256 {
-  static constexpr int kSignedShift = 128;  // signed weights are made unsigned by this
+  static constexpr int kSignedShift = 128;  // added to signed weights to make them unsigned
 
   static __m256i prepare(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
   static __m256i dot(__m256i sum, __m256i weights, const int8_t* columns) {

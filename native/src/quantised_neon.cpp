@@ -1,4 +1,4 @@
-// Of NEON alone: products in 16 bits, added up in pairs.
+// NEON alone: products in 16 bits, added in pairs.
 #include "quantised_neon.h"
 
 namespace neo_desktop {

@@ -1,4 +1,4 @@
-// What kernels of NEON share. See simd_common.h for why all is internal to a file.
+// Code shared by NEON's kernels. See simd_common.h for the reason of internal linkage.
 #pragma once
 
 #include <arm_neon.h>

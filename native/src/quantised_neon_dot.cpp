@@ -1,4 +1,4 @@
-// Of NEON with dot products.
+// NEON with dot products.
 #include "quantised_neon.h"
 
 namespace neo_desktop {

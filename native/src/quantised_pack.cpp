@@ -41,7 +41,7 @@ bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 bool is_finite_bfloat(uint16_t bits) { return (bits & 0x7f80) != 0x7f80; }
 uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
-// Four bytes, and the same in each of them.
+// Four bytes as a word.
 uint32_t word(const int8_t* bytes) {
   uint32_t of_four;
   std::memcpy(&of_four, bytes, sizeof of_four);
@@ -49,13 +49,13 @@ uint32_t word(const int8_t* bytes) {
 }
 constexpr uint32_t each(int byte) { return 0x01010101u * static_cast<uint32_t>(byte); }
 
-// Adds bytes: nothing is carried from one to the next.
+// Adds bytes, without carries between them.
 uint32_t plus(uint32_t a, uint32_t b) {
   return ((a & each(0x7f)) + (b & each(0x7f))) ^ ((a ^ b) & each(0x80));
 }
 
-// Numbers of so many bits, from runs of bytes: the low bits of a run are its first numbers. They come above
-// the lowest `up` bits of what is there already.
+// Unpacks numbers of `bits` bits from runs of bytes: the low bits of a run are its first numbers. They are
+// placed above the lowest `up` bits of the target, which are kept.
 template <int bits, int run, int up = 0>
 void put_bits(const uint8_t* stored, int count, int8_t* numbers) {
   for (; count > 0; count -= run * 8 / bits, stored += run) {
@@ -89,7 +89,7 @@ void put_block_of_32(const uint8_t* stored, Unit& unit) {
   if constexpr (bits == 5) {
     uint32_t fifth;
     std::memcpy(&fifth, stored, sizeof fifth);
-    for (int i = 0; i < kBlockColumns; i += 4) {  // the product has bit j of four at bit 8 * j
+    for (int i = 0; i < kBlockColumns; i += 4) {  // the product moves bit j of four to bit 8 * j
       const uint32_t high = ((fifth >> i & 15) * 0x00204081u & each(1)) << 4;
       const uint32_t number = word(unit.numbers + i) | high;
       std::memcpy(unit.numbers + i, &number, sizeof number);
@@ -98,7 +98,7 @@ void put_block_of_32(const uint8_t* stored, Unit& unit) {
   if constexpr (offset != 0) subtract(offset, kBlockColumns, unit.numbers);
 }
 
-// Eight scales and minima in 6 bits each; the last four borrow the high bits of the first four.
+// Eight scales and minima in 6 bits each; the last four borrow high bits of the first four.
 void put_scales_and_minima(const uint8_t* stored, Unit& unit) {
   unit.scale = half_at(stored);
   unit.minimum = negated(half_at(stored + 2));
@@ -171,7 +171,7 @@ void put_iq4_xs(const uint8_t* stored, Unit& unit) {
   look_up(256, unit.numbers);
 }
 
-// A scale is a power of two, its exponent in a byte; half of it, since numbers are doubled.
+// A scale is a power of two, stored as its exponent; halved, because numbers are doubled.
 void put_mxfp4(const uint8_t* stored, Unit& unit) {
   const int exponent = stored[0];
   if (exponent == 255) {
@@ -184,7 +184,7 @@ void put_mxfp4(const uint8_t* stored, Unit& unit) {
 
 struct Stored {
   WeightType kept_as;
-  int columns;  // of a block in the file
+  int columns;  // per block in the file
   int bytes;
   void (*put)(const uint8_t* stored, Unit& unit);
 };
@@ -207,7 +207,7 @@ constexpr Stored kStored[kStoredTypes] = {
 
 const Stored& stored_as(StoredType type) { return kStored[static_cast<int>(type)]; }
 
-// Where a row's parts lie in a tile's unit.
+// Addresses of a row's parts in a tile's unit.
 struct RowPlace {
   const WeightLayout& of;
   uint8_t* unit;
@@ -221,7 +221,7 @@ struct RowPlace {
   uint8_t* group(int i, int g) const { return block(i) + block_scale_bytes(of) + (g * kTileRows + row) * 4; }
 };
 
-// The bits above the lowest four of a column: which byte, and from which bit on.
+// The bits above the lowest four of a column: byte and first bit.
 struct HighBits {
   HighBits(const RowPlace& place, int i, int column) {
     const int half = column / 16, group = column % 16 / 4, byte = column % 4;

@@ -1,4 +1,4 @@
-// Of any processor: a lane at a time.
+// Any processor: one lane at a time.
 #include "neo_desktop/half.h"
 #include "quantised_tiles.h"
 

@@ -1,10 +1,10 @@
-// Products with tiles of quantised weights, for one instruction set's file to instantiate.
+// Matmuls with tiles of quantised weights, instantiated by each instruction set's file.
 //
 // V has registers of kLanes rows (a divisor of 16):
-//   Ints, Floats, Bytes  registers; a lane of Bytes is 4 numbers of one row
-//   dot                  adds 4 weights times 4 activations to each lane; dot_signed takes what prepare gave
-//   looked_up            replaces numbers below 16 by those of kFp4Numbers
-//   shifted<n>           moves the bits of each byte up by n (down if it is negative); others may come in
+//   Ints, Floats, Bytes  registers; a lane of Bytes has 4 numbers of one row
+//   dot                  adds 4 weights times 4 activations to each lane; dot_signed takes the output of
+//   prepare looked_up            replaces numbers below 16 by those in kFp4Numbers shifted<n> shifts each
+//   byte left by n bits (right if n is negative); other bits may enter
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ inline void for_each_group(Body body) {
   }
 }
 
-// The numbers of a group that has fewer than 8 bits: of the first 16 columns (half 0), or of the others.
+// The numbers of a group with fewer than 8 bits: of the first 16 columns (half 0), or of the others.
 template <class V, WeightType type, int group, int half>
 inline auto numbers_of(const typename V::Bytes& bytes, const typename V::Bytes* high) {
   constexpr WeightLayout of = layout_of(type);
@@ -54,25 +54,25 @@ inline auto load_scales(const uint8_t* p) {
   }
 }
 
-// Of a power of two; -1 of 0.
+// log2 of a power of two; -1 for 0.
 constexpr int log2_of(int x) {
   int log = -1;
   for (; x > 0; x /= 2) ++log;
   return log;
 }
 
-// Each row's sums are added up block by block, whatever the number of rows, of threads and of lanes: products
-// depend on none of them.
+// Each row's sums are accumulated block by block, so products do not depend on the number of rows, threads or
+// lanes.
 template <class V, WeightType type, int count>
 inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* out) {
   constexpr WeightLayout of = layout_of(type);
   constexpr int kParts = kTileRows / V::kLanes;
-  constexpr int kSums = of.scales == 2 ? 2 : 1;  // of products, in a block
+  constexpr int kSums = of.scales == 2 ? 2 : 1;  // sums of products per block
   typename V::Floats sums[count][kParts];
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
   }
-  const int64_t all = x.blocks * count;  // of each kind of sums
+  const int64_t all = x.blocks * count;  // number of sums per kind
   const int8_t* numbers = x.numbers;
   const uint8_t* unit = tile;
   const uint8_t* scales = tile + header_bytes(of);
@@ -195,13 +195,12 @@ void multiply_tile(const uint8_t* tile, const QuantisedRows& x, float* out) {
   }
 }
 
-// Plain code, which compilers turn into vectors of the file's instruction set.
+// Plain code that compilers vectorise for the file's instruction set.
 inline void quantise_row(const float* x, const QuantisedRows& into, int row) {
   for (int64_t block = 0; block < into.blocks; ++block, x += kBlockColumns) {
     const int64_t at = block * into.rows + row;
     int8_t* numbers = into.numbers + at * kBlockColumns;
-    // As numbers, the bits of magnitudes are in the same order, NaN above all: a maximum that compilers can
-    // reorder.
+    // As integers, magnitudes have the same order, with NaN above all: compilers can reorder this maximum.
     int32_t bits = 0;
     for (int i = 0; i < kBlockColumns; ++i) {
       int32_t magnitude;
@@ -217,7 +216,7 @@ inline void quantise_row(const float* x, const QuantisedRows& into, int row) {
     int32_t sums[2] = {0, 0};
     for (int half = 0; half < 2; ++half) {
       for (int i = 16 * half; i < 16 * half + 16; ++i) {
-        // Adding it moves what is behind the point out of the mantissa: rounded to nearest even.
+        // The addition shifts the fraction out of the mantissa: it rounds to nearest even.
         constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23
         const float rounded = (is_finite ? x[i] * inverse : 0.0f) + kRounding;
         int32_t number;

@@ -1,4 +1,4 @@
-// Of AVX-512 with VNNI, whose dot products multiply unsigned numbers with signed ones.
+// AVX-512 with VNNI: dot products of unsigned and signed numbers.
 #include <immintrin.h>
 
 #include "quantised_tiles.h"
@@ -12,7 +12,7 @@ struct Vnni {
   using Bytes = __m512i;
   static constexpr int kLanes = 16;
   static constexpr int kRowsAtOnce = 8;
-  static constexpr int kSignedShift = 128;  // signed weights are made unsigned by this
+  static constexpr int kSignedShift = 128;  // added to signed weights to make them unsigned
 
   static void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
   static __m512 zero() { return _mm512_setzero_ps(); }

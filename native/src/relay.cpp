@@ -18,18 +18,17 @@
 namespace neo_desktop {
 namespace {
 
-constexpr unsigned kPausesPerYield =
-    4096;  // some 50 us: only where there are fewer CPUs than threads it matters
+constexpr unsigned kPausesPerYield = 4096;  // about 50 us; matters only with fewer CPUs than threads
 
-// How long the end of the relay waits for a step under way; the longest take some milliseconds.
+// Time to wait for a running step when the relay closes; the longest steps take some milliseconds.
 constexpr std::chrono::seconds kEndPatience{5};
 
-// The guard looks so many times before it gives up, or more often.
+// Least number of times that the guard wakes per timeout.
 constexpr int kLooks = 8;
 constexpr std::chrono::nanoseconds kShortestLook = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kLongestLook = std::chrono::seconds(1);
 
-// Between two looks at a flag that nobody is in a hurry for.
+// Sleep between two polls of a flag that is not urgent.
 constexpr std::chrono::microseconds kRest{20};
 
 int64_t now_ns() {
@@ -53,7 +52,7 @@ class Relay::State {
   void start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout);
   std::vector<RelayStep> finish();
   void cancel();
-  bool end();  // whether the thread that serves has ended
+  bool end();  // true if the relay's thread has ended
   void work();
   void guard();
 
@@ -64,35 +63,33 @@ class Relay::State {
     std::optional<TensorView> sinks;
   };
 
-  // From waiting to working and back by the thread that serves, to given up by the guard: one of them is
-  // first, and what was given up while waiting begins no step.
+  // The relay's thread switches between waiting and working; the guard switches to given up. The first switch
+  // wins: after a timeout while waiting, no step starts.
   enum class Doing : int { kWaiting, kWorking, kGivenUp };
 
   void serve();
   bool step(size_t layer, size_t index);
   bool goes_on(size_t layer, size_t index, Doing doing);
   std::string where(Doing doing) const;
-  std::chrono::nanoseconds look() const {
-    return std::clamp(timeout_ / kLooks, kShortestLook, kLongestLook);
-  }
+  std::chrono::nanoseconds look() const { return std::clamp(timeout_ / kLooks, kShortestLook, kLongestLook); }
   bool wait_until_ready(const RelayItem& item, size_t layer) const;
   void release_all();
 
-  std::vector<Layer> layers_;  // none: for products alone
+  std::vector<Layer> layers_;  // empty: no KV
   const size_t num_layers_;
   const int num_threads_;
   const Isa isa_;
 
-  // Of the iteration. `start` writes them before it sets `running_`, the relay's thread afterwards.
+  // State of the iteration. `start` writes it before it sets `running_`, the relay's thread afterwards.
   std::vector<RelayItem> items_;
-  bool rests_ = false;  // between two looks at a flag
+  bool rests_ = false;  // sleep between two polls of a flag
   std::vector<RelayStep> steps_;
   std::exception_ptr error_;
   std::chrono::nanoseconds timeout_{};
   std::atomic<bool> cancelled_{false};
 
-  // What the guard looks at.
-  std::atomic<uint64_t> progress_{0};  // grows with everything that is begun
+  // State that the guard reads.
+  std::atomic<uint64_t> progress_{0};  // grows with every started step
   std::atomic<size_t> layer_{0};
   std::atomic<size_t> item_{0};
   std::atomic<Doing> doing_{Doing::kWaiting};
@@ -101,11 +98,11 @@ class Relay::State {
   std::condition_variable changed_;
   bool running_ = false;
   bool closed_ = false;
-  bool ended_ = false;    // the thread that serves
-  std::string stalled_;   // where the iteration stood when it was given up
-  bool in_step_ = false;  // whether it was given up in a step, which may never end
+  bool ended_ = false;    // the relay's thread has ended
+  std::string stalled_;   // the step at which the iteration timed out
+  bool in_step_ = false;  // the timeout hit inside a step, which may never end
   std::condition_variable guard_changed_;
-  int64_t guard_wakes_ns_ = 0;  // when the guard looks next, whatever happens meanwhile
+  int64_t guard_wakes_ns_ = 0;  // next time at which the guard checks
 };
 
 Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
@@ -115,8 +112,8 @@ Relay::Relay(int64_t num_layers, int num_threads, Isa isa)
     : Relay(std::make_shared<State>(std::vector<RelayLayer>{}, num_layers, num_threads, isa)) {}
 
 Relay::Relay(std::shared_ptr<State> made) : state_(std::move(made)) {
-  // Detached, since nobody can wait for a step that does not end. The guard gives iterations up; with one
-  // after the other nobody wakes it.
+  // Detached, because a stuck step cannot be joined. The guard handles timeouts; back-to-back iterations do
+  // not wake it.
   std::thread([state = state_] { state->work(); }).detach();
   try {
     std::thread([state = state_] { state->guard(); }).detach();
@@ -199,7 +196,7 @@ std::vector<RelayStep> Relay::State::finish() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !running_ || !stalled_.empty(); });
   if (!stalled_.empty()) {
-    // Outside of a step the thread sees that it was given up, and begins none.
+    // Outside a step the thread notices the timeout and starts no step.
     if (!in_step_) changed_.wait(lock, [this] { return !running_; });
     throw RelayStalledError(stalled_);
   }
@@ -253,7 +250,7 @@ void Relay::State::serve() {
   }
 }
 
-// Returns false if the iteration was given up or cancelled before it.
+// Returns false if the iteration timed out or was cancelled before the step.
 bool Relay::State::step(size_t layer, size_t index) {
   const RelayItem& item = items_[index];
   if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
@@ -270,7 +267,7 @@ bool Relay::State::step(size_t layer, size_t index) {
 void Relay::State::guard() {
   constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
   uint64_t seen = 0;
-  int looks = 0;  // in which nothing went on
+  int looks = 0;  // checks without progress
   std::unique_lock lock(mutex_);
   while (!closed_) {
     if (!running_ || timeout_.count() == 0 || !stalled_.empty()) {
@@ -279,11 +276,12 @@ void Relay::State::guard() {
       looks = 0;
       continue;
     }
-    // Looks are counted, not time: it also passes while the process is stopped or its machine sleeps.
+    // The guard counts checks, not time: time also passes while the process is stopped or the machine is
+    // suspended.
     const int64_t begun_ns = now_ns();
     guard_wakes_ns_ = begun_ns + look().count();
     guard_changed_.wait_for(lock, look());
-    if (now_ns() < guard_wakes_ns_) continue;  // somebody woke it
+    if (now_ns() < guard_wakes_ns_) continue;  // woken early
     if (const uint64_t now = progress_.load(std::memory_order_relaxed); now != seen) {
       seen = now;
       looks = 0;
@@ -298,7 +296,7 @@ void Relay::State::guard() {
   }
 }
 
-// Returns false, and changes nothing, once the guard has given the iteration up.
+// Returns false, and changes nothing, after the guard has given the iteration up.
 bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
   Doing before = doing_;
   if (before == Doing::kGivenUp || !doing_.compare_exchange_strong(before, doing)) return false;

@@ -6,7 +6,7 @@
 namespace neo_desktop {
 namespace {
 
-// What a transfer moves in one call: its threads are soon free for attention.
+// Bytes that a transfer copies per call; small, so that its threads are soon free for attention.
 constexpr int64_t kTransferBytes = 1 << 20;
 
 TensorView part_of(const TensorView& whole, int64_t layer) {
@@ -64,7 +64,7 @@ void check_arguments(const RelayProduct& product, size_t num_layers) {
   }
 }
 
-// How many rows are computed at a time.
+// Number of rows to compute at a time.
 int64_t at_once(const ExpertRows& rows) {
   return rows.gated.size(0) / std::max<int64_t>(rows.ids.size(1), 1);
 }

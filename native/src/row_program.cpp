@@ -11,9 +11,9 @@ namespace neo_desktop {
 namespace {
 
 constexpr int64_t kAlignment = 64;            // of buffers: a cache line
-constexpr int64_t kSerialElements = 1 << 15;  // that one thread works on before others have woken
-constexpr int64_t kRowsAtOnce = 512;          // whose buffers a call keeps: more rows come in turns
-constexpr int64_t kTakesPerThread = 8;        // of rows, so that a thread that is held up leaves the rest
+constexpr int64_t kSerialElements = 1 << 15;  // one thread processes them before others wake
+constexpr int64_t kRowsAtOnce = 512;          // rows with buffers in memory; more rows are processed in parts
+constexpr int64_t kTakesPerThread = 8;        // of rows, so that others can do the work of a delayed thread
 
 struct OpTraits {
   const char* name;
@@ -72,10 +72,10 @@ TensorView part_of(const TensorView& buffer, int64_t first, int64_t length) {
   return {buffer.name, data, buffer.dtype, {buffer.size(0), length}, {buffer.stride(0), 1}};
 }
 
-// One call.
+// One call of a program.
 class Run {
  public:
-  // buffers: their memory is given, or follows in `run`.
+  // buffers: with their memory, or without; `run` then provides it.
   Run(const std::vector<RowStep>& program, std::vector<TensorView> buffers, int64_t rows, int num_threads,
       Isa isa)
       : program_(program), buffers_(std::move(buffers)), rows_(rows), operators_(kernels_for(isa).operators) {
@@ -98,20 +98,20 @@ class Run {
     threads_ = std::max(useful_threads(weight_bytes, tiles, num_threads), static_cast<int>(useful));
   }
 
-  // Of memory that products work in.
+  // Bytes of the matmuls' scratch memory.
   int64_t memory_bytes() const {
     return product_bytes_ + threads_ * columns_ * static_cast<int64_t>(sizeof(float));
   }
 
-  // Takes memory for products, and addresses of the buffers that were not given, by buffer.
+  // Receives the matmuls' scratch memory, and the addresses of buffers that were not given, by buffer.
   void run(uint8_t* memory, const std::vector<uint8_t*>& own) {
     for (size_t i = 0; i < own.size(); ++i) {
       if (own[i]) buffers_[i].data = own[i];
     }
     auto* floats = reinterpret_cast<float*>(memory + product_bytes_);
     Steps steps;
-    std::deque<PackedProduct> chunks;    // of products
-    std::vector<const RowStep*> by_row;  // that no step shares out yet
+    std::deque<PackedProduct> chunks;    // of matmuls
+    std::vector<const RowStep*> by_row;  // elementwise steps that are not divided among threads yet
     auto view = views_.begin();
     auto product = products_.begin();
     for (const RowStep& step : program_) {
@@ -223,10 +223,10 @@ class Run {
   std::vector<TensorView> buffers_;
   const int64_t rows_;
   const RowOperators& operators_;
-  std::deque<TensorView> views_;  // of each product: what it multiplies, and where the result goes
+  std::deque<TensorView> views_;  // per matmul: its input and output
   std::deque<PackedProduct> products_;
   int threads_;
-  int64_t columns_ = 0;  // the most of all products
+  int64_t columns_ = 0;  // largest width of the matmuls
   int64_t product_bytes_ = 0;
 };
 
@@ -264,7 +264,7 @@ void RowProgram::check(const RowStep& step) const {
     check_dtype(step.weights[i], dtypes);
     check_packed(step.weights[i], static_cast<int>(shape.size()));
   };
-  if (step.op == RowOp::kMultiply) {  // whose groups are the columns that it multiplies
+  if (step.op == RowOp::kMultiply) {  // its groups are the input columns
     check_columns(step.sources[0], 1, step.groups);
     check_columns(step.into, 1, step.length);
     if (step.sources[0].buffer == step.into.buffer) fail("a product lies where its input does");
@@ -295,11 +295,11 @@ void RowProgram::check(const RowStep& step) const {
   if (!step.weights.empty()) weight(0, {step.groups, step.length}, {dtype});
 }
 
-// Buffers may lie where others lay that nobody reads any more. Rows are at different steps between two
-// products, and in each buffer lie elsewhere: so only what a product separates is apart in time.
+// Buffers may reuse the memory of buffers that are no longer read. Between two matmuls, rows are at different
+// steps, and each buffer has a different place for a row: so only a matmul separates lifetimes.
 void RowProgram::place_buffers() {
   struct Use {
-    int64_t first = -1, last = -1;  // counted in products: those before, and the product itself
+    int64_t first = -1, last = -1;  // in matmuls: the number before, and the matmul itself
   };
   std::vector<Use> uses(buffers_.size());
   int64_t time = 0;
@@ -312,7 +312,7 @@ void RowProgram::place_buffers() {
     const bool is_product = step.op == RowOp::kMultiply;
     for (const RowColumns& columns : step.sources) {
       use(columns, time);
-      use(columns, time + is_product);  // rows that are many are multiplied in turns
+      use(columns, time + is_product);  // many rows are multiplied in parts
     }
     use(step.into, time + is_product);
     if (is_product) time += 2;

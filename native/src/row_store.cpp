@@ -10,7 +10,7 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kPieceBytes = 256 << 10;  // what a thread copies before it asks for more, about
+constexpr int64_t kPieceBytes = 256 << 10;  // bytes that a thread copies per piece, about
 
 void check(const TensorView& rows, const TensorView& slots, const TensorView& into) {
   check_dims(rows, "[layers, n of slots, width]", 3);

@@ -1,16 +1,16 @@
-// What all vector kernels share. A kernel is written once, for any instruction set: a class V of static
+// Code shared by all vector kernels. A kernel is written once, for any instruction set: a class V of static
 // functions wraps the vector registers (see kernel_avx512.cpp).
 //
-// Each ISA's file includes these headers with its own compiler flags. Everything here must have internal
-// linkage (the anonymous namespace), and no function of the standard library may be used: the linker would
-// keep one copy of an inline function for all files, perhaps the one compiled for the newest CPU.
+// Each ISA's file includes these headers with its own compiler flags. All code here must have internal
+// linkage (the anonymous namespace), and must not use the standard library's functions: the linker would keep
+// one copy of an inline function for all files, perhaps the one compiled for the newest CPU.
 #pragma once
 
 #include <cstdint>
 
 #include "neo_desktop/kernels.h"
 
-// A function that stays one: neither inlined nor copied for some of its arguments.
+// Prevents inlining, and copies for particular arguments.
 #ifdef __clang__
 #define NEO_DESKTOP_ONE_COPY [[gnu::noinline]]
 #else
@@ -21,14 +21,13 @@ namespace neo_desktop {
 namespace {
 
 constexpr int kCacheLineBytes = 64;
-constexpr int kFirstLevel = 3;  // in the terms of __builtin_prefetch
+constexpr int kFirstLevel = 3;  // __builtin_prefetch's locality for L1
 
 constexpr int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 
-// Asks for the lines that begin in columns [column, column + columns) of a row that is needed next, so that
-// loads from memory are spread over the computation: too much of it lies between two loads for the
-// processor's own prefetching. Into the first level, although a tile fills it: on Zen 5 that was faster than
-// the second.
+// Prefetches the lines that start in columns [column, column + columns) of a row that is needed next. This
+// spreads memory loads over the computation, which is too long between two loads for the processor's own
+// prefetcher. Into L1, although a tile fills it: on Zen 5 that was faster than L2.
 template <int columns, class T>
 inline void prefetch(const T* row, int column) {
   constexpr int kLine = kCacheLineBytes / sizeof(T);
@@ -40,8 +39,8 @@ inline void prefetch(const T* row, int column) {
   }
 }
 
-// Follows a request's tokens through its block table, without a division per token. Never reads an entry past
-// that of a token asked for.
+// Follows a request's tokens through its block table, without a division per token. Never reads an entry
+// beyond the requested token's.
 class TokenWalker {
  public:
   TokenWalker(const AttendTask& task, int64_t token)
@@ -50,7 +49,7 @@ class TokenWalker {
         block_tokens_(task.block_tokens),
         blocks_per_page_(static_cast<uint32_t>(task.blocks_per_page)) {}
 
-  // Where the next token and those after it in its block lie.
+  // Location of the next token and the later tokens in its block.
   struct Place {
     int64_t page;
     int64_t row;
@@ -66,7 +65,7 @@ class TokenWalker {
             block_tokens_ - offset_};
   }
 
-  // Goes on within the block.
+  // Advances within the block.
   void skip(int64_t tokens) { offset_ += tokens; }
 
  private:
@@ -76,7 +75,7 @@ class TokenWalker {
   uint32_t blocks_per_page_;
 };
 
-// The query heads [g, g + kQueryTile) of one KV head, and what is known of them so far.
+// The query heads [g, g + kQueryTile) of one KV head, with their running results.
 struct QueryTile {
   QueryTile(const AttendTask& task, int head, int g) : left(task.group - g) {
     row = static_cast<int64_t>(head) * task.padded_group + g;
@@ -86,10 +85,10 @@ struct QueryTile {
     sum = task.sum + row;
     acc = task.acc + row * task.padded_head_dim;
   }
-  int left;     // query heads from g on
+  int left;     // number of query heads from g on
   int64_t row;  // of the first one
   const float* q;
-  float* state;  // [kQueryTile, 2, kMaxLanes] or less: running maxima and sums, as the kernel likes them
+  float* state;  // [kQueryTile, 2, kMaxLanes] or less: running maxima and sums, in the kernel's layout
   float* max;
   float* sum;
   float* acc;
@@ -100,13 +99,13 @@ inline void for_each_query_tile(const AttendTask& task, int head, Body body) {
   for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, g));
 }
 
-// A compile-time number, to call a generic function with.
+// A compile-time number, as an argument of generic functions.
 template <int n>
 struct Number {
   static constexpr int value = n;
 };
 
-// Calls body with the smallest of 1, 2, 4 and 8 heads that serves `queries`, as a Number.
+// Calls body with the smallest of 1, 2, 4 and 8 that is at least `queries`, as a Number.
 template <class Body>
 inline void with_heads(int queries, Body body) {
   if (queries > 4) {
@@ -120,13 +119,13 @@ inline void with_heads(int queries, Body body) {
   }
 }
 
-// tanh(x), relative error below 4e-7. What is infinite or NaN becomes NaN.
+// tanh(x), relative error below 4e-7. Infinity and NaN become NaN.
 template <class V>
 inline typename V::Reg tanh(typename V::Reg x) {
-  const auto flat = V::broadcast(-9.02f);  // from here on fp32 has no number between tanh and -1 or 1
+  const auto flat = V::broadcast(-9.02f);  // beyond this, fp32 rounds tanh to -1 or 1
   const auto above = V::max(flat, x);
   const auto within = V::subtract(V::zero(), V::max(flat, V::subtract(V::zero(), above)));
-  // x * P(x^2) / Q(x^2) with the least largest relative error, 2.1e-8; all else is rounding.
+  // x * P(x^2) / Q(x^2) with the minimax relative error, 2.1e-8; the rest is rounding.
   const auto square = V::multiply(within, within);
   auto p = V::broadcast(1.33187740e-8f);
   p = V::multiply_add(p, square, V::broadcast(2.05832600e-5f));
@@ -141,8 +140,8 @@ inline typename V::Reg tanh(typename V::Reg x) {
   return V::multiply_add(x, V::zero(), V::divide(V::multiply(within, p), q));
 }
 
-// Puts cap * tanh(score / cap) in the place of each score; their number is a multiple of the lanes. No part
-// of the kernels' loops, which stay as they are for models without a cap.
+// Replaces each score by cap * tanh(score / cap); their number is a multiple of the lanes. Kept out of the
+// kernels' loops, which stay the same for models without a cap.
 template <class V>
 NEO_DESKTOP_ONE_COPY void cap_scores(float cap, float* scores, int count) {
   const auto by = V::broadcast(1.0f / cap);
@@ -187,10 +186,10 @@ float read(const void* data, int64_t bytes) {
 
 template <class V>
 int64_t multiply_adds(int64_t rounds, float* kept) {
-  // Each sum's next step waits for its last one: some cycles, in each of which two or more can begin. So
-  // there are as many sums as registers can hold, the two constants beside them.
+  // An accumulator's next addition waits some cycles for the last one, and two or more additions can start
+  // per cycle. So all registers are accumulators, except the two constants.
   constexpr int kChains = V::kSums + 4;
-  constexpr int kSteps = 8;  // per round, so that counting rounds costs little
+  constexpr int kSteps = 8;  // per round; makes the loop counter cheap
   const auto factor = V::broadcast(0.5f);
   const auto addend = V::broadcast(1.0f);
   typename V::Reg sums[kChains];  // all tend to 2: neither infinite nor denormal

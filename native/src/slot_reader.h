@@ -1,4 +1,4 @@
-// Reads rows out of the paged cache, whatever layout and dtype it has: the inverse of slot_writer.h.
+// Reads rows from the paged cache, in any layout and dtype: the inverse of slot_writer.h.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace neo_desktop {
 
-constexpr int64_t kSpanTokens = 64;  // at most: bounds the memory that keys are put together in
+constexpr int64_t kSpanTokens = 64;  // at most: bounds the memory for assembling keys
 
-// Slots that follow each other in a page, and the rows that they belong to.
+// Consecutive slots in a page, and their rows.
 struct Span {
   int64_t first;  // row
   int64_t tokens;
   int64_t page;
-  int64_t row;  // of the page
+  int64_t row;  // in the page
 };
 
 // Copies slots of the cache to keys or values, [tokens, kv_heads, head_dim], cast to their dtype.

@@ -1,4 +1,4 @@
-// Writes rows of new tokens into the paged cache, in whatever layout and dtype it has.
+// Writes rows of new tokens to the paged cache, in any layout and dtype.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace neo_desktop {
 
-// Copies keys or values, [tokens, kv_heads, head_dim], into their slots of the cache, cast to its dtype.
+// Copies keys or values, [tokens, kv_heads, head_dim], to their slots of the cache, cast to its dtype.
 class SlotWriter {
  public:
   static SlotWriter of_keys(const TensorView& source, const PagedCache& cache, const Kernels& kernels) {
@@ -45,7 +45,7 @@ class SlotWriter {
              const PagedCache& cache, const Kernels& kernels)
       : source_(source), target_(target), scale_(scale), pairs_(pairs), cache_(cache), kernels_(kernels) {}
 
-  // The row in the cache's dtype: as it is, or in `memory`.
+  // The row in the cache's dtype: the original, or a copy in `memory`.
   const void* cast_row(const void* from, void* memory, float* scale) const {
     if (source_.dtype == cache_.dtype) return from;
     float row[kMaxHeadDim];
@@ -77,10 +77,11 @@ class SlotWriter {
     }
   }
 
-  // Round to nearest in steps of largest / 127; returns the step. A row with NaN or infinity gets a scale of
-  // NaN: what attends to it is not finite, as with the other dtypes. Written so that compilers vectorise it.
+  // Rounds to nearest in steps of largest / 127; returns the step. A row with NaN or infinity gets a scale of
+  // NaN, so that attention to it is not finite, as with the other dtypes. Written so that compilers vectorise
+  // it.
   static float quantize(const float* row, int length, int8_t* out) {
-    int32_t bits = 0;  // of the largest absolute value: as integers they compare alike, and NaN is above all
+    int32_t bits = 0;  // bits of the largest magnitude: integers have the same order, with NaN above all
     for (int i = 0; i < length; ++i) {
       bits = std::max(bits, std::bit_cast<int32_t>(row[i]) & 0x7fffffff);
     }
@@ -99,7 +100,7 @@ class SlotWriter {
     return scale;
   }
 
-  // The same for rows of denormals, where the scale itself is rounded a lot.
+  // The same for rows of denormals, whose scale itself has a large rounding error.
   static float quantize_tiny(const float* row, int length, float scale, int8_t* out) {
     for (int i = 0; i < length; ++i) {
       out[i] = static_cast<int8_t>(std::lrintf(std::clamp(row[i] / scale, -127.0f, 127.0f)));

@@ -1,4 +1,4 @@
-// Threads that do several things one after the other, and are woken once.
+// Several parallel steps in a row, with one wake-up of the threads.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace neo_desktop {
 
-// Work in steps: the items of a step are shared out, and all are done before the next step begins. A thread
-// that comes late joins the step at which the others are.
+// Work in steps: threads share the items of a step, and finish all items before the next step. A late
+// thread joins at the current step.
 class Steps {
  public:
   using Body = std::function<void(int64_t item, int participant)>;

@@ -17,11 +17,11 @@ namespace {
 // Never destroyed: workers may outlive every static object of the process.
 std::atomic<ThreadPool*> shared_pool{nullptr};
 
-// Waiting for the last worker's last piece, or for the next call of the same iteration, is often short: a
-// sleep and a wake-up would cost more.
+// The wait for the last worker's last piece, or for the next call of the same iteration, is often short:
+// sleeping and waking up would cost more.
 constexpr std::chrono::microseconds kSpinTime{50};
 
-// Looks again and again: until the condition holds or, unless it is to stay, for a moment.
+// Spins until the condition holds, or for a moment only, unless `stay` asks for more.
 template <class Condition, class Stay>
 void spin_until(Condition condition, Stay stay) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
@@ -37,7 +37,7 @@ constexpr int kAnywhere = -1;
 
 std::atomic<bool> binds{true};
 
-// Keeps a thread on a CPU; returns whether the system agreed.
+// Binds a thread to a CPU; returns false if the system refuses.
 bool pin(pthread_t thread, int cpu) {
   cpu_set_t mask;
   CPU_ZERO(&mask);
@@ -58,7 +58,7 @@ struct ThreadPool::Job {
 
 struct ThreadPool::Worker {
   explicit Worker(int cpu) : cpu(cpu) {}
-  int cpu;  // kAnywhere where there are more workers than CPUs, or workers are not bound
+  int cpu;  // kAnywhere if workers outnumber CPUs or are not bound
   bool asleep = false;
   std::condition_variable wake{};
 };
@@ -66,8 +66,8 @@ struct ThreadPool::Worker {
 ThreadPool::ThreadPool() : cpus_(usable_cpus()) {}
 
 ThreadPool& ThreadPool::shared() {
-  // A forked child has none of its parent's threads, and the pool's mutex may be held by one of them: the
-  // child forgets the pool and makes its own.
+  // A forked child has none of its parent's threads, and a lost thread may hold the pool's mutex: the child
+  // drops the pool and makes its own.
   static const int registered = pthread_atfork(nullptr, nullptr, [] { shared_pool = nullptr; });
   (void)registered;
   ThreadPool* pool = shared_pool.load(std::memory_order_acquire);
@@ -80,7 +80,7 @@ ThreadPool& ThreadPool::shared() {
 }
 
 void ThreadPool::start_workers(int participants) {
-  // One per CPU, the caller's included, for the caller may be elsewhere the next time.
+  // One worker per CPU, the caller's included, because the caller may run elsewhere the next time.
   const int num_cpus = binds ? static_cast<int>(cpus_.size()) : 0;
   const int wanted = participants <= num_cpus ? participants : participants - 1;
   while (static_cast<int>(workers_.size()) < wanted) {
@@ -95,7 +95,7 @@ void ThreadPool::start_workers(int participants) {
 }
 
 void ThreadPool::pin_caller() const {
-  if (binds && !cpus_.empty()) pin(pthread_self(), cpus_.front());  // only slower where it is refused
+  if (binds && !cpus_.empty()) pin(pthread_self(), cpus_.front());  // a refusal only costs speed
 }
 
 bool ThreadPool::bind(bool wanted) {
@@ -141,7 +141,7 @@ void ThreadPool::run(int participants, const std::function<void(int)>& body) {
 
   {
     std::lock_guard lock(mutex_);
-    if (std::erase(jobs_, &job) > 0) --num_jobs_;  // nobody joins from here on
+    if (std::erase(jobs_, &job) > 0) --num_jobs_;  // no worker joins from here on
   }
   spin_until([&] { return job.running.load(std::memory_order_acquire) == 0; }, [] { return false; });
   std::unique_lock lock(mutex_);
@@ -183,7 +183,7 @@ void ThreadPool::work(Worker& self) {
     lock.unlock();
     (*job.body)(participant);
     lock.lock();
-    // Still under the lock when notifying: the job lives on the caller's stack and ends with the wait.
+    // Notify under the lock: the job is on the caller's stack and ends with the wait.
     if (--job.running == 0) job.done.notify_one();
   }
 }

@@ -1,5 +1,5 @@
-// The running softmax of one query head over tiles of kPairTile tokens, as decode and prompt attention share
-// it: a row's bits are the same in both.
+// The running softmax of one query head over tiles of kPairTile tokens, shared by decode and prefill
+// attention: a row's bits are the same in both.
 #pragma once
 
 #include "simd_common.h"
@@ -7,7 +7,7 @@
 namespace neo_desktop {
 namespace {
 
-// Below every score, but so that differences of two scores stay finite.
+// Below every score, but differences of two scores stay finite.
 constexpr float kLowest = -0x1p127f;
 
 template <class V>
@@ -15,14 +15,14 @@ struct TileSoftmax {
   using Reg = typename V::Reg;
 
   // Turns the scores of a tile into weights. `max` (the same in all lanes) and `sum` (per lane) have room for
-  // kMaxLanes numbers each; acc [padded_head_dim] is what the tiles before added up to.
+  // kMaxLanes numbers each; acc [padded_head_dim] is the sum over the tiles before.
   static void run(float* weights, float* max, float* sum, float* acc, int padded_head_dim) {
     Reg candidate = V::load(weights);
 #pragma GCC unroll 16
     for (int i = V::kLanes; i < kPairTile; i += V::kLanes) {
       candidate = V::max(V::load(weights + i), candidate);
     }
-    if (V::any_greater(candidate, V::load(max))) {  // seldom, after a row's first tiles
+    if (V::any_greater(candidate, V::load(max))) {  // rare after a row's first tiles
       raise_max(candidate, max, sum, acc, padded_head_dim);
     }
     const Reg top = V::load(max);
@@ -53,7 +53,7 @@ struct TileSoftmax {
     const Reg top = V::template max_within<V::kLanes>(V::max(candidate, old));
     V::store(max, top);
     const Reg before = V::load(sum);
-    if (!V::any_differs(before, V::zero())) return;  // the first tile: nothing to scale down yet
+    if (!V::any_differs(before, V::zero())) return;  // the first tile has nothing to rescale
     const Reg factor = V::exp2(V::subtract(old, top));
     V::store(sum, V::multiply(before, factor));
     for (int i = 0; i < padded_head_dim; i += V::kLanes) {

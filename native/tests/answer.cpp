@@ -8,7 +8,7 @@
 namespace neo_desktop::testing {
 namespace {
 
-// Of one request and KV head.
+// Keys and values of one request and KV head.
 struct Rows {
   int64_t tokens;
   std::vector<double> keys;    // [tokens, head_dim]
@@ -37,15 +37,15 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
   return rows;
 }
 
-// Attention of one query, [dim], to `out`, [dim], and what rounding may do to it. A sink of -infinity is
-// none, a cap of 0 likewise.
+// Computes attention of one query, [dim], into `out`, [dim], and the possible rounding error. A sink of
+// -infinity means no sink, a cap of 0 no cap.
 RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double cap, double sink,
                 double* out) {
   const auto dim = static_cast<int64_t>(query.size());
   std::vector<double> weights(rows.tokens);
   double max = sink;
   double terms = 0;  // the largest sum of |query * key|
-  double off = 0;    // what the kernels' tanh, with relative errors below 4e-7, may do to a score
+  double off = 0;    // largest error of a score by the kernels' tanh, with relative errors below 4e-7
   for (int64_t t = 0; t < rows.tokens; ++t) {
     double score = 0;
     double sum = 0;
@@ -65,7 +65,7 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
   double total = 0;
   for (double& weight : weights) total += weight = std::exp(weight - max);
   if (std::isfinite(sink)) total += std::exp(sink - max);
-  // The row of a request that is not there keeps what it is made of: no numbers.
+  // The row of an absent request keeps its initial content: NaN.
   std::fill(out, out + dim, rows.tokens > 0 ? 0.0 : std::numeric_limits<double>::quiet_NaN());
   double squares = 0;
   for (int64_t i = 0; i < dim; ++i) {
@@ -81,8 +81,8 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
   return {8 * kRounding * terms * std::fabs(scale) + 2 * off, 16 * kRounding * std::sqrt(squares)};
 }
 
-// The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
-// what the sums in fp32 do.
+// The allowed error of a row of results, relative to its norm: the error of storing it, and at least the
+// error of the sums in fp32.
 double tolerance(const DecodeProblem& problem) {
   switch (problem.out.dtype()) {
     case DType::kBFloat16:

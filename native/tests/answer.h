@@ -8,7 +8,7 @@
 
 namespace neo_desktop::testing {
 
-// What rounding to fp32 may do to a row of results, about: relative, by way of large scores; and absolute,
+// Possible fp32 rounding error of a row of results, about: relative, because of large scores; and absolute,
 // where values cancel each other.
 struct RowError {
   double of_weights;
@@ -22,8 +22,8 @@ struct Answer {
 
 Answer right_answer(const DecodeProblem& problem);
 
-// What is wrong with `problem.out`; empty if nothing is. Raises `largest` to the largest error found, as a
-// share of what is allowed.
+// Describes the errors of `problem.out`; empty if it is right. Raises `largest` to the largest error found,
+// relative to the allowed one.
 std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, double& largest);
 
 }  // namespace neo_desktop::testing

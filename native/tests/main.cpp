@@ -2,9 +2,8 @@
 //
 //   neo_desktop_native_tests [cases [seed [first case]]]
 //
-// Every kernel that this CPU can run meets random problems, whose memory ends at a page that may not be
-// touched, and is compared with a reference in double precision. Prints what failed, with the numbers that
-// give the same case again.
+// Every kernel that this CPU supports gets random problems, whose memory ends at an inaccessible page, and is
+// compared with a reference in double precision. Prints failures, with the numbers that reproduce the case.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>

@@ -21,7 +21,7 @@ DType random_float(Random& random) {
 
 }  // namespace
 
-// A decode problem's numbers before there is any memory.
+// Numbers of a decode problem, before any memory is allocated.
 struct DecodePlan {
   CacheShape cache;
   int64_t block_tokens;
@@ -57,7 +57,7 @@ struct DecodePlan {
 
 namespace {
 
-// Strides of pages and heads, `piece` elements of each page and head being contiguous.
+// Strides of pages and heads, `piece` elements per page and head are contiguous.
 std::pair<int64_t, int64_t> page_and_head_strides(const CacheShape& shape, int64_t piece, Random& random) {
   const int64_t gap = random.chance(0.3) ? 8 : 0;
   if (random.chance(0.3)) return {piece, shape.num_pages * piece + gap};
@@ -110,7 +110,7 @@ float random_scale(Kind kind, int64_t head_dim, Random& random) {
   return static_cast<float>(random.pick({1.0, 1.0, 0.3, -1.0, 0.0}) * usual);
 }
 
-// None, short, any, or a little more than the tokens that one thread works on at once.
+// None, short, any, or slightly more than the tokens that one thread processes at once.
 int64_t random_window(Random& random) {
   if (random.chance(0.7)) return 0;
   return random.pick({random.between(1, 20), random.between(1, 2000), 1024 + random.between(1, 20)});
@@ -184,7 +184,7 @@ void fill_queries(DecodeProblem& problem, Random& random) {
   }
 }
 
-// Makes one attended token of each request point along a query of its head.
+// Makes one attended token per request point along a query of its head.
 void add_dominant_tokens(DecodeProblem& problem, Random& random) {
   Cache& cache = problem.cache;
   const int64_t group = problem.heads() / cache.shape.kv_heads;
@@ -306,7 +306,7 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
     const int64_t first = first_token(b);
     for (int64_t i = 0; i < plan.max_blocks; ++i) {
       const bool attended = i >= first / block_tokens && i * block_tokens < plan.lens[b];
-      int64_t block = random.pick<int64_t>({-1, num_blocks(), INT32_MIN, INT32_MAX});  // never looked at
+      int64_t block = random.pick<int64_t>({-1, num_blocks(), INT32_MIN, INT32_MAX});  // never read
       if (attended) {
         block = free_blocks.back();
         free_blocks.pop_back();
@@ -330,8 +330,8 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
   if (!far_scores && random.chance(0.3)) {
     sinks.emplace("sinks", DType::kFloat32, std::vector<int64_t>{plan.heads}, std::vector<int64_t>{1},
                   random);
-    // About as large as scores, far below, or far above; not so far above that fp32 has no numbers for what
-    // is left.
+    // About as large as scores, far below, or far above; but not so far above that fp32 loses the remaining
+    // weights.
     for (int64_t h = 0; h < plan.heads; ++h) {
       sinks->set(h, std::clamp(random.pick({1, 1, 40}) * *random.noise(1), -60.0, 60.0));
     }
@@ -341,7 +341,7 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
   if (kind == Kind::kOrdinary && random.chance(0.5)) write_new_rows(random);
 }
 
-// What decode is to write itself, paged_kv_write writes first: the right answer is computed from it.
+// paged_kv_write first writes the rows that decode is to write: they are the input of the reference.
 void DecodeProblem::write_new_rows(Random& random) {
   const std::vector<int64_t> shape{batch(), cache.shape.kv_heads, cache.shape.head_dim};
   const DType dtype = random_float(random);

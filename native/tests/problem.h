@@ -23,14 +23,14 @@ struct CacheShape {
   int64_t num_slots() const { return num_pages * page_tokens; }
 };
 
-// Pages and heads lie in either order, with or without gaps. Nothing is written yet: all is NaN.
+// Pages and heads are in either order, with or without gaps. Initially everything is NaN.
 struct Cache {
   Cache(const CacheShape& shape, Random& random);
 
   CacheShape shape;
   Tensor k;
   Tensor v;
-  std::optional<Tensor> k_scale;  // of int8
+  std::optional<Tensor> k_scale;  // int8 only
   std::optional<Tensor> v_scale;
 
   const TensorView* k_scale_view() const { return k_scale ? &k_scale->view() : nullptr; }
@@ -40,7 +40,7 @@ struct Cache {
   int64_t v_at(int64_t slot, int64_t head, int64_t i) const;
   int64_t scale_at(int64_t slot, int64_t head) const;
 
-  // What a row's elements are multiplied with.
+  // Scale of a row's elements.
   double k_scale_of(int64_t slot, int64_t head) const;
   double v_scale_of(int64_t slot, int64_t head) const;
 
@@ -65,19 +65,19 @@ enum class Kind {
 struct DecodePlan;
 
 struct DecodeProblem {
-  // `filled`: an ordinary problem whose whole cache holds numbers and whose whole block table is valid, not
-  // only what is attended to.
+  // `filled`: an ordinary problem whose whole cache holds numbers and whose whole block table is valid,
+  // beyond the attended range.
   DecodeProblem(Random& random, bool filled);
 
   Kind kind;
   int64_t block_tokens;     // a divisor of the cache's page_tokens
-  bool default_block_size;  // where they are equal, and the call is not told
+  bool default_block_size;  // they are equal, and the call omits the block size
   Cache cache;
   Tensor q;
   Tensor out;
   Tensor block_tables;
   Tensor context_lens;
-  std::optional<Tensor> new_k;  // the newest tokens' rows, where the call is to write them
+  std::optional<Tensor> new_k;  // the newest tokens' rows, if the call writes them
   std::optional<Tensor> new_v;
   std::optional<Tensor> sinks;
   float scale;
@@ -92,12 +92,12 @@ struct DecodeProblem {
 
   int64_t num_blocks() const { return cache.shape.num_slots() / block_tokens; }
 
-  // Of the request's block table.
+  // Entry of the request's block table.
   int64_t block(int64_t b, int64_t index) const {
     return block_tables.as<int32_t>()[block_tables.at({b, index})];
   }
 
-  // Where the request's token lies.
+  // Slot of the request's token.
   int64_t slot(int64_t b, int64_t token) const {
     return block(b, token / block_tokens) * block_tokens + token % block_tokens;
   }
@@ -106,7 +106,7 @@ struct DecodeProblem {
   DecodeArguments arguments() const;
   void call(Isa isa, int threads) const;
 
-  // Makes what the call is to write into the cache NaN before it does.
+  // Sets the slots that the call will write to NaN.
   void erase_new_tokens() const;
   std::string text() const;
 

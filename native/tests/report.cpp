@@ -15,10 +15,10 @@ char current_case[2000];  // a signal handler may not touch a std::string
 struct sigaction earlier_actions[NSIG];
 
 void write_text(const char* text) {
-  if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;  // nothing else could be done here
+  if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;  // nothing else is possible here
 }
 
-// Ends by restoring what was there before (a sanitizer, or the default): the instruction faults again.
+// Restores the previous handler (a sanitizer, or the default) and returns: the instruction faults again.
 void on_fault(int number) {
   write_text("fault in ");
   write_text(current_case);

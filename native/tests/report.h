@@ -1,4 +1,4 @@
-// What the test program prints: failures, and which case it was that ended in a fault.
+// Output of the test program: failures, and the case that ended in a fault.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@ namespace neo_desktop::testing {
 
 class Report {
  public:
-  // Makes a fault (a touched guard page) print the case before the process dies of it.
+  // Installs a handler that prints the case if it faults (on a guard page) before the process dies.
   Report();
 
   void begin(const char* suite, uint64_t seed, int64_t index);
 
-  // What the case is, for the message if it fails.
+  // Sets the description of the case, for the message if it fails.
   void describe(const std::string& text);
 
   void fail(const std::string& what);

@@ -1,5 +1,5 @@
-// A tensor of its own memory, which ends directly before (or begins directly after) a page that nobody may
-// touch: a read or a write outside of it is a fault, with and without a sanitizer.
+// A tensor with its own memory, which ends directly before (or starts directly after) an inaccessible page:
+// any access outside it faults, with and without a sanitizer.
 #pragma once
 
 #include <cstdint>
@@ -31,14 +31,14 @@ class GuardedMemory {
 
 class Tensor {
  public:
-  // All bytes are 0xff, which is NaN in all floats.
+  // All bytes are 0xff, which is NaN in all float types.
   Tensor(const char* name, DType dtype, std::vector<int64_t> shape, std::vector<int64_t> strides,
          Random& random);
 
   const TensorView& view() const { return view_; }
   DType dtype() const { return view_.dtype; }
 
-  // Where an element lies, in elements from the start.
+  // Offset of an element, in elements from the start.
   int64_t at(std::initializer_list<int64_t> index) const;
   double get(int64_t element) const;
   void set(int64_t element, double value);  // rounds to nearest, ties to even
@@ -54,11 +54,11 @@ class Tensor {
   TensorView view_;
 };
 
-// What `value` becomes in a float type: nearest, ties to even, infinity beyond the largest. Written apart
-// from the library's conversions.
+// Rounds `value` to a float type: nearest, ties to even, infinity beyond the largest. Independent of the
+// library's conversions.
 double rounded_to(DType dtype, double value);
 
-// Strides of a packed tensor, whose last dimension but `apart` more elements lie between its rows.
+// Strides of a packed tensor with a gap of `apart` elements between its rows.
 std::vector<int64_t> packed_strides(const std::vector<int64_t>& shape, int64_t apart = 0);
 
 const char* dtype_text(DType dtype);

@@ -13,7 +13,7 @@ namespace {
 constexpr int kCallers = 4;
 constexpr int kCallsEach = 6;
 
-// One thread's calls: writes into a cache of its own, and decodes.
+// One thread's calls: it writes to its own cache, and decodes.
 class Caller {
  public:
   explicit Caller(Random& random)

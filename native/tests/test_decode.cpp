@@ -11,7 +11,7 @@ namespace {
 
 double largest_error = 0;
 
-// Whether the call is one that the library promises to answer.
+// True if the library must answer the call.
 bool valid(const DecodeProblem& problem) {
   for (int64_t b = 0; b < problem.batch(); ++b) {
     const int64_t length = problem.context_len(b);
@@ -24,7 +24,7 @@ bool valid(const DecodeProblem& problem) {
   return true;
 }
 
-// Puts anything into some lengths and some entries of the block tables.
+// Puts arbitrary numbers into some lengths and some entries of the block tables.
 void spoil(DecodeProblem& problem, Random& random) {
   const int64_t max_blocks = problem.block_tables.view().shape[1];
   const int64_t capacity = max_blocks * problem.block_tokens;

@@ -22,7 +22,7 @@ Tensor numbers(const char* name, DType dtype, std::vector<int64_t> shape, Random
   return tensor;
 }
 
-// Packed weights, and what they lie in.
+// Packed weights, and their memory.
 struct Weights {
   Tensor packed, bias;
   PackedMatrix matrix;
@@ -53,7 +53,7 @@ Weights quantised(DType dtype, int64_t rows, int64_t columns, Random& random) {
   return {std::move(packed), std::move(bias), {{part}, std::nullopt}};
 }
 
-// What multiply_experts works in, and its result.
+// Scratch and output of multiply_experts.
 struct Problem {
   Problem(const Tensor& x, const Tensor& ids, const Tensor& weights, int64_t intermediate, Random& random)
       : gate_up(room("gate_up", pairs(ids), 2 * intermediate, x, random)),
@@ -72,7 +72,7 @@ struct Problem {
   ExpertRows rows;
 };
 
-// The same by single calls, of one row and expert at a time.
+// The same result by single calls, for one row and expert at a time.
 std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, const Tensor& x,
                           const Tensor& ids, const Tensor& weights, Isa isa, Random& random) {
   const int64_t n = x.view().shape[0], hidden = x.view().shape[1], per_row = ids.view().shape[1];
@@ -106,7 +106,7 @@ std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, 
       multiply(gated.view(), experts.down[expert], made.view());
       const float weight = weights.as<float>()[row * per_row + slot];
       for (int64_t i = 0; i < hidden; ++i) {
-        const volatile float term = static_cast<float>(made.get(i)) * weight;  // rounded before it is added
+        const volatile float term = static_cast<float>(made.get(i)) * weight;  // round before the addition
         sums[i] += term;
       }
     }

@@ -1,4 +1,4 @@
-// Products that the relay computes with several sub-batches, and a GPU that waits for them in order.
+// Matmuls that the relay computes for several sub-batches, and a GPU that waits for them in order.
 #include <atomic>
 #include <chrono>
 #include <optional>
@@ -22,7 +22,7 @@ Tensor noise(const char* name, std::vector<int64_t> shape, Random& random) {
   return tensor;
 }
 
-// One item: matrices of other heights in every turn, and in some turns none.
+// One item: matrices with a different height in every turn, and turns without a matrix.
 struct Problem {
   Problem(int64_t turns, Random& random)
       : rows(random.between(1, 5)),
@@ -47,8 +47,8 @@ struct Problem {
     return std::atomic_ref<int32_t>(flags.as<int32_t>()[flags.at({kind, turn, 0})]);
   }
 
-  // Does what the GPU does in a turn; without checks it writes nothing, as after a cancelled iteration, whose
-  // step may still be under way.
+  // Imitates the GPU in a turn. Without checks it writes nothing, as after a cancelled iteration, whose step
+  // may still be running.
   void run(int64_t turn, bool checks, Isa isa, Random& random, std::string& wrong) const {
     if (!matrices[turn]) return;
     for (int64_t i = 0; checks && i < rows * columns; ++i) x.as<float>()[i] = inputs[turn].as<float>()[i];
@@ -104,7 +104,7 @@ void test_products(Random& random, Report& report) {
     } catch (const std::runtime_error&) {
       cancelled = true;
     }
-    gpu.join();  // it ends in any case, or the test never does
+    gpu.join();  // a hang here is a failed test
     if (cancelled && !cancels) report.fail("cancelled, but nobody asked for it");
     if (!cancelled && steps != expected_steps) report.fail("not every product is reported");
     if (!wrong.empty()) report.fail(wrong);

@@ -54,7 +54,7 @@ struct PromptProblem {
   }
 };
 
-// softmax(scale * q · K) V of one query head in double precision, with one more token of score `sink`.
+// softmax(scale * q · K) V of one query head in double precision, with one more token with the score `sink`.
 std::vector<double> reference(const PromptProblem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
                               int64_t query, int64_t head, double sink) {
   const int64_t end = problem.earlier + query + 1, kv_head = head / problem.group;

@@ -13,7 +13,7 @@
 namespace neo_desktop::testing {
 namespace {
 
-// Where blocks have numbers in float16; -1: nowhere else.
+// Offsets of a block's float16 numbers; -1: no second one.
 constexpr int kHalves[kStoredTypes][2] = {{0, -1}, {0, -1}, {0, 2},    {0, -1}, {0, 2},  {80, 82}, {108, -1},
                                           {0, 2},  {0, 2},  {208, -1}, {0, -1}, {0, -1}, {-1, -1}};
 
@@ -27,7 +27,7 @@ Tensor bytes_of(const char* name, int64_t count, Random& random) {
   return {name, DType::kInt8, {count}, {1}, random};
 }
 
-// Rows of any bits, whose scales are finite; packed in pieces.
+// Rows of random bits with finite scales, packed in pieces.
 Part random_part(StoredType type, int64_t rows, int64_t columns, Random& random) {
   const int64_t row_bytes = stored_bytes(type, columns);
   const int64_t block = stored_bytes(type, stored_columns(type));
@@ -36,7 +36,7 @@ Part random_part(StoredType type, int64_t rows, int64_t columns, Random& random)
   for (int64_t i = 0; i < rows * row_bytes; ++i) bytes[i] = static_cast<uint8_t>(random.between(0, 255));
   for (int64_t at = 0; at < rows * row_bytes; at += block) {
     for (const int half : kHalves[static_cast<int>(type)]) {
-      if (half >= 0) bytes[at + half + 1] &= 0xbf;  // an exponent that is not the largest
+      if (half >= 0) bytes[at + half + 1] &= 0xbf;  // avoid the largest exponent
     }
     if (type == StoredType::kMxfp4) bytes[at] = static_cast<uint8_t>(random.between(100, 140));
   }
@@ -76,7 +76,7 @@ struct LayerWeights {
 };
 constexpr float kEps = 1e-5f;
 
-// All that lies between two layers, in tensors of its own.
+// The work between two layers, in separate tensors.
 struct LayerProblem {
   LayerProblem(DType dtype, int64_t n, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t dim,
                int64_t intermediate, Random random)
@@ -96,7 +96,7 @@ struct LayerProblem {
 
   std::string results() const { return residual.bytes() + x.bytes() + qkv.bytes(); }
 
-  // By single calls.
+  // Computes it by single calls.
   void compute_apart(const LayerWeights& layer, Isa isa) const {
     const auto multiply = [&](const Tensor& from, const PackedMatrix& matrix, const Tensor& out) {
       packed_linear(from.view(), matrix.parts, matrix.bias, out.view(), 1, isa);
@@ -114,7 +114,7 @@ struct LayerProblem {
     rope(rotated, cos.view(), sin.view(), layer.qk_norm, kEps, 1, isa);
   }
 
-  // The same in one.
+  // Computes it in one call.
   void compute_together(const LayerWeights& layer, int threads, Isa isa) const {
     const auto width = [](const Tensor& tensor) { return tensor.view().size(1); };
     const auto given = {&residual, &x, &qkv, &attention, &cos, &sin};
@@ -181,7 +181,7 @@ std::vector<float> dense(const std::vector<Part>& parts, int64_t columns) {
   return weights;
 }
 
-// Numbers of x are off by half of a 127th of their block's largest at most.
+// Numbers of x are off by at most half of 1/127 of their block's largest.
 std::string wrong_product(const Tensor& x, const std::vector<float>& weights, const Tensor& out) {
   const int64_t columns = x.view().shape[1];
   for (int64_t n = 0; n < x.view().shape[0]; ++n) {
@@ -196,7 +196,8 @@ std::string wrong_product(const Tensor& x, const std::vector<float>& weights, co
           largest = std::fmax(largest, std::fabs(number));
         }
         allowed += largest / 127 / 2 * magnitude;
-        size = std::fmax(size, largest * 6e4 * 63 * 64 * kBlockColumns);  // of sums before minima are added
+        size =
+            std::fmax(size, largest * 6e4 * 63 * 64 * kBlockColumns);  // size of sums before minima are added
       }
       allowed = allowed * 1.001 + size * static_cast<double>(columns) * 1e-9 + std::fabs(exact) * 0.01;
       const double got = out.get(out.at({n, row}));

@@ -14,7 +14,7 @@
 namespace neo_desktop::testing {
 namespace {
 
-// The same memory for all layers, as a tensor with a dimension for them.
+// The same memory for all layers, as a tensor with a layer dimension.
 TensorView in_all(int64_t layers, TensorView view) {
   view.shape.insert(view.shape.begin(), layers);
   view.strides.insert(view.strides.begin(), 0);
@@ -30,7 +30,7 @@ DecodeArguments in_all(int64_t layers, DecodeArguments arguments) {
   return arguments;
 }
 
-// Does what the GPU does with the flags, on a thread: hands one problem over in every layer.
+// A thread that imitates the GPU: it sets and polls the flags, for one problem in every layer.
 class Gpu {
  public:
   Gpu(const DecodeProblem& problem, const Answer& answer, int64_t layers, Random& random)
@@ -46,7 +46,7 @@ class Gpu {
     return {{problem_.arguments()}, flags_.view()};
   }
 
-  // Runs all layers. The answers of those before `checked` must be right.
+  // Runs all layers, and checks the results of the layers before `checked`.
   void run(int64_t checked) {
     for (int64_t layer = 0; layer < layers_; ++layer) {
       if (layer < checked) problem_.erase_new_tokens();
@@ -84,7 +84,7 @@ RelayLayer layer_of(const DecodeProblem& problem) {
 }  // namespace
 
 void test_relay(Random& random, Report& report) {
-  // Filled: the relay checks all of a context's blocks, whatever the window.
+  // Filled: the relay checks all blocks of a context, even with a window.
   const DecodeProblem problem(random, true);
   const Answer answer = right_answer(problem);
   const int64_t layers = random.between(1, 4);
@@ -97,7 +97,7 @@ void test_relay(Random& random, Report& report) {
   for (int iteration = 0; iteration < 3; ++iteration) {
     Gpu gpu(problem, answer, layers, random);
     const bool cancels = random.chance(0.3);
-    // More than any step takes here; the guard must not mind that iterations come and go.
+    // Longer than any step here; the guard must ignore the start and end of iterations.
     relay->start({gpu.batch()}, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
     std::thread stream([&] { gpu.run(cancels ? 0 : layers); });
     if (cancels) relay->cancel();
@@ -108,13 +108,13 @@ void test_relay(Random& random, Report& report) {
     } catch (const std::runtime_error&) {
       cancelled = true;
     }
-    stream.join();  // it ends in any case, or the test never does
+    stream.join();  // a hang here is a failed test
     if (cancelled && !cancels) report.fail("cancelled, but nobody asked for it");
     if (!cancelled && steps != static_cast<size_t>(layers)) report.fail("not every layer is reported");
     if (!gpu.wrong().empty()) report.fail(gpu.wrong());
   }
 
-  // A GPU that does not go on is not waited for, whether or not it ever takes its flags.
+  // The relay does not wait for a GPU that makes no progress, with or without a later reader of the flags.
   if (random.chance(0.2)) {
     Gpu silent(problem, answer, layers, random);
     relay->start({silent.batch()}, std::chrono::milliseconds(1));
@@ -126,10 +126,10 @@ void test_relay(Random& random, Report& report) {
         report.fail("where the iteration stood is not told");
       }
     }
-    silent.run(0);  // all flags are raised
+    silent.run(0);  // every flag is raised
   }
 
-  // What is wrong is found before anything begins, and what is right can follow.
+  // Invalid items are found before anything starts, and a valid iteration can follow.
   Gpu gpu(problem, answer, layers, random);
   RelayBatch wrong = gpu.batch();
   wrong.layers[0].block_size = -1;
@@ -145,7 +145,7 @@ void test_relay(Random& random, Report& report) {
   } catch (const std::logic_error&) {
   }
   if (random.chance(0.5)) {
-    relay.reset();  // in the middle of an iteration, and before the memory that it looks at
+    relay.reset();  // during an iteration, and before its memory is released
     return;
   }
   gpu.run(layers);

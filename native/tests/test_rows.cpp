@@ -12,7 +12,7 @@
 namespace neo_desktop::testing {
 namespace {
 
-// Rows, and slots of a cache, all different: to be written there or read from there.
+// Rows, and distinct slots of a cache, to write or to read.
 struct RowsProblem {
   explicit RowsProblem(Random& random);
 
@@ -49,7 +49,7 @@ Tensor make_rows(const char* name, int64_t n, const CacheShape& shape, Random& r
           packed_strides(dims, random.pick({0, 8})), random};
 }
 
-// Numbers that are hard to round: of all sizes, half-way between two others, infinite, none at all.
+// Numbers that are hard to round: any magnitude, ties, infinities, NaN.
 double hard_number(double noise, Random& random) {
   switch (random.between(0, 15)) {
     case 0:
@@ -84,7 +84,7 @@ void fill_rows(Tensor& rows, Random& random) {
   }
 }
 
-// Some of the cache's slots: neighbours as far as they go, or scattered, or something between.
+// Some slots of the cache: adjacent, scattered, or a mixture.
 std::vector<int64_t> random_slots(int64_t count, int64_t slots, Random& random) {
   const int64_t together = random.pick<int64_t>({1, 5, 16, 64, 100, slots});
   std::vector<int64_t> firsts;
@@ -119,7 +119,7 @@ std::string RowsProblem::text() const {
 
 bool same(double a, double b) { return a == b ? std::signbit(a) == std::signbit(b) : a != a && b != b; }
 
-// How a row must lie in the cache, given its elements. `at` gives an element's place there.
+// Checks a row in the cache against its elements. `at` gives an element's index in the cache.
 template <class At>
 std::string wrong_row(const Tensor& source, int64_t from, const Tensor& target, int64_t dim, At at) {
   for (int64_t i = 0; i < dim; ++i) {
@@ -146,7 +146,7 @@ std::string wrong_int8_row(const Tensor& source, int64_t from, const Tensor& tar
   if (!same(scale, static_cast<float>(largest) / 127.0f)) return "the scale is not largest / 127";
   for (int64_t i = 0; i < dim; ++i) {
     const double error = std::fabs(source.get(from + i) - scale * target.get(at(i)));
-    // Half a step; where the step itself is among the smallest floats, it is rounded coarsely.
+    // Half a step; if the step itself is among the smallest floats, its own rounding is coarse.
     if (error > 0.50001 * scale + 127 * 0x1p-149)
       return "element " + std::to_string(i) + " is not the nearest";
   }
@@ -177,12 +177,12 @@ std::string wrong_written(const RowsProblem& problem, int64_t n) {
   return "";
 }
 
-// What a row must be, given how it lies in the cache.
+// Checks a row against its content in the cache.
 template <class At>
 std::string wrong_row_read(const Tensor& target, int64_t to, const Tensor& source, float scale, int64_t dim,
                            At at) {
   for (int64_t i = 0; i < dim; ++i) {
-    // The product of an element and its scale is rounded to fp32, and then to what it is read as.
+    // The product of an element and its scale is rounded to fp32, and then to the row's dtype.
     const double stored = static_cast<float>(source.get(at(i))) * scale;
     const double right = rounded_to(target.dtype(), stored);
     const double got = target.get(to + i);
@@ -212,7 +212,7 @@ std::string wrong_read(const RowsProblem& problem, int64_t n) {
   return "";
 }
 
-// All is NaN in the beginning.
+// Sets the whole cache to NaN.
 void erase_slots(const RowsProblem& problem) {
   for (int64_t n = 0; n < problem.tokens(); ++n) problem.cache.erase(problem.slot(n));
 }
@@ -227,7 +227,7 @@ void erase_rows(const Tensor& rows) {
   }
 }
 
-// Makes one slot a wrong one.
+// Makes one slot invalid.
 void spoil_slot(const RowsProblem& problem, Random& random) {
   const int64_t slots = problem.cache.shape.num_slots();
   problem.slots.as<int64_t>()[random.between(0, problem.tokens() - 1)] =
@@ -268,7 +268,7 @@ void test_read(Random& random, Report& report) {
   erase_rows(problem.k);
   erase_rows(problem.v);
   const std::string untouched = problem.k.bytes() + problem.v.bytes();
-  // Unlike those to be written, slots to be read may come several times.
+  // Slots to read may repeat; slots to write may not.
   for (int64_t n = random.between(0, problem.tokens()); n < problem.tokens(); ++n) {
     problem.slots.as<int64_t>()[n] = problem.slot(random.between(0, n));
   }

@@ -41,7 +41,7 @@ struct ScheduleProblem {
 
 using Pieces = std::vector<std::pair<int64_t, int64_t>>;  // [begin, end) of tokens, in order
 
-// Takes everything, and returns what each (request, KV head) was cut into.
+// Takes all items, and returns the cuts by (request, KV head).
 std::map<std::pair<int64_t, int64_t>, Pieces> take_all(DecodeSchedule& schedule, Report& report) {
   std::map<std::pair<int64_t, int64_t>, Pieces> pieces;
   int64_t next = 0;
@@ -86,7 +86,7 @@ void test_schedule(Random& random, Report& report) {
     }
     if (token != problem.lens[b]) report.fail("the last tokens are missing");
     if (where.second > 0) continue;
-    // The request alone, in one thread: where it is cut decides how results are rounded.
+    // The request alone, in one thread: the cuts determine the rounding of results.
     std::vector<DecodeRequest> own;
     DecodeSchedule alone(&problem.lens[b], 1, problem.window, problem.shape, 1, own);
     if (take_all(alone, report)[{0, 0}] != cut) {

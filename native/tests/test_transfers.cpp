@@ -16,7 +16,7 @@
 namespace neo_desktop::testing {
 namespace {
 
-// Keys and values of some slots, all of them numbers.
+// Keys and values of some slots, without NaN.
 struct Rows {
   Rows(int64_t n, const CacheShape& shape, DType dtype, Random& random)
       : k("k", dtype, {n, shape.kv_heads, shape.head_dim},
@@ -56,7 +56,7 @@ void read(const Cache& cache, const Rows& rows, const TensorView& slots, Isa isa
                 rows.k.view(), rows.v.view(), 2, isa);
 }
 
-// One transfer, and what the GPU does for it, on a thread: fills buffers or takes them.
+// One transfer, and a thread that imitates the GPU: it fills buffers or reads them.
 class Gpu {
  public:
   Gpu(std::vector<int64_t> slots, const std::vector<Cache>& caches, Isa isa, Random& random)
@@ -75,7 +75,7 @@ class Gpu {
       if (to_host_) {
         rows_.back().fill(random);
       } else {
-        read(cache, rows_.back(), slots_.view(), isa);  // what will come
+        read(cache, rows_.back(), slots_.view(), isa);  // the expected rows
       }
     }
   }
@@ -87,8 +87,8 @@ class Gpu {
     return {"rows", to_host_, is_behind_, {rows(0), rows(1)}, flags_.view()};
   }
 
-  // Runs all layers. What arrives must be right if it is to be checked; else, buffers are not touched: a
-  // cancelled iteration may still be in a step.
+  // Runs all layers. With `checks`, verifies the rows that arrive. Without, it does not touch buffers,
+  // because a step of a cancelled iteration may still use them.
   void run(bool checks) {
     for (int64_t layer = 0; layer < layers_; ++layer) {
       const Rows& buffer = buffers_[layer % 2];
@@ -99,14 +99,14 @@ class Gpu {
       } else {
         wait(layer);
         if (checks && buffer.bytes() != rows_[layer].bytes()) wrong_ = "what was fetched is not in the cache";
-        if (checks) buffer.copy_from(rows_[0]);  // nobody else uses it
+        if (checks) buffer.copy_from(rows_[0]);  // no other thread uses it
         if (layer + 2 < layers_) flag(0, layer + 2).store(1, std::memory_order_release);
       }
     }
     for (int64_t layer = 0; layer < layers_; ++layer) wait(layer);
   }
 
-  // Does in a cache what the relay is to do in the layer's.
+  // Does to a cache what the relay is expected to do to the layer's.
   void expect(const Cache& cache, int64_t layer, Isa isa) const {
     if (to_host_) write(cache, rows_[layer], slots_.view(), isa);
   }
@@ -128,11 +128,11 @@ class Gpu {
   Tensor slots_;
   Tensor flags_;
   std::vector<Rows> buffers_;  // two
-  std::vector<Rows> rows_;     // by layer: that are sent, or should come
+  std::vector<Rows> rows_;     // by layer: rows to send, or expected rows
   std::string wrong_;
 };
 
-// The order that is promised.
+// Checks the promised order.
 bool in_order(const std::vector<RelayStep>& steps, const std::vector<Gpu>& gpus, int layers) {
   size_t next = 0;
   for (int turn = 0; turn <= layers; ++turn) {
@@ -193,7 +193,7 @@ void test_transfers(Random& random, Report& report) {
     for (int64_t items = random.between(0, 3), i = 0; i < items; ++i) {
       const int64_t count = random.between(0, static_cast<int64_t>(slots.size()));
       gpus.emplace_back(std::vector<int64_t>(slots.end() - count, slots.end()), caches, isa, random);
-      slots.resize(slots.size() - count);  // no two transfers have one in common
+      slots.resize(slots.size() - count);  // transfers do not share slots
     }
     const bool cancels = random.chance(0.2);
     std::vector<RelayItem> items;
@@ -208,7 +208,7 @@ void test_transfers(Random& random, Report& report) {
     } catch (const std::runtime_error& error) {
       if (!cancels) report.fail(error.what());
     }
-    for (std::thread& stream : streams) stream.join();  // they end in any case, or the test never does
+    for (std::thread& stream : streams) stream.join();  // a hang here is a failed test
     if (cancels) break;                                 // some rows were stored, some were not
     for (const Gpu& gpu : gpus) {
       if (!gpu.wrong().empty()) report.fail(gpu.wrong());

@@ -189,7 +189,7 @@ def memory_peak_kib() -> int:
     [
         (["config.json", "pytorch_model.bin"], "pickle", None),
         (["config.json"], "no weights", None),
-        (["llama-3-8b.Q4_K_M.gguf"], "Q4_K_M.gguf is no GGUF file", "GGUF"),
+        (["llama-3-8b.Q4_K_M.gguf"], "Q4_K_M.gguf is not a GGUF file", "GGUF"),
         (["model.safetensors"], "no config.json", None),
     ],
 )

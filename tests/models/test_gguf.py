@@ -249,7 +249,7 @@ def test_a_folder_with_several_files_asks_which_is_meant(make_checkpoint: Any, t
             {"general.architecture": "mpt"},
             r"'mpt', which is not supported: choose one of llama, qwen2.*neo-desktop\[llamacpp\]'",
         ),
-        ({"general.type": "mmproj"}, "is no model, but 'mmproj' for one"),
+        ({"general.type": "mmproj"}, "is not a model, but 'mmproj' for one"),
         ({"llama.expert_count": 8}, "expert_used_count"),
         ({"llama.logit_scale": 0.5}, "sets logit_scale"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count other than the size of a head"),

@@ -95,7 +95,7 @@ def array(kind: int, count: int) -> bytes:
 FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "short": (b"GG", "truncated"),
-    "other": (b"PK\3\4" + bytes(100), "is no GGUF file"),
+    "other": (b"PK\3\4" + bytes(100), "is not a GGUF file"),
     "version 1": (header(version=1), "of version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "no entries": (header(), "lacks 'general.architecture'"),
@@ -130,11 +130,11 @@ FILES: dict[str, tuple[bytes, str]] = {
     "nothing": (header(tensors=1) + tensor("t", 0, 5), "with the shape"),
     "beyond the end": (header(tensors=1) + tensor("t", 32, 32), "is truncated: t ends at byte"),
     "far offset": (header(tensors=1) + tensor("t", 32, offset=2**63 - 32) + bytes(300), "is truncated"),
-    "odd offset": (header(tensors=1) + tensor("t", 32, offset=7) + bytes(300), "no multiple of 32"),
+    "odd offset": (header(tensors=1) + tensor("t", 32, offset=7) + bytes(300), "not a multiple of 32"),
     "half a block": (header(tensors=1) + tensor("t", 33, kind=8) + bytes(300), "rows of 33, which Q8_0"),
     "type": (
         header(tensors=1) + tensor("t", 32, kind=77) + bytes(300),
-        r"not supported \(type 77\).*neo-desktop\[llamacpp\]",
+        r"not supported \(77\).*neo-desktop\[llamacpp\]",
     ),
     "named twice": (header(tensors=2) + tensor("t", 8) + tensor("t", 8, offset=32) + bytes(300), "'t' twice"),
     "overlap": (

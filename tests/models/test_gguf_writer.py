@@ -122,5 +122,5 @@ def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Pa
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(config: ModelConfig) -> None:
-    with pytest.raises(ValueError, match=r"llama\.cpp cannot be given this model"):
+    with pytest.raises(ValueError, match=r"llama\.cpp cannot run this model"):
         check_expressible(config)

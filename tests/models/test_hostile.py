@@ -135,10 +135,10 @@ def test_a_tokenizer_that_is_none_is_refused(folder: Path, text: str) -> None:
 def test_what_is_no_ordinary_file_is_not_opened(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
-    refuse(folder, "ordinary file|has no weights")
+    refuse(folder, "regular file|has no weights")
     (folder / name).rmdir()
     (folder / name).symlink_to("/dev/zero")
-    refuse(folder, "ordinary file|has no weights")
+    refuse(folder, "regular file|has no weights")
 
 
 LONG = "x" * 5000

@@ -116,7 +116,7 @@ def test_a_split_model_says_what_transformers_says(architecture, settings_of_it,
     form = random_split(config, seed, device_form=PLAIN, host_form=DENSE)
     model = load_model(open_checkpoint(path), config, dtype=torch.float32, device=CPU, form=form)
     assert model.has_splits
-    with pytest.raises(ValueError, match="not split once more"):
+    with pytest.raises(ValueError, match="not supported with tensor parallelism"):
         Stages(model, reduce=lambda part: None)
     token_ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_what_cannot_be_split_is_told() -> None:
         form.named("0.qkv").empty(96, 8, **options)
     with pytest.raises(ValueError, match=r"128 of the 96 rows of 0.down cannot stay"):
         form.named("0.down").nbytes(96, 8, torch.float32)
-    with pytest.raises(ValueError, match=r"0.output cannot be split: its 7 columns"):
+    with pytest.raises(ValueError, match=r"0.output cannot be offloaded: its 7 columns"):
         form.named("0.output").empty(96, 7, **options)
     with pytest.raises(ValueError, match=r"a share of 1\.5 cannot be streamed"):
         split_of(torch.randn(96, 8), None, 64).streamed(1.5)

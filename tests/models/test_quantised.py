@@ -186,7 +186,7 @@ def test_packing_refuses_what_has_no_room() -> None:
     packed = torch.zeros(native.packed_bytes("Q4_K", 20, 256), dtype=torch.uint8)
     with pytest.raises(ValueError, match="no room for rows 16 to 36"):
         native.pack_quantised("Q4_K", raw, 16, packed)
-    with pytest.raises(ValueError, match="rows of 143 bytes are no blocks of 144"):
+    with pytest.raises(ValueError, match="rows of 143 bytes are not whole blocks of 144"):
         native.pack_quantised("Q4_K", raw[:, :143].contiguous(), 0, packed)
     with pytest.raises(ValueError, match="no row 32"):
         native.unpack_quantised("Q4_K", packed, [0, 32], torch.empty(2, 256))

@@ -105,7 +105,7 @@ def test_only_what_leaves_rows_apart_is_taken(name: str) -> None:
     ("changes", "said"),
     [
         ({"hidden_act": "gelu"}, "gates are not SiLU"),
-        ({"intermediate_size": 96}, "no multiples of 64"),
+        ({"intermediate_size": 96}, "not multiples of 64"),
     ],
 )
 def test_experts_that_are_not_computed_are_refused_by_name(

@@ -1,4 +1,4 @@
-// How fast the cores multiply and add: the other limit that decode attention is measured against.
+// Arithmetic throughput of the cores: the other limit that decode attention is measured against.
 #pragma once
 
 #include "neo_desktop/cpu.h"
@@ -6,9 +6,9 @@
 
 namespace neo_desktop {
 
-// Multiply-adds per second of this many threads together, each working in its registers for `seconds`.
-// For kBFloat16 with the instruction set's dot products, where it has them; in fp32 otherwise. Throws
-// std::invalid_argument for any other dtype than these two, and for seconds outside (0, 10].
+// Multiply-adds per second of `num_threads` threads together; each works in registers for `seconds`.
+// kBFloat16 uses the instruction set's bf16 dot products, if it has them; otherwise fp32. Throws
+// std::invalid_argument for dtypes other than these two, and for seconds outside (0, 10].
 double fma_rate(double seconds, int num_threads, Isa isa, DType dtype);
 
 }  // namespace neo_desktop

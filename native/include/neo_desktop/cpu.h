@@ -1,4 +1,4 @@
-// What this processor can do, and how many threads it may use.
+// The processor's capabilities, and the number of threads to use.
 #pragma once
 
 #include <map>
@@ -7,42 +7,42 @@
 
 namespace neo_desktop {
 
-// Instruction sets a kernel exists for, weakest first.
+// Instruction sets with a kernel, weakest first.
 enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
 
 const char* isa_name(Isa isa);
 
-// The ISA called `name`. Throws std::invalid_argument if there is no such ISA or this CPU (or build) lacks
-// it.
+// Returns the ISA called `name`. Throws std::invalid_argument if the name is unknown, or this CPU or build
+// lacks the ISA.
 Isa isa_from_name(const std::string& name);
 
-// What this CPU can run of this build, weakest first.
+// The ISAs of this build that this CPU supports, weakest first.
 std::vector<Isa> available_isas();
 
-// The last of them.
+// The strongest available ISA.
 Isa best_isa();
 
-// Whether there are dot products of bytes in vectors of 256 bits, and of 128 on ARM.
+// True if byte dot products exist in 256-bit vectors, or on ARM in 128-bit vectors.
 bool has_avx_vnni();
 bool has_neon_dot();
 
 // Feature name -> supported by CPU and operating system.
 std::map<std::string, bool> cpu_features();
 
-// The CPUs of this process's affinity mask: one of each core, then the other hardware threads.
+// CPUs in this process's affinity mask: one per core first, then the other hardware threads.
 std::vector<int> usable_cpus();
 
 // Threads that this process may keep busy: its CPUs, capped by the cgroup's CPU quota; at least 1.
 int num_usable_cpus();
 
-// Threads that leave room for what feeds a GPU: one per core but two cores, capped likewise; at least 1.
+// Threads that leave room for feeding a GPU: one per core, minus two cores, with the same cap; at least 1.
 int num_threads_beside_gpu();
 
-// Threads of calls that ask for 0: what was set, else num_usable_cpus().
+// Threads of calls that ask for 0: the configured number, else num_usable_cpus().
 int default_num_threads();
-void set_default_num_threads(int num_threads);  // 0: as if nothing had been set
+void set_default_num_threads(int num_threads);  // 0 resets
 
-// The number of threads a call asks for: 0 means the default. Throws std::invalid_argument outside [0, 1024].
+// Resolves a call's number of threads: 0 means the default. Throws std::invalid_argument outside [0, 1024].
 int check_num_threads(int num_threads);
 
 }  // namespace neo_desktop

@@ -5,7 +5,8 @@
 
 namespace neo_desktop {
 
-// The first three can hold keys, values, queries and outputs, int8 keys and values; the others index.
+// Keys, values, queries and outputs use the first three types; keys and values also int8. The others are
+// indices.
 enum class DType { kFloat32, kFloat16, kBFloat16, kInt8, kInt32, kInt64 };
 
 constexpr int kFloatTypes = 3;

@@ -1,4 +1,5 @@
-// Conversions of 16-bit floats without special instructions: exact to float, round to nearest even from it.
+// Conversions of 16-bit floats without special instructions: exact to float, round to nearest even from
+// float.
 #pragma once
 
 #include <bit>

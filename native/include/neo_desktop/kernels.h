@@ -9,14 +9,13 @@
 
 namespace neo_desktop {
 
-constexpr int kQueryTile = 8;  // query heads that a kernel works on at once, at most
+constexpr int kQueryTile = 8;  // query heads that a kernel processes at once, at most
 constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
-constexpr int kSegmentTokens =
-    16;  // in the layout of dimension pairs, blocks and pages are multiples of this
-constexpr int kPairTile = 4 * kSegmentTokens;  // tokens that attention takes at once
+constexpr int kSegmentTokens = 16;             // with K in pairs, blocks and pages are multiples of this
+constexpr int kPairTile = 4 * kSegmentTokens;  // tokens per step of attention
 
-// Query heads are worked on in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 of them.
+// Query heads are processed in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 heads.
 constexpr int padded_group(int group) {
   const int rest = group % kQueryTile;
   return group - rest + (rest > 4 ? 8 : rest > 2 ? 4 : rest);
@@ -25,8 +24,8 @@ constexpr int padded_group(int group) {
 // Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
 struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
-  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for Bf16Kernels
-  float score_scale;       // what q_bf16 lacks
+  const BFloat16* q_bf16;  // unscaled queries if q is bf16; for Bf16Kernels
+  float score_scale;       // factor missing in q_bf16
   float softcap;           // of scores in units of log2; 0: none
 
   // The first head of page 0: rows [page_tokens, head_dim], or, of K, pairs [head_dim / 2, page_tokens, 2].
@@ -36,12 +35,12 @@ struct AttendTask {
   int64_t v_page_stride;
   int64_t k_head_stride;  // elements between one KV head and the next
   int64_t v_head_stride;
-  const float* k_scale;  // of int8 only: what each token's row is multiplied with, page 0's first head
+  const float* k_scale;  // int8 only: scale per token, from page 0's first head on
   const float* v_scale;
   int64_t scale_page_stride;
   int64_t scale_head_stride;
-  // Token t is row t % block_tokens of block block_table[t / block_tokens]; block b is the part
-  // b % blocks_per_page of page b / blocks_per_page.
+  // Token t is row t % block_tokens of block block_table[t / block_tokens]; block b is part b %
+  // blocks_per_page of page b / blocks_per_page.
   const int32_t* block_table;
   int64_t begin;
   int64_t end;
@@ -53,7 +52,7 @@ struct AttendTask {
   int padded_group;
   int head_dim;
   int padded_head_dim;
-  const AttendTask* next;  // what this thread attends to afterwards, to read ahead; may be null
+  const AttendTask* next;  // this thread's next task, for read-ahead; may be null
   float* state;            // scratch [kv_heads, padded_group, 2, kMaxLanes]
 
   // Results. With the weight of token t for a query head: w[t] = 2^(score[t] - max),
@@ -64,17 +63,17 @@ struct AttendTask {
 
 using AttendKernel = void(const AttendTask& task);
 
-constexpr int kPromptRows = 6;  // that a prompt kernel works on at once
+constexpr int kPromptRows = 6;  // rows that a prompt kernel processes at once
 
 // Prompt attention of one KV head's query heads over tokens [begin, end) of one request. A row is a query
 // head of a token, row r query head r % group of the token at `position` + r / group. It attends to the
-// tokens up to its own, or to the last `window` of them.
+// tokens up to its own, at most to the last `window` tokens.
 struct PromptTask {
   const float* q;  // [rows / kPromptRows rounded up, padded_head_dim / 2, kPromptRows, 2], times
                    // scale * log2(e); the padding is zero
   const void* k;   // the head's rows of the context, from token 0 on
   const void* v;
-  int64_t k_stride;  // elements from one token to the next
+  int64_t k_stride;  // elements between tokens
   int64_t v_stride;
   int64_t begin;  // a multiple of the tiles
   int64_t end;
@@ -88,7 +87,7 @@ struct PromptTask {
   float* tiles;   // scratch [2, kPairTile, padded_head_dim]
   float* state;   // scratch [rows, 2, kMaxLanes]
 
-  // Results, as of AttendTask; acc has room for whole groups of kPromptRows. Rows without a token are empty.
+  // Results, as in AttendTask; acc has room for whole groups of kPromptRows. Rows without a token are empty.
   float* max;  // [rows]
   float* sum;
   float* acc;  // [rows, padded_head_dim]
@@ -96,41 +95,42 @@ struct PromptTask {
 
 using PromptKernel = void(const PromptTask& task);
 
-// What dot-product instructions of bf16 do faster; null where there are none.
+// Kernels that bf16 dot-product instructions speed up; null if the ISA has none.
 struct Bf16Kernels {
-  // As DenseKernels::multiply for weights in bf16, with rows of x in bf16, too; null where it is not faster.
+  // As DenseKernels::multiply for bf16 weights, but rows of x are also bf16; null if it is not faster.
   void (*multiply_dense)(const void* tile, const BFloat16* x, int64_t columns, int rows, float* out);
-  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly. Adds up in fp32.
+  // As attend_pairs, for several query heads in bf16 and caches that bf16 represents exactly. Accumulates in
+  // fp32.
   std::array<AttendKernel*, kCacheTypes> attend;
-  // Query heads per KV head from which on they are faster than fp32; for fewer, memory decides.
+  // Query heads per KV head from which this is faster than fp32; with fewer, memory is the limit.
   std::array<int, kCacheTypes> min_group;
   // As Kernels::multiply_adds.
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 };
 
-// Of a row's numbers one by one, in the order of RowOp.
+// Elementwise functions, in the order of RowOp.
 enum class Unary { kSilu, kSigmoid, kTanh, kRelu, kGelu, kGeluTanh };
 constexpr int kUnaries = static_cast<int>(Unary::kGeluTanh) + 1;
 enum class Binary { kAdd, kSubtract, kTimes };
 constexpr int kBinaries = static_cast<int>(Binary::kTimes) + 1;
 
-// A row's share of the operators in operators.h and row_program.h, indexed by DType; any length.
+// The operators of operators.h and row_program.h for one row of any length, indexed by DType.
 struct RowOperators {
   void (*add_rms_norm[kFloatTypes])(const void* x, void* residual, const void* weight, void* out, int length,
                                     float eps);
   void (*silu_mul[kFloatTypes])(const void* gate_up, void* out, int length);
-  // (up + 1) * gate * sigmoid(alpha * gate), of gates of at most `limit` and ups between -limit and limit.
+  // (up + 1) * gate * sigmoid(alpha * gate); gates are at most `limit`, ups between -limit and limit.
   void (*clamped_mul[kFloatTypes])(const void* gate_up, void* out, int length, float alpha, float limit);
   // norm may be null.
   void (*rope[kFloatTypes])(void* heads, int count, int dim, const float* cos, const float* sin,
                             const void* norm, float eps);
-  // Rounded to the dtype before it is multiplied with weights of it; or not, with weights of fp32.
+  // With weights in x's dtype, rounds before the multiplication; with fp32 weights, after it.
   void (*rms_norm[kFloatTypes])(const void* x, const void* weight, void* out, int length, float eps);
   void (*wide_rms_norm[kFloatTypes])(const void* x, const void* weight, void* out, int length, float eps);
   // bias may be null.
   void (*layer_norm[kFloatTypes])(const void* x, const void* weight, const void* bias, void* out, int length,
                                   float eps);
-  // By the dtype that is written, then the one that is read.
+  // Indexed by the target's dtype, then the source's.
   void (*convert[kFloatTypes][kFloatTypes])(const void* source, void* target, int length);
   void (*unary[kUnaries][kFloatTypes])(const void* x, void* out, int length);
   void (*binary[kBinaries][kFloatTypes])(const void* a, const void* b, void* out, int length);
@@ -138,32 +138,31 @@ struct RowOperators {
   void (*scale[kFloatTypes])(const void* x, void* out, int length, float factor, float addend);
 };
 
-// Products with rows of plain numbers, packed in tiles of 16: [columns, 16], in bf16 [columns / 2, 16, 2].
+// Matmuls with dense weights in tiles of 16 rows: [columns, 16], in bf16 [columns / 2, 16, 2].
 struct DenseKernels {
-  // Puts a tile's products with rows x[rows, columns] into out[rows, 16], indexed by DType (the weights');
-  // columns is even. rows is at most rows_at_once. A row's sums do not depend on the others.
+  // Writes a tile's products with rows x[rows, columns] to out[rows, 16], indexed by DType (the weights').
+  // columns is even; rows is at most rows_at_once. A row's sums do not depend on other rows.
   void (*multiply[kFloatTypes])(const void* tile, const float* x, int64_t columns, int rows, float* out);
   int rows_at_once;
 };
 
 struct Kernels {
-  // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
+  // All are indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
   AttendKernel* attend_pairs[kCacheTypes];
   PromptKernel* attend_prompt[kFloatTypes];
-  // Adds the partial softmax (acc, max, sum) of one chunk of a context to that of the chunks before it.
+  // Merges the partial softmax (acc, max, sum) of one chunk of a context into that of the chunks before it.
   void (*merge)(const float* acc, float max, float sum, float* into_acc, float* into_max, float* into_sum,
                 int padded_head_dim);
-  // To fp32 and from it, times a factor.
+  // Conversions to fp32 and from fp32, times a factor.
   void (*widen[kFloatTypes])(const void* source, float* target, int length, float factor);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length, float factor);
 
-  // Reads every cache line once, in order; the result only keeps that from being optimised away.
+  // Reads every cache line once, in order; the result prevents the compiler from removing the reads.
   float (*read)(const void* data, int64_t bytes);
 
-  // Makes independent multiply-adds in registers, as many at a time as keep the core busy, and returns how
-  // many; `rounds` is how often it goes through them. kept is zero at first, and only keeps them from being
-  // optimised away.
+  // Runs independent multiply-adds in registers, enough at a time to keep the core busy, for `rounds` rounds.
+  // Returns their number. kept must be zero; it prevents the compiler from removing them.
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 
   RowOperators operators;

@@ -1,4 +1,4 @@
-// Host memory: how fast it is read (the limit that decode attention is measured against), and its pages.
+// Host memory: read bandwidth (the limit that decode attention is measured against), and page placement.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@ namespace neo_desktop {
 double read_seconds(const void* data, int64_t bytes, int num_threads);
 
 // Asks for huge pages behind [data, data + bytes), before its first use: scattered reads of a large cache
-// then miss the TLB far less. Returns false where the system has none to give.
+// then cause far fewer TLB misses. Returns false if the system has none.
 bool advise_huge_pages(void* data, int64_t bytes);
 
-// Spreads the pages of [data, data + bytes) over all NUMA nodes, before their first use: a call's threads
-// then read with the bandwidth of all of them, wherever they run. Returns false where there is one node only.
+// Interleaves the pages of [data, data + bytes) over all NUMA nodes, before their first use: a call's threads
+// then get the bandwidth of every node, on any CPU. Returns false if the system has one node only.
 bool interleave_numa_nodes(void* data, int64_t bytes);
 
 }  // namespace neo_desktop

@@ -1,6 +1,6 @@
-// What a decoder computes between its products: normalisation, rotation, the gate of its feed-forward
-// network. Computed in fp32, and rounded to the tensors' dtype where models were rounded in training. A row's
-// result does not depend on how many there are.
+// A decoder's operators between its matmuls: normalisation, RoPE, SwiGLU's activation. They compute in fp32,
+// and round to the tensors' dtype at the points where training rounds. A row's result does not depend on the
+// number of rows.
 #pragma once
 
 #include <optional>
@@ -10,8 +10,8 @@
 
 namespace neo_desktop {
 
-// All throw std::invalid_argument for what does not fit together. Tensors are fp32, fp16 or bf16 of one
-// dtype; their last dimension is contiguous.
+// All throw std::invalid_argument for mismatched arguments. Tensors are fp32, fp16 or bf16 with one dtype;
+// their last dimension is contiguous.
 
 // residual += x, and out = RMSNorm(residual) * weight. x, residual and out are [n, hidden], weight is
 // [hidden]. out may be x.
@@ -21,8 +21,8 @@ void add_rms_norm(const TensorView& x, const TensorView& residual, const TensorV
 // out = silu(gate) * up: gate_up is [n, 2 * m], gates first; out is [n, m].
 void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads, Isa isa);
 
-// Normalises (if asked) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
-// [n, head_dim] fp32, where the first half of sin is negated; norm is [heads, head_dim].
+// Normalises (if norm is given) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
+// [n, head_dim] fp32, the first half of sin negated; norm is [heads, head_dim].
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,
           const std::optional<TensorView>& norm, float eps, int num_threads, Isa isa);
 

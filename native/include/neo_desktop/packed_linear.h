@@ -1,4 +1,4 @@
-// Products of rows with matrices that lie in tiles, quantised or not.
+// Matmuls of rows with matrices in tiles, dense or quantised.
 #pragma once
 
 #include <optional>
@@ -10,10 +10,11 @@
 
 namespace neo_desktop {
 
-// Some output columns' weights, packed as quantised_kernels.h says, or DenseKernels in kernels.h.
+// Weights of consecutive output columns, in the layout of quantised_kernels.h, or of DenseKernels in
+// kernels.h.
 struct PackedPart {
   WeightType type;
-  const uint8_t* packed;  // a tile of 16 rows after the other
+  const uint8_t* packed;  // consecutive tiles of 16 rows
   int64_t bytes;
   int64_t rows;
 };
@@ -25,15 +26,15 @@ struct PackedMatrix {
   int64_t rows() const;
 };
 
-// out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. For quantised weights each block of 32
-// numbers of x is rounded to 8 bits; sums of products are exact within a block, and float32 over blocks. For
-// others sums are float32. x, out and bias are float32, float16 or bfloat16 of one dtype; their last
-// dimension is contiguous. Parts are all quantised, or none is. Throws std::invalid_argument for what does
-// not fit together.
+// out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. For quantised weights, each block of
+// 32 elements of x is rounded to 8 bits; sums of products are exact within a block, and float32 over blocks.
+// For dense weights, sums are float32. x, out and bias are float32, float16 or bfloat16 with one dtype and
+// contiguous last dimensions. Either all parts are quantised, or none. Throws std::invalid_argument for
+// mismatched arguments.
 void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
                    const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
 
-// Throws what `packed_linear` throws for such arguments.
+// Throws the errors that `packed_linear` throws for these arguments.
 void check_packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
                          const std::optional<TensorView>& bias, const TensorView& out);
 

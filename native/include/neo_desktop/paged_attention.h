@@ -1,4 +1,4 @@
-// Decode attention over a paged KV cache; the way of rows into it and out of it.
+// Decode attention over a paged KV cache, and copies of rows to the cache and from it.
 #pragma once
 
 #include <cstdint>
@@ -10,28 +10,28 @@
 
 namespace neo_desktop {
 
-// The keys and values of the newest token of each request, [batch, kv_heads, head_dim].
+// Keys and values of the requests' newest tokens, [batch, kv_heads, head_dim].
 struct NewRows {
   TensorView k;
   TensorView v;
 };
 
 // out[b, h] = softmax(scale * q[b, h] · K) V over request b's tokens; with a `window` (0: none) over the last
-// ones alone; with `sinks` (null: none), [heads] fp32, as if there were one more token with the score
-// sinks[h] and a value of zero. With a `softcap` each score s, of a sink not, is softcap * tanh(s / softcap).
+// tokens only. `sinks` (null: none), [heads] fp32, add one more token with the score sinks[h] and a value of
+// zero. With a `softcap`, a score s becomes softcap * tanh(s / softcap), except the sink's.
 //
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
-// number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
-// that attend to it non-finite, no others; what else the cache holds does not matter.
+// number of threads or on other requests in the batch. A non-finite key, value or query makes only those
+// heads non-finite that attend to it; the rest of the cache does not matter.
 struct DecodeArguments {
   TensorView q;             // [batch, heads, head_dim] fp32, fp16 or bf16; rows contiguous
   TensorView out;           // as q
   TensorView block_tables;  // [batch, max_blocks] int32; token t of request b is in slot
                             // block_tables[b, t / block_size] * block_size + t % block_size
-  TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included; 0: there is no
-                            // request, and its row of `out` stays as it is
-  // Where given, they are first written to the last of the context's slots, which no two requests may share;
-  // else the cache holds them already.
+  TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included; 0: no
+                            // request, its row of `out` is not written
+  // If given, they are first written to the contexts' last slots, and no two requests may share that
+  // slot; otherwise the cache holds them already.
   std::optional<NewRows> new_rows;
   int64_t block_size;  // tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
   float scale;
@@ -40,14 +40,14 @@ struct DecodeArguments {
   // Throws std::invalid_argument if any shape, dtype, stride, length or block id is wrong for that cache.
   void check(const PagedCache& cache, int64_t window, const TensorView* sinks) const;
 
-  // Attends, on num_threads threads. Must have been checked, with a cache of the same shape and dtype, with
-  // this window or none, and with as many sinks.
+  // Attends, on num_threads threads. check() must have passed for a cache with the same shape and dtype, this
+  // window or none, and the same number of sinks.
   void run(const PagedCache& cache, int64_t window, const TensorView* sinks, int num_threads, Isa isa) const;
 };
 
 // Checks and runs.
 //
-//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; of K in pairs see check_cache
+//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; for K in pairs see check_cache
 //   k/v_scale      [num_pages, kv_heads, page_tokens] fp32 if the caches are int8, else null
 //
 // num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written.
@@ -64,12 +64,12 @@ struct KVRows {
   // Throws std::invalid_argument if any shape, dtype, stride or slot is wrong for that cache.
   void check(const PagedCache& cache) const;
 
-  // Row i goes to slot slots[i] of the cache, cast to its dtype; to int8 with the scale that its largest
-  // element needs. Slots must differ from each other; of equal ones any may win. Must have been checked, with
-  // a cache of the same shape and dtype.
+  // Writes row i to slot slots[i] of the cache, cast to its dtype; for int8 with the scale that its largest
+  // element needs. Slots must be distinct; of equal slots any row may win. check() must have passed for a
+  // cache with the same shape and dtype.
   void write(const PagedCache& cache, int num_threads, Isa isa) const;
 
-  // The inverse: the slots go to the rows, cast to their dtype.
+  // The inverse: copies slots to the rows, cast to their dtype.
   void read(const PagedCache& cache, int num_threads, Isa isa) const;
 
   // Rows [first, first + count).

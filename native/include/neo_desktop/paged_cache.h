@@ -1,9 +1,9 @@
-// The paged KV cache as the native functions see it: two tensors of pages, checked once.
+// The paged KV cache of the native functions: two tensors of pages, checked once.
 //
-// A page holds page_tokens tokens. The cache's slots are the rows of its pages, counted through: slot s is
-// row s % page_tokens of page s / page_tokens. Block tables name slots by the block, and a block may be as
-// large as a page or a fraction of it: decode attention reads the longest pieces where the blocks of a page
-// follow each other in a table, while they can be given to requests one by one.
+// A page holds page_tokens tokens. Slots number the rows of the pages: slot s is row s % page_tokens of page
+// s / page_tokens. Block tables name slots by block. A block is a whole page or a fraction of a page: decode
+// attention reads the longest pieces if the blocks of a page are consecutive in a table, but the allocator
+// can still assign them one by one.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace neo_desktop {
 
 // One of the two tensors, [num_pages, kv_heads, page_tokens, head_dim]. The rows of one page and head are
-// contiguous, pages and heads may lie anywhere.
+// contiguous; pages and heads may have any strides.
 struct CacheTensor {
   void* data;
   int64_t page_stride;  // elements
@@ -29,11 +29,11 @@ struct PagedCache {
   int64_t page_tokens;
   int head_dim;
 
-  // Whether one page and head of K is [head_dim / 2, page_tokens, 2] instead of [page_tokens, head_dim]:
-  // then lanes of a vector are tokens, and attention is faster, above all for grouped queries.
+  // True if one page and head of K is [head_dim / 2, page_tokens, 2] instead of [page_tokens, head_dim].
+  // Vector lanes are then tokens, and attention is faster, above all for grouped queries.
   bool k_pairs;
 
-  // Of int8: a row is its elements times its scale, [num_pages, kv_heads, page_tokens].
+  // int8 only: a row is its elements times its scale, [num_pages, kv_heads, page_tokens].
   float* k_scale = nullptr;
   float* v_scale = nullptr;
   int64_t scale_page_stride = 0;
@@ -49,10 +49,11 @@ struct PagedCache {
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale);
 
-// Throws std::invalid_argument unless slots are [n] int64, all of them in the cache.
+// Throws std::invalid_argument unless slots are [n] int64 and within the cache.
 void check_slots(const TensorView& slots, const PagedCache& cache);
 
-// Throws std::invalid_argument unless rows are [tokens, kv_heads, head_dim] floats; `meaning` says so.
+// Throws std::invalid_argument unless rows are [tokens, kv_heads, head_dim] floats; `meaning` names the
+// shape.
 void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache);
 
 // Element `index` of a tensor of this dtype.

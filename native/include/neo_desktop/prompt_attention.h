@@ -1,4 +1,4 @@
-// Attention of prompts' chunks over K and V in rows.
+// Attention of prefill chunks over K and V in rows.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 namespace neo_desktop {
 
 // Chunk c has the queries [ends[0, c], ends[0, c + 1]) and the context [ends[1, c], ends[1, c + 1]). Its last
-// query sees the whole context, each one before it a token less; with a `window` (0: none) the last tokens of
-// that alone. scale, sinks (may be null) and softcap are those of DecodeArguments.
+// query attends to the whole context, each earlier query to one token less; with a `window` (0: none) only to
+// the last tokens before it. scale, sinks (may be null) and softcap are those of DecodeArguments.
 //
-// A row of `out` depends on its query, its context and the model's shape alone: neither on the other rows nor
-// on the number of threads. In fp32 arithmetic it has the same bits as decode attention over pairs.
+// A row of `out` depends only on its query, its context and the model's shape, not on other rows or the
+// number of threads. In fp32 arithmetic it has the same bits as decode attention over pairs.
 struct PromptArguments {
   TensorView q;     // [queries, heads, head_dim] fp32, fp16 or bf16; rows contiguous
   TensorView k;     // [contexts, kv_heads, head_dim] of q's dtype

@@ -1,24 +1,25 @@
-// Products with quantised weights: their layout, and the contract between the driver (packed_linear.cpp)
-// and the kernels. Included by the ISA-specific files: nothing here may generate code of its own.
+// Matmuls with quantised weights: their layout, and the contract between the driver (packed_linear.cpp) and
+// the kernels. Included by the ISA-specific files: nothing here may generate code of its own.
 //
-// Rows are packed in tiles of 16, columns in blocks of 32. Types of GGUF's K family share a scale among 8
-// blocks: units of 1 or 8 blocks follow each other in a tile. What one row has in a unit is spread so that
-// one register takes the same part of all rows:
+// Rows are packed in tiles of 16, columns in blocks of 32. In GGUF's K types, 8 blocks share a scale: a tile
+// consists of units of 1 or 8 blocks. The data of a unit is interleaved by row, so that one register takes
+// the same part of every row:
 //
-//   scales    [16] float16; of MXFP4 bfloat16, which holds all its powers of two
-//   minima    [16] float16, where there are some: what numbers are added to, once multiplied
-//   then, of each block:
-//     scales  [scales, 16] int8, what the unit's scale is multiplied with: of all columns, or of 16 each
-//     minima  [scales, 16] int8, likewise
-//     numbers [groups, 16, 4] bytes: group g has 4 bytes of each row
+//   scales    [16] float16; for MXFP4 bfloat16, which represents all its powers of two
+//   minima    [16] float16, if the type has minima: added to the scaled numbers
+//   then, per block:
+//     scales  [scales, 16] int8, factors on the unit's scale: one for all columns, or one per 16 columns
+//     minima  [scales, 16] int8, factors on the unit's minimum
+//     numbers [groups, 16, 4] bytes: group g has 4 bytes per row
 //     high    [high_groups, 16, 4] bytes: the bits above the lowest four, see below
 //
-// Of 8 bits, byte j of a row is column j; of fewer, its low half has the lowest bits of column j and its high
-// half those of column 16 + j. With the columns of group g in the low halves first, then those in its high
-// halves, the bits above are in byte i of a row:
-//   of 5 bits: bits g and 4 + g, for the i-th columns of group g
-//   of 6 bits: in high group g / 2, the two bits from 4 * (g % 2) on, and from 2 + 4 * (g % 2)
-// Numbers of MXFP4 are places in kFp4Numbers.
+// With 8 bits, byte j of a row is column j. With fewer bits, its low half has the lowest bits of column j and
+// its high half those of column 16 + j. Count the columns of group g in the low halves first, then those in
+// the high halves. The bits above are then in byte i of a row:
+//   5 bits: bits g and 4 + g, for the i-th columns of group g
+//   6 bits: in high group g / 2, the two bits from 4 * (g % 2) on, and from 2 + 4 * (g % 2)
+//
+// Numbers of MXFP4 are indices into kFp4Numbers.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@
 
 namespace neo_desktop {
 
-// What there are kernels for. Of those of GGUF, Q2_K is kept in 4 bits and IQ4_XS, whose numbers come from a
-// table, in 8. kDense + DType: plain numbers, see DenseKernels.
+// Types with kernels. Two GGUF types change: Q2_K takes 4 bits, and IQ4_XS, whose numbers come from a table,
+// takes 8. kDense + DType: dense weights, see DenseKernels.
 enum class WeightType {
   kQ8_0,
   kQ4_0,
@@ -45,10 +46,10 @@ enum class WeightType {
 };
 
 struct WeightLayout {
-  int bits;    // of a number; 8 are signed
-  int offset;  // what is taken off a number
+  int bits;    // per number; 8-bit numbers are signed
+  int offset;  // subtracted from a number
   bool has_minima;
-  int scales;  // of a block in 8 bits: 0, 1 or 2; where there are some, a unit has 8 blocks
+  int scales;  // 8-bit scales per block: 0, 1 or 2; with scales, a unit has 8 blocks
   bool is_fp4 = false;
 };
 
@@ -58,7 +59,7 @@ constexpr WeightLayout kWeightLayouts[kWeightTypes] = {
     {5, 0, true, 0},   {4, 0, true, 2},  {4, 0, true, 1},        {5, 0, true, 1},
     {6, 32, false, 2}, {8, 0, false, 1}, {4, 16, false, 0, true}};
 
-// Twice the numbers of MXFP4, and the offset.
+// Twice the numbers of MXFP4, plus the offset.
 constexpr uint8_t kFp4Numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 constexpr int kTileRows = 16;
@@ -87,26 +88,26 @@ constexpr int64_t unit_bytes(const WeightLayout& of) {
   return header_bytes(of) + unit_blocks(of) * block_bytes(of);
 }
 
-// Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies
-// together: rows apart would fall on the same lines of a cache.
+// Quantised activations of a few rows: x = scale * number in each block. The rows of a block are adjacent:
+// rows further apart would map to the same cache sets.
 struct QuantisedRows {
   int8_t* numbers;  // [blocks, rows, 32], from -127 to 127
   float* scales;    // [blocks, rows]
-  float* sums;      // [blocks, rows]: of a block's numbers, times their scale
-  // [3, blocks, rows]: minus the sum of a block's numbers; of the first half of them; of the second half.
+  float* sums;      // [blocks, rows]: sum of a block's numbers, times their scale
+  // [3, blocks, rows]: minus the sum of a block's numbers, of its first half, and of its second half.
   int32_t* minus_sums;
   int64_t blocks;
   int rows;
 };
 
-// Bytes of one row in each block.
+// Bytes per row and block.
 constexpr int kQuantisedBlockBytes = kBlockColumns + 20;
 
 struct QuantisedKernels {
-  // Puts a tile's products into out[rows, 16].
+  // Writes a tile's products to out[rows, 16].
   void (*multiply[kWeightTypes])(const uint8_t* tile, const QuantisedRows& x, float* out);
   int rows_at_once;  // of a QuantisedRows, at most
-  // Fills one row of `into`. Rounds to nearest even; a block that is not finite has a scale of NaN.
+  // Fills one row of `into`. Rounds to nearest even; a non-finite block gets a scale of NaN.
   void (*quantise)(const float* x, const QuantisedRows& into, int row);
 };
 

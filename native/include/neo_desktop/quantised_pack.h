@@ -1,4 +1,4 @@
-// From rows of GGUF files to tiles of quantised weights, and back to floats.
+// Conversion of GGUF rows to tiles of quantised weights, and of tiles to floats.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace neo_desktop {
 
-// How rows lie in files; llama.cpp's names.
+// Row formats in files, under llama.cpp's names.
 enum class StoredType {
   kQ8_0,
   kQ4_0,
@@ -26,22 +26,22 @@ enum class StoredType {
 
 constexpr int kStoredTypes = 13;
 
-// What it is kept as: the same numbers, perhaps in more bits.
+// The type in memory: the same numbers, possibly in more bits.
 WeightType weight_type_of(StoredType type);
 
-// Bytes of a row in the file. `columns` is a multiple of what stored_columns gives.
+// Bytes of a row in the file. `columns` is a multiple of stored_columns().
 int64_t stored_bytes(StoredType type, int64_t columns);
 int64_t stored_columns(StoredType type);
 
-// Bytes of rows in tiles, the last of which may have fewer than 16.
+// Bytes of rows in tiles; the last tile may have fewer than 16 rows.
 int64_t packed_bytes(StoredType type, int64_t rows, int64_t columns);
 
-// Puts rows [first, first + count) into their tiles. Returns false if a scale is not finite: they are not to
-// be used then.
+// Packs rows [first, first + count) into their tiles. Returns false if a scale is not finite; the rows are
+// then unusable.
 bool pack_rows(StoredType type, const uint8_t* stored, int64_t first, int64_t count, int64_t columns,
                uint8_t* packed, int num_threads);
 
-// Puts count rows into out[count, columns], as floats.
+// Unpacks count rows to out[count, columns], as floats.
 void unpack_rows(WeightType type, const uint8_t* packed, const int64_t* rows, int64_t count, int64_t columns,
                  float* out, int num_threads);
 

@@ -1,24 +1,24 @@
-// The CPU's part in iterations that a GPU runs from beginning to end by itself.
+// The CPU's part of iterations that run on a GPU as one CUDA graph.
 //
-// Of every layer of a sub-batch the GPU copies q, k and v to host memory and raises a flag; the relay's
-// thread, which looks at that flag, attends and raises another; the GPU waits for it and copies the output
-// back. Nothing else takes part: no Python, no lock.
+// For every layer of a sub-batch, the GPU copies q, k and v to host memory and raises a flag. The relay's
+// thread polls that flag, attends and raises another flag. The GPU waits for it and copies the output back.
+// No Python and no lock take part.
 //
 //   GPU     |linear 0|q, k, v|ready 0|linear 1|q, k, v|ready 1|wait for done 0|o|linear 0|..
 //   relay                    ^       |attention 0 |done 0|    |attention 1 |done 1|..
 //
-// Rows of KV that cross over between the memories go the same way, through two buffers that take turns layer
-// by layer: "ready" says that rows have come, or that a buffer may be filled again; "done" that they are in
-// the cache, or in the buffer. Those that attention needs go ahead of it; new KV of prompts comes behind it,
+// Rows of KV that move between the memories use the same flags, and two buffers that alternate layer by
+// layer: "ready" means that rows have arrived, or that a buffer may be filled again; "done" that they are in
+// the cache, or in the buffer. Rows that attention needs move before it. New KV of prompts moves after it,
 // and may take until the next layer's:
 //
 //   relay   |ahead 0|ahead 1|behind 0|ahead 2|behind 1|ahead 3|behind 2|..
 //
-// Products with matrices that lie in host memory go the same way, between the attention of two layers: turn t
-// has those of layer t - 1 that follow its attention, and those of layer t that precede its own. There is one
-// turn more than there are layers.
+// Matmuls with matrices in host memory use the same flags, between the attention of two layers. Turn t has
+// the matmuls of layer t - 1 after its attention, and those of layer t before its attention. The number of
+// turns is the number of layers plus one.
 //
-// The GPU never waits in vain: an error and a cancelled iteration raise all flags that it may still wait for.
+// The GPU never waits in vain: an error or a cancelled iteration raises all flags that it may still wait for.
 #pragma once
 
 #include <array>
@@ -49,142 +49,140 @@ struct RelayLayer {
 
 constexpr int64_t kFlagInts = 16;  // a flag has a cache line to itself
 
-// What is attended to in every layer: a sub-batch's decodes, or decodes of which each is in a layer of its
-// own.
+// The attention of every layer: a sub-batch's decodes, or async decodes, each in its own layer.
 struct RelayBatch {
-  // Either one, for all layers: what a sub-batch hands over, in the same memory in each of them. Or one for
-  // each layer.
+  // One entry for all layers: a sub-batch's offload buffers, the same memory in each layer. Or one entry per
+  // layer.
   std::vector<DecodeArguments> layers;
-  // [2, layers, kFlagInts] int32: flags[0, layer, 0] becomes 1 when q, k and v of the layer are there,
+  // [2, layers, kFlagInts] int32: flags[0, layer, 0] becomes 1 when q, k and v of the layer are ready,
   // flags[1, layer, 0] when the output is.
   TensorView flags;
-  int index = 0;  // of the sub-batch, for people
+  int index = 0;  // of the sub-batch, for messages
 
-  // Decodes by layer. All tensors of `all` have a dimension of layers before the others. Throws
-  // std::invalid_argument if they have not.
+  // Splits decodes by layer. All tensors in `all` have a leading dimension of layers. Throws
+  // std::invalid_argument otherwise.
   static RelayBatch by_layer(const DecodeArguments& all, const TensorView& flags, int index);
 
   bool is_by_layer() const { return layers.size() > 1; }
   const DecodeArguments& of(size_t layer) const { return layers[is_by_layer() ? layer : 0]; }
 };
 
-// Rows that cross over in every layer between slots of host memory and the GPU, the same slots in all of
-// them.
+// Rows that move between slots of host memory and the GPU in every layer, with the same slots in all layers.
 struct RelayTransfer {
-  std::string what;  // crosses over, for people: "a prompt's KV"
+  std::string what;  // name for messages: "a prompt's KV"
   bool to_host;
-  bool is_behind;              // see above
-  std::array<KVRows, 2> rows;  // of even and of odd layers, with the slots
-  // As of a RelayBatch. flags[0, layer, 0] becomes 1 when rows to the host are there, or when the layer's
-  // buffer may be filled with rows to the GPU; in the first two layers it may be from the beginning, and the
-  // flag is not looked at. flags[1, layer, 0]: when they are in the cache, or in the buffer.
+  bool is_behind;              // moves behind the attention, see above
+  std::array<KVRows, 2> rows;  // rows and slots, of even and of odd layers
+  // As in RelayBatch. flags[0, layer, 0] becomes 1 when rows to the host have arrived, or when the layer's
+  // buffer may be filled with rows to the GPU; the first two layers may fill it at once and ignore the flag.
+  // flags[1, layer, 0] becomes 1 when the rows are in the cache, or in the buffer.
   TensorView flags;
 };
 
-// A product in every turn, with the same rows of memory.
+// A matmul in every turn, with the same input and output memory.
 struct RelayProduct {
-  std::string what;  // the matrix is, for people: "gate_up"
-  int lag;           // in turn t it is of layer t - lag: 0 or 1
-  // Of every turn, one more than layers; none: nothing is done in it, and no flag looked at.
+  std::string what;  // name of the matrix, for messages: "gate_up"
+  int lag;           // turn t has the matrix of layer t - lag; 0 or 1
+  // Per turn, one more than layers; empty: the turn does nothing and ignores its flag.
   std::vector<std::optional<PackedMatrix>> matrices;
   TensorView x;    // [n, columns]
-  TensorView out;  // [elements]: products [n, rows of the turn's matrix] lie at its beginning, without gaps
-  // [2, layers + 1, kFlagInts] int32: flags[0, turn, 0] becomes 1 when x is there, flags[1, turn, 0] when the
+  TensorView out;  // [elements]: starts with the products [n, rows of the turn's matrix], packed
+  // [2, layers + 1, kFlagInts] int32: flags[0, turn, 0] becomes 1 when x is ready, flags[1, turn, 0] when the
   // product is.
   TensorView flags;
-  int index = 0;  // of the sub-batch, for people
+  int index = 0;  // of the sub-batch, for messages
 
   TensorView out_of(size_t turn) const;
 };
 
-// Experts of a layer in every turn, with the same rows of memory.
+// A layer's experts in every turn, with the same input and output memory.
 struct RelayExperts {
-  // Of every turn, one more than layers; null: nothing is done in it, and no flag looked at. In turn t they
-  // are of layer t - 1.
+  // Per turn, one more than layers; null: the turn does nothing and ignores its flag. Turn t has the experts
+  // of layer t - 1.
   std::vector<const PackedExperts*> experts;
-  ExpertRows rows;   // what has any content may be for fewer rows: they are computed so many at a time
-  TensorView flags;  // as of a RelayProduct
-  int index = 0;     // of the sub-batch, for people
+  ExpertRows rows;   // scratch tensors may have fewer rows: it then computes in parts of that size
+  TensorView flags;  // as in RelayProduct
+  int index = 0;     // of the sub-batch, for messages
 };
 
-// Bytes of host memory.
+// A range of host memory.
 struct Bytes {
   char* data;
   int64_t size;
 };
 
-// Pieces of host memory that the GPU does not read where they lie: they are copied to buffers that take
-// turns, and the GPU takes them from there.
+// Pieces of host memory that the GPU does not read in place: the relay copies them to alternating buffers,
+// and the GPU reads the buffers.
 //
 //   relay   |piece 0 to buffer 0|piece 1 to buffer 1|           |piece 2 to buffer 0|..
 //   GPU                         |buffer 0                       |buffer 1|..
 struct RelayCopies {
-  std::string what;            // is copied, for people: "weights"
-  std::vector<Bytes> sources;  // a piece in every turn; of turns there are at most as many as layers
-  std::vector<Bytes> buffers;  // each as large as the largest piece that it takes
-  // [2, turns or more, kFlagInts] int32: flags[0, turn, 0] becomes 1 when the turn's buffer may be filled; in
-  // the first turns, one for each buffer, it may be from the beginning, and the flag is not looked at.
-  // flags[1, turn, 0]: when it has been.
+  std::string what;            // name for messages: "weights"
+  std::vector<Bytes> sources;  // a piece per turn; at most as many turns as layers
+  std::vector<Bytes> buffers;  // each as large as its largest piece
+  // [2, turns or more, kFlagInts] int32: flags[0, turn, 0] becomes 1 when the turn's buffer may be filled;
+  // the first turns, one per buffer, may fill it at once and ignore the flag. flags[1, turn, 0] becomes 1
+  // when it is filled.
   TensorView flags;
 
   const Bytes& buffer(size_t turn) const { return buffers[turn % buffers.size()]; }
 };
 
-// What is done in every layer.
+// One kind of work in every layer or turn.
 using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct, RelayExperts, RelayCopies>;
 
-// When an item of a layer was done; times are those of std::chrono::steady_clock.
+// Record of an item's work in one layer, with times of std::chrono::steady_clock.
 struct RelayStep {
-  int layer;  // of products: the turn
-  int item;   // of those that were started
+  int layer;  // for matmuls: the turn
+  int item;   // index in `start`'s items
   int64_t start_ns;
   int64_t end_ns;
 };
 
-// An iteration in which nothing went on for longer than it may; the message names where it stood.
+// An iteration without progress for longer than the timeout; the message names the step.
 class RelayStalledError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Items are done in order, layer by layer: of each layer those that go ahead, then of the layer before those
-// that come behind. With attention or products among them flags are looked at without a rest, from the thread
-// pool's first CPU, while the pool's workers stay awake; transfers and copies alone have time, and leave the
-// CPUs to others.
+// Runs items layer by layer: first a layer's items ahead of its attention, then the previous layer's items
+// behind it. With attention or matmuls among the items, the thread polls flags without sleeping, from the
+// thread pool's first CPU, and the pool's workers stay awake. Transfers and copies alone are not urgent: the
+// thread then sleeps between polls and leaves the CPUs to others.
 //
-// One thread makes the calls; any may cancel.
+// One thread makes the calls; any thread may cancel.
 class Relay {
  public:
-  // Throws std::invalid_argument unless all layers' caches are alike and well-formed.
+  // Throws std::invalid_argument unless all layers' caches are well-formed and have the same shape.
   Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
 
-  // One for products alone, or for copies alone, in so many turns.
+  // A relay without KV, for matmuls alone, or for copies alone.
   Relay(int64_t num_layers, int num_threads, Isa isa);
 
-  // As `close`.
+  // Calls `close`.
   ~Relay();
 
-  // Clears the flags and begins an iteration; to be called before the GPU is told to. Throws
-  // std::invalid_argument if anything in the items is wrong, and std::logic_error if an iteration is under
-  // way; then nothing was begun. The items' memory must stay until the iteration has ended.
+  // Clears the flags and starts an iteration; call it before the GPU gets its work. Throws
+  // std::invalid_argument if an item is invalid, and std::logic_error if an iteration is running; then
+  // nothing starts. The items' memory must stay valid until the iteration has ended.
   //
-  // When nothing goes on for `timeout`, neither the GPU nor the CPU, the iteration is given up: all flags
-  // that the GPU may wait for are raised. The timeout begins anew with every step. 0: it never ends. Time in
-  // which the computer or this process did not run does not count.
+  // If neither GPU nor CPU makes progress for `timeout`, the iteration fails: the relay raises all flags that
+  // the GPU may wait for. Every step restarts the timeout. 0: no timeout. Time in which the computer or this
+  // process was suspended does not count.
   void start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout = {});
 
-  // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw,
-  // RelayStalledError if it was given up, or std::runtime_error if it was cancelled. After RelayStalledError
-  // the thread may still be in a step that does not end: then the iteration counts as under way.
+  // Blocks until the iteration has ended, and returns its steps, in order. Throws a step's exception,
+  // RelayStalledError after a timeout, or std::runtime_error after a cancellation. After RelayStalledError
+  // the thread may be stuck in a step; the iteration then still counts as running.
   std::vector<RelayStep> finish();
 
-  // Ends the iteration early: what the GPU still waits for is declared done. Nothing happens if there is
-  // none.
+  // Ends the iteration early: raises the flags that the GPU still waits for. Does nothing without an
+  // iteration.
   void cancel();
 
-  // Cancels an iteration that is under way and ends the thread; nothing can be started afterwards. Returns
-  // false if the thread is in a step that does not end: it is left behind, and the memory that was given to
-  // the relay must stay for ever. May be called again.
+  // Cancels a running iteration and ends the thread; the relay cannot be used afterwards. Returns false if
+  // the thread is stuck in a step: it is then abandoned, and the memory given to the relay must stay valid
+  // forever. May be called again.
   bool close();
 
   Relay(const Relay&) = delete;
@@ -193,7 +191,7 @@ class Relay {
  private:
   class State;
   explicit Relay(std::shared_ptr<State> made);
-  std::shared_ptr<State> state_;  // the threads' own, too: one that is left behind goes on using it
+  std::shared_ptr<State> state_;  // shared with the threads: an abandoned thread still uses it
 };
 
 }  // namespace neo_desktop

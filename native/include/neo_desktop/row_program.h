@@ -1,5 +1,5 @@
-// What lies between the attention of two layers of a decoder, in one call: threads are woken once, and wait
-// for each other in between without sleeping.
+// The work between the attention of two layers of a decoder in one call: threads are woken once, and spin
+// between steps instead of sleeping.
 #pragma once
 
 #include <cstdint>
@@ -11,31 +11,31 @@
 
 namespace neo_desktop {
 
-// What a step computes of a row; numbers are those of packed_linear and of operators.h, where it has them.
-// Groups are what norms and heads are about. `a` and `b` are the step's sources, weights its tensors.
+// The operations on a row; their numbers are those of packed_linear and operators.h. Norms and heads work on
+// groups. `a` and `b` are the step's sources, weights its tensors.
 enum class RowOp {
   kMultiply,    // a @ matrix.T + bias; one group
   kAddRmsNorm,  // a += b, in place; RMSNorm(a) * weight [length]; one group
-  kRmsNorm,     // RMSNorm(a) * weight: fp32 [length], or of the dtype, then rounded before that
+  kRmsNorm,     // RMSNorm(a) * weight: fp32 [length], or in the dtype, then rounded before the product
   kLayerNorm,   // (a - mean) / deviation * weight + bias, both [length]
   kSiluMul,     // silu(gate) * up: a is [2 * length], gates first; one group
-  kRope,  // heads (groups of length) in place, after a norm with weight [groups, length] if there is one;
-          // a and b are cosine and sine, fp32
-  kCopy,  // a, from fp32 or to it if dtypes differ
-  kAdd,   // a + b, where b may be a weight [groups * length]; likewise those that follow
+  kRope,        // heads (groups of length) in place, after an optional norm with weight [groups, length];
+                // a and b are cosine and sine, fp32
+  kCopy,        // a, converted from fp32 or to fp32 if dtypes differ
+  kAdd,         // a + b, b may be a weight [groups * length], as for the next two
   kSubtract,
   kTimes,
   kAddNumber,    // a + number
   kTimesNumber,  // a * number
-  kSilu,         // of a; likewise those that follow
+  kSilu,         // silu(a); the next ones are functions of a
   kSigmoid,
   kTanh,
   kRelu,
   kGelu,
-  kGeluTanh,  // its approximation
+  kGeluTanh,  // tanh approximation of GELU
 };
 
-// Columns of a buffer: group g begins at first + g * stride.
+// Columns of a buffer: group g starts at first + g * stride.
 struct RowColumns {
   int64_t buffer;
   int64_t first;
@@ -46,8 +46,8 @@ struct RowStep {
   RowOp op;
   std::vector<RowColumns> sources;
   RowColumns into;
-  int64_t groups;  // of a product: the columns that it multiplies
-  int64_t length;  // of each group, as it is written
+  int64_t groups;  // for matmuls: number of input columns
+  int64_t length;  // of a group in the target
   float number;    // a norm's epsilon, or a factor or addend
   std::vector<TensorView> weights;
   std::optional<PackedMatrix> matrix;
@@ -56,17 +56,17 @@ struct RowStep {
 struct RowBuffer {
   int64_t width;
   DType dtype;
-  bool is_given;  // to each call, in the order of such buffers; others are memory of the calling thread
+  bool is_given;  // passed to each call, in order; other buffers are the calling thread's memory
 };
 
-// Steps that are carried out one after the other for each row. A step reads and writes its row alone.
+// Steps that run one after the other for each row. A step reads and writes only its row.
 class RowProgram {
  public:
-  // Throws std::invalid_argument for what does not fit together.
+  // Throws std::invalid_argument for invalid or mismatched arguments.
   RowProgram(std::vector<RowBuffer> buffers, std::vector<RowStep> steps);
 
-  // given are [n, width], of the buffers' dtypes; their last dimension is contiguous.
-  // Throws std::invalid_argument for others; then nothing was written.
+  // given are [n, width], in the buffers' dtypes, with contiguous last dimensions. Throws
+  // std::invalid_argument for others, before it writes anything.
   void run(const std::vector<TensorView>& given, int num_threads, Isa isa) const;
 
  private:
@@ -78,8 +78,8 @@ class RowProgram {
 
   std::vector<RowBuffer> buffers_;
   std::vector<RowStep> steps_;
-  std::vector<int64_t> offsets_;  // of buffers that are not given: bytes in front of them, for one row
-  int64_t row_bytes_ = 0;         // of all of them
+  std::vector<int64_t> offsets_;  // of buffers that are not given, in bytes per row
+  int64_t row_bytes_ = 0;         // total of these buffers
   size_t num_given_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// A tensor as the caller sees it: where it lies, what it holds, its shape and strides. Owns nothing.
+// A non-owning view of the caller's tensor: address, dtype, shape and strides.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 namespace neo_desktop {
 
 struct TensorView {
-  std::string name;  // as the caller knows it, for error messages
+  std::string name;  // the caller's name, for error messages
   void* data;
   DType dtype;
   std::vector<int64_t> shape;
@@ -24,7 +24,7 @@ struct TensorView {
   int64_t stride(int dim) const { return strides[dim]; }
 };
 
-// Throws std::invalid_argument with all the parts written one after the other.
+// Throws std::invalid_argument with the concatenated parts as message.
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;
@@ -35,7 +35,7 @@ template <class... Parts>
 // "[2, 3, 64]"
 std::string to_string(const std::vector<int64_t>& values);
 
-// Each check throws std::invalid_argument naming the tensor and what is wrong with it.
+// Each check throws std::invalid_argument with the tensor's name and the problem.
 void check_dims(const TensorView& tensor, const char* meaning, size_t dims);
 void check_shape(const TensorView& tensor, const char* meaning, const std::vector<int64_t>& expected);
 void check_dtype(const TensorView& tensor, std::initializer_list<DType> allowed);

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from neo_desktop.engine.engine import Engine
     from neo_desktop.engine.sampling_params import SamplingParams
 
-# Read by torch's OpenMP when it is loaded. By default its threads keep spinning for a while after each linear
-# layer, on the very cores that CPU attention needs next: without a GPU that makes attention 1.6 times slower.
+# Torch's OpenMP reads this when it is loaded. By default its threads spin for a while after each linear
+# layer, on the cores that CPU attention needs next: without a GPU that makes attention 1.6 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = version("neo-desktop")

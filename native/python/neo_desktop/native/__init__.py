@@ -3,11 +3,11 @@
 The instruction set is chosen at run time; NEO_DESKTOP_ISA in the environment forces one of
 `available_isas()`.
 
-Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the
-GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use. How
-many threads a call takes by default follows the CPUs that the process may use, until somebody sets it.
-Workers stay on one CPU each, unless `bind_threads(False)` lets those that begin later go where the system
-puts them; `bind_threads(True)` says whether the system lets them be bound.
+Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part, and the
+GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use. The
+default number of threads follows the CPUs that the process may use, unless `set_default_num_threads` sets it.
+Workers are bound to one CPU each. `bind_threads(False)` leaves the placement of later workers to the system;
+`bind_threads(True)` returns True if the system permits binding.
 """
 
 from neo_desktop.native._native import (

@@ -1,20 +1,20 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-# (address, dtype code, shape, strides in elements); the codes are those of native/include/neo_desktop/dtype.h
+# (address, dtype code, shape, strides in elements); codes as in native/include/neo_desktop/dtype.h
 Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 Matrix: TypeAlias = tuple[Sequence[tuple[int, int, int, int]], Tensor | None]
 # q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale, softcap
 Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float, float]
 
-# of one sub-batch, its flags and its index
+# arguments, flags and index of a sub-batch
 Batch: TypeAlias = tuple[Decode, Tensor, int]
-# what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
+# name, is_to_host, is_behind, slots, (k, v) of even and of odd layers, flags
 Rows: TypeAlias = tuple[Tensor, Tensor]
 Transfer: TypeAlias = tuple[str, bool, bool, Tensor, Rows, Rows, Tensor]
-# what, lag, a matrix of each turn, x, out, flags, index
+# experts per turn, tensors, flags, index
 ExpertsInTurns: TypeAlias = tuple[Sequence["PackedExperts | None"], Sequence[Tensor], Tensor, int]
-# what, (address, bytes) of each turn's piece, those of the buffers, flags
+# name, (address, bytes) of the turns' pieces, (address, bytes) of the buffers, flags
 Copies: TypeAlias = tuple[str, Sequence[tuple[int, int]], Sequence[tuple[int, int]], Tensor]
 Product: TypeAlias = tuple[str, int, Sequence[Matrix | None], Tensor, Tensor, Tensor, int]
 

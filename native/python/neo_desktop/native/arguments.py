@@ -1,4 +1,4 @@
-"""What all native functions are given: tensors as they see them, and the instruction set."""
+"""Common arguments of the native functions: tensor views, and the instruction set."""
 
 import os
 from collections.abc import Callable
@@ -15,17 +15,17 @@ DTYPE_CODES = {
     torch.int32: 4,
     torch.int64: 5,
 }
-"""Of the tensors that native functions read."""
+"""Dtypes that native functions read → C++ codes."""
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """A tensor's address, code of its dtype, shape and strides."""
 
 
 def view_of(name: str, tensor: torch.Tensor) -> View:
-    """Return a CPU tensor as the native functions see it; `name` is for their error messages.
+    """Return a CPU tensor in the form of the native functions; `name` is for their error messages.
 
     Raises:
-        ValueError: it is not on the CPU, or of a layout or dtype that they do not know.
+        ValueError: it is not on the CPU, or has an unsupported layout or dtype.
     """
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}; expected a CPU tensor")
@@ -38,7 +38,7 @@ def view_of(name: str, tensor: torch.Tensor) -> View:
 
 
 def check_contiguous(tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor lies in one piece in the CPU's memory."""
+    """Raise ValueError unless a tensor is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous and on the CPU")
 
@@ -48,11 +48,11 @@ def _chosen_isa() -> str:
 
 
 def default_isa() -> str:
-    """NEO_DESKTOP_ISA of the environment, else what `follow_isa` was told of, the strongest at first."""
+    """Return NEO_DESKTOP_ISA of the environment, else the choice of `follow_isa`; initially the strongest."""
     return os.environ.get("NEO_DESKTOP_ISA") or _chosen_isa()
 
 
 def follow_isa(choice: Callable[[], str]) -> None:
-    """Let `choice` name the instruction set of calls that name none, one of `available_isas()`."""
+    """Set the default instruction set: `choice` returns one of `available_isas()`."""
     global _chosen_isa  # noqa: PLW0603
     _chosen_isa = choice

@@ -1,4 +1,6 @@
-"""Decode attention over a paged KV cache, prompt attention over rows, and rows in and out of a cache."""
+"""Decode attention over a paged KV cache, prefill attention over rows, and copies of rows to and from a
+cache.
+"""
 
 import torch
 
@@ -26,7 +28,7 @@ def paged_attention_decode(
     softcap: float = 0.0,
     isa: str | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token per request over its paged context; returns `out`.
+    """Compute attention of one new token per request over its paged context; return `out`.
 
     Work is split over requests, KV heads and chunks of context, whose partial softmaxes are merged in fp32
     (Flash-Decoding). The result depends neither on the number of threads nor on the rest of the batch.
@@ -35,42 +37,40 @@ def paged_attention_decode(
         q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
         k_cache: [num_pages, kv_heads, page_tokens, head_dim], fp32, fp16 or bf16; may be strided in
             num_pages and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
-            multiple of 8 up to 256. Faster, above all where heads are grouped: `empty_paired_keys()`,
-            [num_pages, kv_heads, page_tokens, head_dim / 2, 2], which may also be int8.
+            multiple of 8 up to 256. `empty_paired_keys()`, [num_pages, kv_heads, page_tokens,
+            head_dim / 2, 2], is faster, above all for grouped queries, and may also be int8.
         v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache.
         block_tables: [batch, max_blocks] int32; token t is in slot
             block_tables[b, t // block_size] * block_size + t % block_size, and slot s is row
             s % page_tokens of page s // page_tokens. Entries outside a request's context or window are not
             read.
-        context_lens: [batch] int32, tokens in the cache, the newest included; 0: there is no request, and its
-            row of `out` stays as it is.
+        context_lens: [batch] int32, tokens in the cache, the newest included; 0: no request, and its row of
+            `out` is not written.
         scale: multiplies q·k, usually head_dim ** -0.5.
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.
         num_threads: 0 means `default_num_threads()`.
-        block_size: tokens of an entry of block_tables; divides page_tokens, and is a multiple of 16 where
-            keys are paired. None: page_tokens. Reading is fastest where the blocks of a page follow each
-            other in a table.
-        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
-            into the cache, cast to its dtype, before it attends to them; None if they are there already.
-            No two requests may have the same last slot.
+        block_size: tokens per entry of block_tables; divides page_tokens, and is a multiple of 16 for paired
+            keys. None: page_tokens. Reading is fastest if the blocks of a page are consecutive in a table.
+        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys. The call writes them to
+            the cache, cast to its dtype, before it attends; None if the cache has them. No two requests may
+            have the same last slot.
         v: as k.
         window: attend to the last `window` tokens only; 0 means all.
-        k_scale: [num_pages, kv_heads, page_tokens] fp32, what each row of an int8 cache is multiplied with;
-            None for other dtypes.
+        k_scale: [num_pages, kv_heads, page_tokens] fp32, the row scales of an int8 cache; None for
+            other dtypes.
         v_scale: as k_scale.
-        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
-            no such token.
-        softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
+        sinks: [heads] fp32: per head, the score of one more token whose value is zero; None: no sinks.
+        softcap: scores s become softcap * tanh(s / softcap), except the sinks'; 0: no cap.
         isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
 
-    Non-finite keys, values or queries make the heads that attend to them non-finite, and no others.
+    Non-finite keys, values or queries make only those heads non-finite that attend to them.
     """
     if (k is None) != (v is None):
-        raise ValueError("k and v of the new tokens come together, or not at all")
+        raise ValueError("k and v of the new tokens must be given together")
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size is {block_size}; expected at least 1 token")
     if out is None:
@@ -102,11 +102,11 @@ def paged_attention_decode(
 def empty_paired_keys(
     *leading: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Make a K cache in the layout that is fastest to read.
+    """Allocate a K cache in the layout that is fastest to read.
 
-    Returns [*leading, kv_heads, page_tokens, head_dim / 2, 2]: a view of memory in which the tokens of a page
-    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, page_tokens, 2].
-    `flatten(-2)` of it, or of an indexed part of it, gives rows again.
+    Returns [*leading, kv_heads, page_tokens, head_dim / 2, 2]. In memory the tokens of a page are adjacent,
+    two dimensions at a time: [*leading, kv_heads, head_dim / 2, page_tokens, 2]. `flatten(-2)` on the result,
+    or on an indexed part, gives rows.
 
     Raises:
         ValueError: page_tokens is not a multiple of 16.
@@ -130,27 +130,26 @@ def prompt_attention(
     softcap: float = 0.0,
     isa: str | None = None,
 ) -> torch.Tensor:
-    """Attention of prompts' chunks to their contexts; returns `out`.
+    """Compute attention of prefill chunks to their contexts; return `out`.
 
-    A row of `out` depends on its query and its context alone: it has the same bits in any chunk, beside any
-    other chunks and with any number of threads. In fp32 arithmetic `paged_attention_decode` over paired keys
-    makes the same bits.
+    A row of `out` depends only on its query and its context: it has the same bits in any chunk, in any batch
+    and with any number of threads. In fp32 arithmetic `paged_attention_decode` over paired keys gives the
+    same bits.
 
     Args:
-        q: [queries, heads, head_dim], fp32, fp16 or bf16, the chunks one after the other; may be strided in
+        q: [queries, heads, head_dim], fp32, fp16 or bf16, chunks concatenated; may be strided in
             queries and heads. head_dim is a multiple of 8 up to 256.
-        k: [contexts, kv_heads, head_dim] in the dtype of q, the contexts one after the other; may be
+        k: [contexts, kv_heads, head_dim] in the dtype of q, contexts concatenated; may be
             strided in contexts and KV heads. Query head h reads KV head h // (heads // kv_heads).
         v: as k.
         ends: [2, chunks + 1] int32: 0 and the ends of chunks in q; 0 and the ends of contexts in k. A chunk's
-            last query sees the whole context, each one before it a token less.
+            last query attends to the whole context, each earlier query to one token less.
         scale: multiplies q·k, usually head_dim ** -0.5.
         out: as q, made when None; must not overlap the inputs.
         num_threads: 0 means `default_num_threads()`.
         window: attend to the last `window` tokens only; 0 means all.
-        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: heads
-            have none.
-        softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
+        sinks: [heads] fp32: per head, the score of one more token whose value is zero; None: no sinks.
+        softcap: scores s become softcap * tanh(s / softcap), except the sinks'; 0: no cap.
         isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
@@ -186,16 +185,16 @@ def paged_kv_write(
     v_scale: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> None:
-    """Write the keys and values of new tokens into their slots of the cache, cast to its dtype.
+    """Write the keys and values of new tokens to their slots of the cache, cast to its dtype.
 
     Args:
         k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and kv_heads.
         v: as k.
         k_cache: as in `paged_attention_decode`.
         v_cache: as in `paged_attention_decode`.
-        slots: [n] int64, see `paged_attention_decode`; all different (of equal ones, any may win).
+        slots: [n] int64, see `paged_attention_decode`; distinct (of equal slots, any row may win).
         num_threads: 0 means `default_num_threads()`.
-        k_scale: as in `paged_attention_decode`; written too: a row's largest element becomes 127 steps.
+        k_scale: as in `paged_attention_decode`; an output: a row's largest element becomes 127 steps.
         v_scale: as k_scale.
         isa: as in `paged_attention_decode`.
 
@@ -227,14 +226,14 @@ def paged_kv_read(
     v_scale: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> None:
-    """Read keys and values out of slots of the cache; the inverse of `paged_kv_write`.
+    """Read keys and values from slots of the cache; the inverse of `paged_kv_write`.
 
-    Fastest where slots follow each other.
+    Consecutive slots are fastest.
 
     Args:
         k_cache: as in `paged_attention_decode`.
         v_cache: as in `paged_attention_decode`.
-        slots: [n] int64; any may come several times.
+        slots: [n] int64; slots may repeat.
         k_out: [n, kv_heads, head_dim], fp32, fp16 or bf16, to which the rows are cast; may be strided in n
             and kv_heads; must not overlap the inputs.
         v_out: as k_out.
@@ -260,12 +259,12 @@ def paged_kv_read(
 
 
 def store_rows(rows: torch.Tensor, slots: torch.Tensor, into: torch.Tensor, num_threads: int = 0) -> None:
-    """Put rows of several layers into their slots: `into[layer, slots[i]] = rows[layer, i]`.
+    """Copy rows of several layers to their slots: `into[layer, slots[i]] = rows[layer, i]`.
 
     Args:
         rows: [layers, n, width], of any dtype of the native functions; may be strided in layers and n.
-        slots: [n] int64, contiguous, all different (of equal ones, any may win).
-        into: [layers, slots, width] of rows' dtype; may be strided likewise; must not overlap rows.
+        slots: [n] int64, contiguous, distinct (of equal slots, any row may win).
+        into: [layers, slots, width] in rows' dtype; may be strided in the same way; must not overlap rows.
         num_threads: 0 means `default_num_threads()`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer."""
+"""A layer's operators between its matmuls."""
 
 import torch
 
@@ -16,12 +16,12 @@ def add_rms_norm(
     *,
     isa: str | None = None,
 ) -> None:
-    """Add `x` to `residual` in place, and put the RMSNorm of the sum, times `weight`, into `out`.
+    """Add `x` to `residual` in place, and write the RMSNorm of the sum, times `weight`, to `out`.
 
     Computes in fp32; rounds the sum, the normalised sum, and its product with the weights.
 
     Args:
-        x: [n, hidden], fp32, fp16 or bf16; may be strided in n, likewise residual and out. out may be x.
+        x: [n, hidden], fp32, fp16 or bf16; may be strided in n. out may be x.
         residual: as x.
         weight: [hidden], contiguous.
         eps: of the RMSNorm.
@@ -46,11 +46,11 @@ def add_rms_norm(
 def silu_mul(
     gate_up: torch.Tensor, out: torch.Tensor, num_threads: int = 0, *, isa: str | None = None
 ) -> None:
-    """Put `silu(gate) * up` into `out`; rounds silu(gate), and its product with up.
+    """Write `silu(gate) * up` to `out`; rounds silu(gate), and its product with up.
 
     Args:
         gate_up: [n, 2 * m], fp32, fp16 or bf16, gates first; may be strided in n.
-        out: [n, m] of that dtype; may be strided in n.
+        out: [n, m] in that dtype; may be strided in n.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.
 
@@ -78,8 +78,8 @@ def rope(
         heads: [n, heads, head_dim], fp32, fp16 or bf16; may be strided in n.
         cos: [n, head_dim] fp32.
         sin: [n, head_dim] fp32; its first half is negated: `x * cos + (x with its halves swapped) * sin`.
-        norm: [heads, head_dim] of heads' dtype, contiguous: the weights of an RMSNorm of each head, before
-            the rotation; None: there is no norm.
+        norm: [heads, head_dim] in heads' dtype, contiguous: weights of an RMSNorm per head, before the
+        rotation.
         eps: of the RMSNorm.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.

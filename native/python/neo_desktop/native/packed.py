@@ -1,4 +1,4 @@
-"""Products with weights in tiles, quantised or not."""
+"""Matmuls with weights in tiles, dense or quantised."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ STORED_TYPES = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
     "MXFP4",
 )  # fmt: skip
-"""Of GGUF files, that there are kernels for: the numbers are kept, some in more bits (Q3_K in 6)."""
+"""GGUF types with kernels; some take more bits in memory (Q3_K takes 6)."""
 
 
 DENSE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types of weights that are not quantised, behind those in the order of `packed_linear`'s types."""
+"""Dtypes of dense weights; in `packed_linear`'s types they follow `STORED_TYPES`."""
 
 
 def packed_linear(
@@ -28,19 +28,19 @@ def packed_linear(
     *,
     isa: str | None = None,
 ) -> None:
-    """Put `x @ weight.T + bias` into `out`, with weights in tiles.
+    """Write `x @ weight.T + bias` to `out`, with weights in tiles.
 
-    For quantised weights x is rounded to 8 bits, for others sums are fp32. A row's product depends neither on
-    other rows nor on threads, and for quantised weights not on the instruction set.
+    Quantised weights round x to 8 bits; dense weights sum in fp32. A row's result depends neither on other
+    rows nor on threads, and with quantised weights not on the instruction set.
 
     Args:
-        x: [n, columns], fp32, fp16 or bf16; columns is even, for quantised weights a multiple of 32, of 256
-            where types share scales among so many. May be strided in n.
-        parts: of the weight's rows, one after the other: type (of `STORED_TYPES`, then `DENSE_TYPES`),
-            address and bytes of the packed weights, rows. All are quantised, or none is.
-            native/include/neo_desktop/quantised_kernels.h and kernels.h tell how they lie.
-        bias: [rows of all parts] of x's dtype.
-        out: [n, rows of all parts] of x's dtype; may be strided in n; must not overlap x.
+        x: [n, columns], fp32, fp16 or bf16; columns is even; for quantised weights a multiple of 32, or
+            of 256 for K types. May be strided in n.
+        parts: consecutive rows of the weight: type (index into `STORED_TYPES` followed by `DENSE_TYPES`),
+            address and bytes of the packed weights, rows. Either all are quantised, or none.
+            native/include/neo_desktop/quantised_kernels.h and kernels.h draw the layouts.
+        bias: [total rows of the parts] in x's dtype.
+        out: [n, total rows of the parts] in x's dtype; may be strided in n; must not overlap x.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.
 
@@ -62,7 +62,7 @@ Matrix = tuple[Sequence[tuple[int, int, int, int]], torch.Tensor | None]
 
 
 def seen_matrix(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], View | None]:
-    """Return a matrix as the native functions see it."""
+    """Return a matrix in the form of the native functions."""
     parts, bias = matrix
     return parts, None if bias is None else view_of("bias", bias)
 
@@ -70,18 +70,18 @@ def seen_matrix(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], Vi
 def packed_experts(
     count: int, gate: Matrix, up: Matrix, down: Matrix, clamped: tuple[float, float] | None = None
 ) -> PackedExperts:
-    """Return what `multiply_experts` takes for a layer's feed-forward networks; it owns none of the memory.
+    """Return a layer's experts in the form of `multiply_experts`; it owns none of the memory.
 
     Args:
         count: of experts.
-        gate: [count * intermediate, hidden], one expert after the other; up likewise.
-        up: see gate.
+        gate: [count * intermediate, hidden], the experts' matrices stacked.
+        up: as gate.
         down: [count * hidden, intermediate]
-        clamped: alpha and limit, of (up + 1) * gate * sigmoid(alpha * gate) with gates of at most the limit
+        clamped: alpha and limit for (up + 1) * gate * sigmoid(alpha * gate), with gates of at most the limit
             and ups between -limit and limit; None: silu(gate) * up.
 
     Raises:
-        ValueError: an expert's rows are no multiple of 16, or lie in two parts; or alpha or limit is not
+        ValueError: an expert's rows are not a multiple of 16, or span two parts; or alpha or limit is not
             above 0.
     """
     return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped)
@@ -100,21 +100,20 @@ def multiply_experts(
     *,
     isa: str | None = None,
 ) -> None:
-    """Put the weighted sum of what a row's experts make of it into its row of `out`.
+    """Apply the selected experts to the rows, and write the weighted sum of their results to `out`.
 
-    Each expert's weights are read once, whatever the number of rows. Products are those of `packed_linear`,
-    sums over a row's experts are fp32, in the order of its ids. A row's result depends neither on other rows
-    nor on threads.
+    Each expert's weights are read once. Matmuls are those of `packed_linear`; the sum over a row's experts is
+    fp32, in the order of its ids. A row's result depends neither on other rows nor on threads.
 
     Args:
         experts: see `packed_experts`.
         x: [n, hidden], fp32, fp16 or bf16; may be strided in n.
-        ids: [n, k] int32, contiguous: which experts; -1: none.
-        weights: [n, k] fp32: of their results.
-        gate_up: [n * k, 2 * intermediate] of x's dtype, with any content, likewise the next two.
+        ids: [n, k] int32, contiguous: expert ids; -1: none.
+        weights: [n, k] fp32: routing weights.
+        gate_up: [n * k, 2 * intermediate] in x's dtype: scratch, as are the next two.
         gated: [n * k, intermediate]
         products: [n * k, hidden]
-        out: [n, hidden] of x's dtype.
+        out: [n, hidden] in x's dtype.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.
 
@@ -131,21 +130,21 @@ def multiply_experts(
 
 
 def packed_bytes(stored_type: str, rows: int, columns: int) -> int:
-    """Return the bytes that rows of one of `STORED_TYPES` take once they are packed."""
+    """Return the bytes of packed rows in one of `STORED_TYPES`."""
     return _native.packed_bytes(STORED_TYPES.index(stored_type), rows, columns)
 
 
 def pack_quantised(stored_type: str, raw: torch.Tensor, first: int, packed: torch.Tensor) -> bool:
-    """Pack rows as GGUF files have them; returns False if scales are not finite.
+    """Pack rows in the file's format; return False if scales are not finite.
 
     Args:
         stored_type: one of `STORED_TYPES`.
         raw: [rows, bytes of a row] uint8, contiguous.
-        first: where the rows come, in the whole matrix.
+        first: index of the first row in the matrix.
         packed: [packed_bytes] uint8 of the matrix.
 
     Raises:
-        ValueError: there is no room for them, or a row has no whole number of blocks.
+        ValueError: `packed` is too small, or a row is not a whole number of blocks.
     """
     check_contiguous(raw)
     check_contiguous(packed)
@@ -153,14 +152,14 @@ def pack_quantised(stored_type: str, raw: torch.Tensor, first: int, packed: torc
     block, nbytes = _native.stored_block(kind)
     columns = raw.shape[1] // nbytes * block
     if raw.shape[1] % nbytes or not 0 <= first <= first + len(raw):
-        raise ValueError(f"rows of {raw.shape[1]} bytes are no blocks of {nbytes}")
+        raise ValueError(f"rows of {raw.shape[1]} bytes are not whole blocks of {nbytes}")
     if packed.nbytes < _native.packed_bytes(kind, first + len(raw), columns):
-        raise ValueError(f"there is no room for rows {first} to {first + len(raw)}")
+        raise ValueError(f"the matrix has no rows {first} to {first + len(raw)}")
     return _native.pack_quantised(kind, raw.data_ptr(), first, len(raw), columns, packed.data_ptr())
 
 
 def unpack_quantised(stored_type: str, packed: torch.Tensor, rows: Sequence[int], out: torch.Tensor) -> None:
-    """Put some rows of a packed matrix into `out` [rows, columns] float32, contiguous."""
+    """Dequantise rows of a packed matrix to `out` [rows, columns] float32, contiguous."""
     check_contiguous(packed)
     check_contiguous(out)
     kind = STORED_TYPES.index(stored_type)
@@ -168,5 +167,5 @@ def unpack_quantised(stored_type: str, packed: torch.Tensor, rows: Sequence[int]
         raise ValueError(f"out is {out.dtype} {list(out.shape)}; expected float32 [{len(rows)}, columns]")
     last = max(rows, default=0)
     if min(rows, default=0) < 0 or packed.nbytes < _native.packed_bytes(kind, last + 1, out.shape[1]):
-        raise ValueError(f"there is no row {last} or less")
+        raise ValueError(f"the matrix lacks some rows up to {last}")
     _native.unpack_quantised(kind, packed.data_ptr(), list(rows), out.shape[1], out.data_ptr())

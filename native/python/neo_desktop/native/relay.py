@@ -1,4 +1,4 @@
-"""The CPU's part in iterations that a GPU runs from beginning to end by itself (see relay.h)."""
+"""The CPU's part of iterations that run on a GPU as one CUDA graph (see relay.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from neo_desktop.native import Matrix, PackedExperts, _native, default_isa, view
 FLAG_INTS = 16  # a flag has a cache line to itself
 READY, DONE = 0, 1  # kinds of flags
 
-# An iteration in which nothing went on for longer than it may; the message names where it stood.
+# An iteration without progress for longer than the timeout; the message names the step.
 RelayStalledError = _native.RelayStalledError
 
 
@@ -31,10 +31,10 @@ class RelayLayer:
 
 @dataclass(frozen=True, slots=True)
 class RelayBatch:
-    """What one sub-batch hands over, in the same memory in every layer; see `paged_attention_decode`.
+    """A sub-batch's offload buffers, the same memory in every layer; see `paged_attention_decode`.
 
-    Or decodes of which each is in a layer of its own: then all tensors but the flags have a dimension of
-    layers before the others.
+    Or async decodes, each in its own layer: then all tensors but the flags have a leading dimension of
+    layers.
     """
 
     q: Tensor  # [requests, heads, head_dim]
@@ -44,50 +44,49 @@ class RelayBatch:
     block_tables: Tensor  # [requests, max_blocks] int32
     context_lens: Tensor  # [requests] int32
     flags: Tensor  # see `empty_flags`
-    index: int = 0  # of the sub-batch, for people
+    index: int = 0  # of the sub-batch, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class RelayTransfer:
-    """Rows that cross over in every layer between slots of host memory and the device.
+    """Rows that move between slots of host memory and the device in every layer, through two alternating
+    buffers.
 
-    They go through two buffers that take turns.
-
-    To the host: flags[READY, layer, 0] says that the layer's rows are in its buffer, flags[DONE, layer, 0]
+    To the host: flags[READY, layer, 0] means that the layer's rows are in its buffer, flags[DONE, layer, 0]
     that they are in the cache, and the buffer may be filled again.
 
-    To the device: flags[READY, layer, 0] says that the layer's buffer may be filled, flags[DONE, layer, 0]
-    that the rows are in it. In layers 0 and 1 it may be filled from the beginning: READY is not looked at.
+    To the device: flags[READY, layer, 0] means that the layer's buffer may be filled, flags[DONE, layer, 0]
+    that the rows are in it. Layers 0 and 1 fill their buffers at once and ignore READY.
     """
 
-    what: str  # crosses over, for people: "a prompt's KV"
+    what: str  # name for messages: "a prompt's KV"
     to_host: bool
-    is_behind: bool  # done after the next layer's transfers that are not
-    slots: Tensor  # [n] int64, of every layer's cache in host memory; to the host: all different
+    is_behind: bool  # done after the next layer's transfers that are ahead
+    slots: Tensor  # [n] int64, in every layer's host cache; distinct if to the host
     buffers: tuple[Tensor, Tensor]  # of even and odd layers: [2, n, kv_heads, head_dim], K and V
     flags: Tensor  # see `empty_flags`
 
 
 @dataclass(frozen=True, slots=True)
 class RelayProduct:
-    """A product in every turn between the attention of two layers; see `native.packed_linear`.
+    """A matmul in every turn between the attention of two layers; see `native.packed_linear`.
 
-    There is one turn more than there are layers: turn t has what follows the attention of layer t - 1, and
-    what precedes that of layer t. All turns share x and out.
+    The number of turns is the number of layers plus one: turn t has the matmuls of layer t - 1 after its
+    attention, and those of layer t before its attention. All turns share x and out.
     """
 
-    what: str  # the matrices are, for people: "gate_up"
-    lag: int  # in turn t it is of layer t - lag: 0 or 1
-    # [layers + 1]; None: nothing is done in that turn, and its flags are not looked at.
+    what: str  # name of the matrices, for messages: "gate_up"
+    lag: int  # turn t has the matrix of layer t - lag; 0 or 1
+    # [layers + 1]; None: the turn does nothing and ignores its flags.
     matrices: Sequence[Matrix | None]
     x: Tensor  # [n, columns]
     out: Tensor  # [elements]: see `out_of`
-    flags: Tensor  # see `empty_flags`: of layers + 1
+    flags: Tensor  # see `empty_flags`, for layers + 1
     owners: object = None  # of the matrices' memory
-    index: int = 0  # of the sub-batch, for people
+    index: int = 0  # of the sub-batch, for messages
 
     def out_of(self, turn: int) -> Tensor:
-        """Return where the product of a turn lies, [n, rows of its matrix]: at the beginning of `out`."""
+        """Return the result of a turn, [n, rows of its matrix]: a view of the start of `out`."""
         matrix = self.matrices[turn]
         rows = 0 if matrix is None else sum(part[3] for part in matrix[0])
         return self.out[: len(self.x) * rows].view(len(self.x), rows)
@@ -97,10 +96,10 @@ class RelayProduct:
 class RelayExperts:
     """A layer's experts in every turn, see `RelayProduct` and `native.multiply_experts`.
 
-    gate_up, gated and products may be for fewer rows: then so many are computed at a time.
+    gate_up, gated and products may have fewer rows: it then computes in parts of that size.
     """
 
-    # [layers + 1], in turn t of layer t - 1; None: nothing is done in that turn.
+    # [layers + 1]; turn t has the experts of layer t - 1. None: the turn does nothing.
     experts: Sequence[PackedExperts | None]
     x: Tensor  # [n, hidden]
     ids: Tensor  # [n, k] int32
@@ -109,72 +108,71 @@ class RelayExperts:
     gated: Tensor  # [rows * k, intermediate]
     products: Tensor  # [rows * k, hidden]
     out: Tensor  # [n, hidden]
-    flags: Tensor  # see `empty_flags`: of layers + 1
+    flags: Tensor  # see `empty_flags`, for layers + 1
     owners: object = None  # of the experts' memory
-    index: int = 0  # of the sub-batch, for people
+    index: int = 0  # of the sub-batch, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class RelayCopies:
-    """Pieces of host memory that the device does not read where they lie: it takes them from buffers.
+    """Pieces of host memory that the device reads from alternating buffers, not in place.
 
-    flags[READY, turn, 0] says that the turn's buffer may be filled, flags[DONE, turn, 0] that it has been. In
-    the first turns, one for each buffer, it may be filled from the beginning: READY is not looked at.
+    flags[READY, turn, 0] means that the turn's buffer may be filled, flags[DONE, turn, 0] that it is filled.
+    The first turns, one per buffer, fill it at once and ignore READY.
     """
 
-    what: str  # is copied, for people: "weights"
-    sources: Sequence[Tensor]  # [bytes], of every turn: any number that the relay has layers for
-    buffers: Sequence[Tensor]  # [bytes], which take turns
-    flags: Tensor  # see `empty_flags`: of as many turns, or more
+    what: str  # name for messages: "weights"
+    sources: Sequence[Tensor]  # [bytes], per turn; at most as many as layers
+    buffers: Sequence[Tensor]  # [bytes], used in turn
+    flags: Tensor  # see `empty_flags`, for these turns or more
 
 
 RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct | RelayExperts | RelayCopies
 
 
 class RelayStep(NamedTuple):
-    """When an item of a layer was done; times are those of `time.perf_counter_ns`."""
+    """Record of an item's work in one layer; times of `time.perf_counter_ns`."""
 
-    layer: int  # of products: the turn
-    item: int  # of those that were started
+    layer: int  # for matmuls: the turn
+    item: int  # index in `start`'s items
     start_ns: int
     end_ns: int
 
 
 def empty_flags(num_layers: int, *, pinned: bool) -> Tensor:
-    """Make the flags of an item: [2, num_layers, FLAG_INTS] int32.
+    """Allocate the flags of an item: [2, num_layers, FLAG_INTS] int32.
 
-    flags[READY, layer, 0] becomes 1 when the device has done its part (of a sub-batch: q, k and v of the
-    layer are there), flags[DONE, layer, 0] when the relay has (the output is there); the rest is room between
-    them.
+    flags[READY, layer, 0] becomes 1 when the device has done its part (for a sub-batch: q, k and v of the
+    layer are ready), flags[DONE, layer, 0] when the relay has (the output is ready). The rest is padding.
     """
     return torch.zeros(2, num_layers, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
 
 
 class Relay:
-    """A thread that attends, multiplies and moves KV when told so through memory, without Python in between.
+    """A thread that attends, multiplies and moves KV when flags in memory say so, without Python.
 
-    Items are done in the order in which they are given, layer by layer, or turn by turn; those that are
-    behind come after the next layer's others:
+    Items run in the given order, layer by layer or turn by turn; items behind run after the next layer's
+    others:
 
         ahead 0 | ahead 1 | behind 0 | ahead 2 | behind 1 | ..
 
-    With attention or products among them the thread looks at the flags without sleeping, on a CPU of its own,
-    and the thread pool's workers stay awake. Transfers and copies alone have time: it looks at their flags
-    with short rests, and moves rows in small pieces, so that the pool's threads are soon free for another
-    relay's attention; bytes it copies by itself. Between iterations it sleeps. One thread makes the calls;
-    any may cancel.
+    With attention or matmuls among them, the thread polls the flags without sleeping, on its own CPU, and the
+    thread pool's workers stay awake. Transfers and copies alone are not urgent: the thread then sleeps
+    between polls, and moves rows in small pieces, so that the pool's threads are soon free for another
+    relay's attention. It copies bytes itself. Between iterations it sleeps. One thread makes the calls; any
+    thread may cancel.
 
     Args:
-        layers: all alike but for their windows and the numbers of their sinks.
-        block_size: tokens of an entry of the block tables.
+        layers: with the same shapes; windows and sinks may differ.
+        block_size: tokens per entry of the block tables.
         scale: multiplies q·k.
-        softcap: scores s become softcap * tanh(s / softcap); 0: they stay as they are.
-        num_layers: of a relay for products alone, or for copies alone, which is given no layers.
+        softcap: scores s become softcap * tanh(s / softcap); 0: no cap.
+        num_layers: of a relay without `layers`, for matmuls alone, or for copies alone.
         num_threads: 0 means `default_num_threads()`.
         isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
-        ValueError: the caches cannot be used.
+        ValueError: the caches are invalid.
     """
 
     def __init__(
@@ -191,8 +189,8 @@ class Relay:
         self._block_size = block_size
         self._scale = scale
         self._softcap = softcap
-        self._layers = tuple(layers)  # whose memory must stay
-        self._items: tuple[RelayItem, ...] = ()  # likewise
+        self._layers = tuple(layers)  # keeps their memory alive
+        self._items: tuple[RelayItem, ...] = ()  # the same
         views = [
             (
                 view_of("k_cache", layer.k_cache),
@@ -207,48 +205,46 @@ class Relay:
         self._relay = _native.Relay(views, num_layers, num_threads, isa or default_isa())
 
     def start(self, items: Sequence[RelayItem], timeout_s: float = 0.0) -> None:
-        """Clear the flags and begin an iteration; to be called before the device begins to raise flags.
+        """Clear the flags and start an iteration; call it before the device raises flags.
 
         Args:
-            items: what is done in every layer.
-            timeout_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
-                that the device may wait for are raised, and `finish` says where it stood. 0: it never is.
-                Time in which this process or its computer did not run does not count.
+            items: work of every layer.
+            timeout_s: without progress on either side for this time, the iteration fails: the relay raises
+                all flags that the device may wait for, and `finish` names the step. 0: no timeout. Time in
+                which this process or its computer was suspended does not count.
 
         Raises:
-            ValueError: something in the items is wrong; nothing was begun.
-            RuntimeError: an iteration is under way, or the relay is closed.
+            ValueError: an item is invalid; nothing was started.
+            RuntimeError: an iteration is running, or the relay is closed.
         """
         self._relay.start([self._seen(item) for item in items], timeout_s)
         self._items = tuple(items)
 
     def finish(self) -> list[RelayStep]:
-        """Block until the iteration has ended; return what was done, in order.
+        """Block until the iteration has ended; return its steps, in order.
 
         Raises:
-            RelayStalledError: it was given up. A step that does not end may still be under way, so that no
-                other iteration can begin.
+            RelayStalledError: it timed out. A stuck step may still be running, so that no other iteration can
+                start.
             RuntimeError: the iteration was cancelled, or a step failed.
         """
         return [RelayStep(*step) for step in self._relay.finish()]
 
     def cancel(self) -> None:
-        """End the iteration early: all flags that the device may wait for are raised.
-
-        Nothing happens if there is none.
-        """
+        """End the iteration early, if one is running: raise all flags that the device may wait for."""
         self._relay.cancel()
 
     def close(self) -> bool:
-        """Cancel what is under way and end the thread; called again, and of a relay that is dropped, too.
+        """Cancel a running iteration and end the thread; may be called again. Garbage collection also calls
+        it.
 
         Returns:
-            Whether the thread has ended. In a step that does not end it is left behind after some seconds,
-            with the memory that it uses: it may still write there.
+            True if the thread has ended. A thread stuck in a step is abandoned after some seconds, with the
+            memory that it uses: it may still write there.
         """
         has_ended = self._relay.close()
         if not has_ended:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._items)))  # for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._items)))  # forever
         return has_ended
 
     def __del__(self) -> None:

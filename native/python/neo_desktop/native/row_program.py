@@ -1,4 +1,4 @@
-"""Steps over rows, carried out in one native call; see native/include/neo_desktop/row_program.h."""
+"""Steps over rows that run in one native call; see native/include/neo_desktop/row_program.h."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ ROW_OPS = (
     "multiply", "add_rms_norm", "rms_norm", "layer_norm", "silu_mul", "rope", "copy", "add", "subtract",
     "times", "add_number", "times_number", "silu", "sigmoid", "tanh", "relu", "gelu", "gelu_tanh",
 )  # fmt: skip
-"""What a step may compute, in the order of `RowOp`."""
+"""Operations of a step, in the order of `RowOp`."""
 
 
 class Columns(NamedTuple):
-    """Columns of a buffer: of group g those from `first + g * stride` on."""
+    """Columns of a buffer; group g starts at `first + g * stride`."""
 
     buffer: int
     first: int = 0
@@ -27,34 +27,34 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Rows of some width [n, width]."""
+    """Rows of one width [n, width]."""
 
     width: int
     dtype: torch.dtype
-    is_given: bool = False  # to each call; others are memory of the kernels
+    is_given: bool = False  # passed to each call; other buffers are the kernels' memory
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is computed of each row; `row_program.h` says what of which sources."""
+    """One operation on each row; see `row_program.h` for its sources."""
 
     op: str  # of `ROW_OPS`
     sources: tuple[Columns, ...]
     into: Columns
-    length: int  # of each group, as it is written
-    groups: int = 1  # of a product: the columns that it multiplies
+    length: int  # of a group in the target
+    groups: int = 1  # for matmuls: number of input columns
     number: float = 0.0
     weights: tuple[torch.Tensor, ...] = ()
     matrix: Matrix | None = None
 
 
 class RowProgram:
-    """Steps that are carried out one after the other for each row, by threads that are woken once.
+    """Steps that run one after the other for each row, on threads that are woken once.
 
-    Keeps the weights, but not what matrices refer to.
+    Keeps the weights alive, but not the matrices' memory.
 
     Raises:
-        ValueError: steps, buffers and weights do not fit together.
+        ValueError: steps, buffers and weights do not match.
     """
 
     def __init__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
@@ -77,14 +77,14 @@ class RowProgram:
         )
 
     def run(self, given: Sequence[View], num_threads: int = 0, *, isa: str | None = None) -> None:
-        """Carry the steps out.
+        """Run the steps.
 
         Args:
-            given: the buffers that are given, in their order, each [n, width] and contiguous in a row.
+            given: the given buffers, in order, each [n, width] with contiguous rows.
             num_threads: 0 means `default_num_threads()`.
             isa: as in `paged_attention_decode`.
 
         Raises:
-            ValueError: shapes or dtypes are others; nothing was written.
+            ValueError: shapes or dtypes do not match; nothing was written.
         """
         _native.run_rows(self._program, given, num_threads, isa or default_isa())
