@@ -30,16 +30,19 @@ def python_prose(source: str) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield getattr(node, "lineno", 1), ast.get_docstring(node) or "", True
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    start = 0
-    for line in comments:
-        start = start if line - 1 in comments else line
-        if line + 1 not in comments:
-            yield start, " ".join(comments[i] for i in range(start, line + 1)), False
+    block: list[str] = []
+    start = end = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            is_alone = not token.line[: token.start[1]].strip()
+            if block and not (is_alone and token.start[0] == end + 1):
+                yield start, " ".join(block), False
+                block = []
+            start = start if block else token.start[0]
+            block.append(token.string.lstrip("# "))
+            end = token.start[0] if is_alone else -1
+    if block:
+        yield start, " ".join(block), False
 
 
 def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -63,6 +66,7 @@ def findings(pieces: Iterable[tuple[int, str, bool]]) -> Iterator[tuple[int, str
         if is_docstring and HEADLESS.match(text):
             yield line, f"headless: {text.splitlines()[0]}"
         plain = re.sub(r"```.*?```|`[^`]*`", "X", text, flags=re.S)
+        plain = re.sub(r"\n\n(    .*(\n|$))+", "\n\n", plain)  # drawings and commands
         yield from ((line, f"banned: {word[0].lower()}") for word in BANNED.finditer(plain))
         ended = re.sub(r"^\s*([-*#|]|\d+\.) ?(.*)$", r"\2.", plain, flags=re.M)  # an item is a sentence
         for sentence in re.split(r"(?<=[.!?:;])\s+", ended):
