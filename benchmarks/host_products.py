@@ -41,7 +41,7 @@ class Layers:
 
     Args:
         model: its shapes are used.
-        type_name: of all weights.
+        type_name: of the weights.
         num_bytes: approximate size, above that of caches.
     """
 

@@ -1,8 +1,8 @@
 """Machine code of the Triton kernels for every GPU, compiled without one; `--write` stores it as the budget.
 
-        python -m benchmarks.sass_budget                         compile, print differences from the budget
-        python -m benchmarks.sass_budget --write                 store the result as the new budget
-        python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other Triton versions
+    python -m benchmarks.sass_budget                         compile, print differences from the budget
+    python -m benchmarks.sass_budget --write                 store the result as the new budget
+    python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other Triton versions
 
 The budget has figures for every Triton version of a supported torch. Versions other than the installed one go
 to the user's cache. tests/kernels/test_compile.py fails if a figure is worse. Needs the `dev` extra; a

@@ -83,7 +83,7 @@ class WeightsOptions(EngineOptions):
 
 
 def run_weights(options: WeightsOptions, progress: Progress) -> Iterator[WeightsReport]:
-    """Measure; yield the growing report after each case. Without a GPU the report says that nothing was measured.
+    """Measure; yield the growing report after each case, or a report without cases if no GPU exists.
 
     Raises the errors of `Engine.from_pretrained` for a model or a device.
     """
@@ -121,9 +121,8 @@ class _Measurement:
     def run(self, progress: Progress) -> Iterator[WeightsReport]:
         """Measure share by share until the time is over, one at least."""
         options, started_s = self._options, time.perf_counter()
-        shares = sorted(
-            options.shares, key=lambda share: abs(share - 0.5)
-        )  # the most informative share comes first
+        # The most informative share comes first.
+        shares = sorted(options.shares, key=lambda share: abs(share - 0.5))
         for done, share in enumerate(shares):
             taken_s = time.perf_counter() - started_s
             if done and taken_s * (done + 1) / done > options.seconds:
@@ -218,7 +217,7 @@ class _Placement:
 
     Args:
         share: of the layers' weights that fits.
-        by_layers: True: the first layers are on the GPU; else rows of all matrices.
+        by_layers: True: the first layers are on the GPU; else rows of every matrix.
     """
 
     def __init__(self, share: float, *, by_layers: bool) -> None:

@@ -1,6 +1,6 @@
 """Real attention workers, each a process on this computer: throughput by their number.
 
-        python -m benchmarks.worker_processes  # two cores: one per worker
+    python -m benchmarks.worker_processes  # two cores: one per worker
     python -m benchmarks.worker_processes --token-us 20 --layer-ms 10 --workers 1 2 4
 
 Decodes with long contexts run through the engine's own model runner, protocol and workers. The model is

@@ -1,4 +1,4 @@
-"""Draw who is busy when: in one iteration of a recorded trace, and over a simulated run.
+"""Draw the use of GPU and CPU in one iteration of a recorded trace, and over a simulated run.
 
     neo-desktop serve --policy neo --trace-timeline trace.json      # and some requests
     python research/plot_timeline.py trace trace.json --iteration 40 --layers 4 8
@@ -32,11 +32,11 @@ import matplotlib.pyplot as plt
 LANES = ("device", "to-host", "cpu", "to-device", "swap")
 SUB_BATCH_COLOURS = {-1: "#bbbbbb", 0: "#2f6fb0", 1: "#d08700"}
 GPU_CACHE_TOKENS, CPU_CACHE_TOKENS = 1008, 64_000
-WINDOW_MS = 1000.0  # busy shares are averaged over this much time
+WINDOW_MS = 1000.0  # averaging window of the busy shares
 
 
 def draw_trace(file: Path, iteration: int, layers: tuple[int, int], out: Path) -> None:
-    """A few layers of one iteration, a row per lane, coloured by sub-batch."""
+    """Draw a few layers of one iteration: a row per lane, coloured by sub-batch."""
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     spans = [
         event
@@ -68,7 +68,7 @@ def draw_trace(file: Path, iteration: int, layers: tuple[int, int], out: Path) -
 
 
 def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int, int]]:
-    """Return, by iteration: start and duration, CPU and GPU attention time, waiting prompts and decodes."""
+    """Return, per iteration: start and duration, CPU and GPU attention time, waiting prompts and decodes."""
     gpu, config = get_gpu("t4"), shape("llama-2-7b")
     cost = analytic_cost_model(gpu, get_host(gpu.host), config, torch.float16)
     policy = POLICIES[policy_name]
@@ -99,7 +99,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
 
 
 def draw_run(out: Path) -> None:
-    """How busy the CPU is over a run; a line where the last prompt is in."""
+    """Draw the CPU's utilisation over a run, with a line at the last prompt."""
     figure, axes = plt.subplots(figsize=(10, 3.2), layout="constrained")
     for name, colour in (("neo", "#2f6fb0"), ("auto", "#1c8c4c")):
         rows = simulate_run(name)

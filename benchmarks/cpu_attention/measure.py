@@ -1,4 +1,4 @@
-"""Run of all cases, with notes on their validity."""
+"""Measurement of the cases, with notes on their validity."""
 
 import statistics
 import time

@@ -30,8 +30,8 @@ class CpuAttentionOptions:
     short_tokens: int = 64
     dtype: torch.dtype = torch.float16  # of KV
     block_size: int = 16  # tokens per block table entry; a page of memory holds several blocks
-    # True: a request's blocks are scattered one by one, as in an engine whose memory has long been full. False: whole
-    # runs of blocks are scattered, as the engine allocates them while blocks are idle.
+    # True: a request's blocks are scattered one by one, as in an engine whose memory has long been full.
+    # False: whole runs of blocks are scattered, as the engine allocates them while blocks are idle.
     fragmented: bool = False
     # KV cache; None: four times the last-level cache or 1 GiB, within a quarter of free memory
     memory_bytes: int | None = None
