@@ -218,7 +218,7 @@ class Case:
         return OUTPUT / (OUTPUT - 1) / decode_ms * 1e3
 
     def _accelerate_ms(self, rows: int) -> float:
-        """Return the time if one core copies to pinned memory, and the GPU computes after each layer's copy."""
+        """Return the time if one core copies to pinned memory, and the GPU computes layer by layer."""
         copying = 1 / min(self.host.core_bytes_per_s / 2, self.rates.bus_bytes_per_s)
         copied_ms = 1e3 * self.needed_bytes(rows) * copying
         computing = replace(self.rates, bus_bytes_per_s=inf, host_bytes_per_s=inf)
