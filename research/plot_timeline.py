@@ -73,11 +73,11 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     cost = analytic_cost_model(gpu, get_host(gpu.host), config, torch.float16)
     policy = POLICIES[policy_name]
     tokens = {KVTier.DEVICE: GPU_CACHE_TOKENS, KVTier.HOST: CPU_CACHE_TOKENS}
-    kv_cache = KVCache({place: tokens.get(place, 0) // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
+    kv_cache = KVCache({tier: tokens.get(tier, 0) // BLOCK_SIZE for tier in policy.tiers}, BLOCK_SIZE)
     decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
-    residency = decider.residency
+    queues = decider.queues
     for ordinal, request in enumerate(synthetic(100, 372, 45)):
-        residency.add(SimulatedRequest(ordinal, request))
+        queues.add(SimulatedRequest(ordinal, request))
     rows, clock_ms = [], 0.0
     while (decision := decider.decide()) is not None:
         num_chunk_tokens = sum(n for batch in decision.sub_batches for _, n in batch if n > 1)
@@ -87,14 +87,14 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
                 decision.predicted.total_ms,
                 decision.predicted.host_attention_ms,
                 float(num_chunk_tokens),
-                len(residency.waiting),
+                len(queues.waiting),
                 len(decision.waiting_decodes),
             )
         )
         clock_ms += decision.predicted.total_ms
         for request in decider.advance(decision):
             if request.is_complete:
-                residency.remove(request)
+                queues.remove(request)
     return rows
 
 

@@ -30,7 +30,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import bound_ms, layer_matrices, plan_weights, weight_times
-from neo_desktop.engine.profiling.offload import OffloadedDecodes
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
@@ -81,7 +81,7 @@ def wait_until_idle(seconds: float) -> None:
 
 def offload_ms() -> float:
     """Measure the round trip between the CPU's relay and the device."""
-    with closing(OffloadedDecodes(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as offload:
+    with closing(OffloadTimer(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as offload:
         return min(offload.seconds(4096) for _ in range(9)) * 1e3
 
 
