@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The API against real clients and judges: openai, LangChain, anthropic, llm-comply, schemathesis.
+"""Check the API with real clients and judges: openai, LangChain, anthropic, llm-comply, schemathesis.
 
     python benchmarks/api_conformance.py                 starts a server with the built-in model
     python benchmarks/api_conformance.py --url http://127.0.0.1:8000 --cases 10000
 
-The built-in model is a very small one: checks ask for the form of what comes, not for its sense. Exit status
-1: something failed that is not among the known gaps.
+The built-in model is very small, so checks test the form of answers, not their sense. Exit status 1: a check
+failed that is not among the known gaps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TOOL: Any = {
     "function": {"name": "choose", "description": "Choose a size.", "parameters": SCHEMA},
 }
 
-# What llm-comply asks for and is not there, on purpose.
+# Intended gaps: fields that llm-comply requires and the server omits.
 KNOWN_GAPS = {
     "chat-image-input": "text only",
     "image-input": "text only",
@@ -62,7 +62,7 @@ class Size(BaseModel):
 
 @contextlib.contextmanager
 def served() -> Iterator[str]:
-    """A server of its own with the built-in model."""
+    """Start a server with the built-in model; yield its address."""
     command = [sys.executable, "-m", "neo_desktop.app.entry", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""What options may be: each rule is stated once, beside the options, and says what is wrong in a sentence."""
+"""Rules for option values, with error messages for users."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def at_least(options: Any, least: int, *names: str) -> None:
-    """Refuse smaller numbers, alone or in tuples; None is no number. Raises ValueError."""
+    """Raise ValueError for smaller numbers, alone or in tuples. None passes."""
     for name in names:
         for value in _values(getattr(options, name)):
             if value < least:
@@ -14,7 +14,7 @@ def at_least(options: Any, least: int, *names: str) -> None:
 
 
 def above_zero(options: Any, *names: str) -> None:
-    """Refuse what is 0, negative or infinite, likewise. Raises ValueError."""
+    """Raise ValueError for numbers that are 0, negative or infinite, alone or in tuples. None passes."""
     for name in names:
         for value in _values(getattr(options, name)):
             if not 0 < value < math.inf:
@@ -22,7 +22,7 @@ def above_zero(options: Any, *names: str) -> None:
 
 
 def each_once(options: Any, *names: str) -> None:
-    """Refuse empty tuples and repeated values; None is not looked at. Raises ValueError."""
+    """Raise ValueError for empty tuples and repeated values. None passes."""
     for name in names:
         values: Sequence[object] | None = getattr(options, name)
         if values is not None and (not values or len(set(values)) < len(values)):

@@ -1,10 +1,9 @@
-"""How well the tables predict what was not measured for them.
+"""Prediction error of the cost tables at sizes that were not measured for them.
 
-The tables are measured afresh. Then every table is asked for sizes drawn at random (with a fixed seed),
-between the points of its grid and a little beyond the last ones, and the same sizes are measured: the error
-of a point is |predicted - measured| / measured. All points are measured in turn, again and again, so that a
-disturbance hits single repetitions of many points and not all repetitions of one. Some points of the tables
-are among them once more: how far they are from their first measurement is the machine's doing.
+The tables are measured first. Then sizes are drawn at random (with a fixed seed), between the grid points of
+a table and a little beyond the last ones. The error of a size is |predicted - measured| / measured. All sizes
+are measured in turn, again and again, so that a disturbance affects single repetitions of many sizes. Some
+grid points are measured again: their deviation from the first measurement is the machine's noise.
 """
 
 import math
@@ -29,18 +28,18 @@ from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
-TARGET = 0.1  # median error that the tables are meant to keep
-BEYOND = 1.25  # how far beyond the grid sizes are drawn, as a factor
+TARGET = 0.1  # median error, at most
+BEYOND = 1.25  # sizes reach beyond the grid by this factor
 _PROFILE_SHARE = 0.4  # of the suite's progress
 
 
 @dataclass(frozen=True, slots=True)
 class CostModelOptions(EngineOptions):
-    """What to measure and how much time to take."""
+    """Sizes and time limits of the measurement."""
 
     points: int = 24  # per table
     repeated: int = 6  # per table: points of the grid that are measured again
-    rounds: int = 9  # repetitions of each point
+    rounds: int = 9  # repetitions of a point
     seconds: float = 60.0  # for all points together; each is measured at least once, after a warm-up
     seed: int = 0
 
@@ -59,7 +58,7 @@ class CostModelCase:
 
 @dataclass(frozen=True, slots=True)
 class TableErrors:
-    """Of one table's points."""
+    """Errors of one table."""
 
     points: int
     median_error: float
@@ -75,13 +74,13 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModelReport:
-    """What the suite found."""
+    """Results of the suite."""
 
     model: str
     device: str
     dtype: str
     profile_seconds: float
-    median_error: float  # over all points of all tables
+    median_error: float  # over the tables' points
     target: float
     tables: dict[str, TableErrors]
     notes: tuple[str, ...]
@@ -185,7 +184,7 @@ def _errors(held_out: list[float], repeated: list[float]) -> TableErrors:
 def _held_out(
     timer: StageTimer, grid: Grid, max_context_tokens: int, count: int, generator: random.Random
 ) -> list[Point]:
-    """Draw sizes with evenly spread logarithms; only such as can occur, and none of the grid."""
+    """Draw sizes with evenly spread logarithms that can occur and are not grid points."""
     stage = grid.stage
     most_x, most_y = (max(sizes) for sizes in zip(*((p.x, p.y) for p in grid.points), strict=True))
     tier = stage.tier or NEAR
@@ -217,9 +216,9 @@ def _held_out(
 def _measure(
     timer: StageTimer, points: Sequence[Point], options: CostModelOptions, progress: Progress
 ) -> Iterator[dict[Point, float]]:
-    """Yield what each point typically takes, after each round."""
+    """Yield the typical duration per point, after each round."""
     samples: dict[Point, list[float]] = {point: [] for point in points}
-    for point in points:  # to warm up
+    for point in points:  # warm-up
         timer.time_ms(point, 0)
     start = time.perf_counter()
     for turn in range(1, options.rounds + 1):

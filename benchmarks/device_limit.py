@@ -1,10 +1,10 @@
-"""How near decoding with everything on one device comes to what that device allows.
+"""Decoding on one device, compared with that device's limit.
 
     python -m benchmarks.device_limit --shape llama-3.2-1b
 
-An iteration of decoding reads all weights once and the KV of all its requests, and multiplies every weight
-once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
-measured in between, is the limit. See rig.py for what counts, and what is timed.
+An iteration of decodes reads all weights once and its requests' KV, and multiplies every weight once
+per request. Reading limits small batches, arithmetic large ones. The limit is the longer of the two times, at
+rates that are measured in between. rig.py defines the counts and timings.
 """
 
 import time
@@ -34,24 +34,24 @@ from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.profiling.hardware import cpu_name, last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
 
-TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
-_RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
-_MOST_BYTES = 1 << 30  # beyond any cache: more would only take longer
+TRACED_ITERATIONS = 4  # per batch and round, with a timeline, which costs a little
+_RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are allocated in runs while memory is free
+_MOST_BYTES = 1 << 30  # beyond any cache; more would only take longer
 _SAMPLE_BYTES = 256 << 20  # on a CPU: fewer are read several times in a row
 _MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(EngineOptions):
-    """What to measure, and how much time to take; the defaults are a thorough run.
+    """Options of the measurement; the defaults are a thorough run.
 
-    Raises ValueError for sizes and times that make no sense.
+    Raises ValueError for invalid sizes and times.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests that decode together
-    context_tokens: int = 512  # of each prompt; decoding adds some
+    context_tokens: int = 512  # of a prompt; decoding adds some
     iterations: int = 16  # per batch and round
-    seconds: float = 60.0  # for all rounds; at least one is made
+    seconds: float = 60.0  # for all rounds; one is the minimum
     seed: int = 0  # of the prompts
 
     def __post_init__(self) -> None:
@@ -63,17 +63,17 @@ class DeviceOptions(EngineOptions):
 
     @property
     def longest_tokens(self) -> int:
-        """What the first request grows to: it is there in every batch of a round."""
+        """Final tokens of the first request, which is in every batch of a round."""
         return self.context_tokens + len(self.batches) * (self.iterations + TRACED_ITERATIONS + 2) + 1
 
     @property
     def request_tokens(self) -> int:
-        """That much memory, in whole runs of blocks."""
+        """Memory of a request, in whole runs of blocks."""
         return -(-self.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
 
 
 def load_model(options: DeviceOptions) -> LoadedModel:
-    """BatchShape it; ValueError where prompts and outputs do not fit into its context."""
+    """Load the model; raises ValueError if prompts and outputs exceed its context."""
     model = load(options)
     longest, most = options.longest_tokens, model.config.max_context_tokens
     if longest > most:
@@ -85,7 +85,7 @@ def load_model(options: DeviceOptions) -> LoadedModel:
 
 
 def take_kv_memory(model: LoadedModel, options: DeviceOptions) -> EngineParts:
-    """Take what the largest batch needs and a prompt beside it, or as much as fits."""
+    """Allocate KV for the largest batch and one prompt, or as much as fits."""
     alone = replace(
         options,
         policy="gpu-only",
@@ -93,7 +93,7 @@ def take_kv_memory(model: LoadedModel, options: DeviceOptions) -> EngineParts:
         cpu_cache_dtype="auto",
         max_batch_requests=max(options.most_requests, options.batches[-1]),
     )
-    # A prompt is computed alone; those of the batches stay in the cache meanwhile.
+    # A prompt is computed alone; the batch's prompts stay in the cache meanwhile.
     wanted = (options.batches[-1] + 1) * options.request_tokens
     if options.gpu_cache_tokens is not None:
         wanted = min(wanted, options.gpu_cache_tokens)
@@ -104,7 +104,7 @@ def take_kv_memory(model: LoadedModel, options: DeviceOptions) -> EngineParts:
 
 
 def fitting_batches(parts: EngineParts, options: DeviceOptions) -> tuple[int, ...]:
-    """Return the batches that the memory holds; MemoryError where there is no room for the smallest."""
+    """Return the batches that memory holds; raises MemoryError if the smallest does not fit."""
     capacity = parts.tokens_in(host_memory=False)
     batches = tuple(batch for batch in options.batches if batch <= capacity // options.request_tokens)
     if not batches:
@@ -117,17 +117,17 @@ def fitting_batches(parts: EngineParts, options: DeviceOptions) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The device that the model runs on, by itself: what limits the model."""
+    """Limits of the device that runs the model."""
 
     name: str  # for people
-    # Of plain reads of so many bytes, again and again; a gigabyte at most. What fits into a cache is read
-    # from there, as an iteration's weights would be.
+    # Rate of repeated plain reads of this many bytes, a gigabyte at most. Small sizes are read from a cache,
+    # as an iteration's weights would be.
     read_gb_per_s: Callable[[int], float]
     matrix_gflop_per_s: Callable[[], float]  # of large square matrices in the model's dtype
 
 
 def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
-    """Take the memory for reads of up to `nbytes`: on the GPU that torch uses, or by all usable cores."""
+    """Return the limits of torch's GPU, or the usable cores', for reads of up to `nbytes`."""
     name, nbytes = str(dtype).removeprefix("torch."), min(nbytes, _MOST_BYTES)
     if streams.device.type == "cuda":
         timer = CudaTimer(streams, nbytes, _MATRIX_SIZE["cuda"])
@@ -150,10 +150,10 @@ def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
 
 
 def run_device_limit(options: DeviceOptions, progress: Progress) -> Iterator[DeviceReport]:
-    """Measure; yields the report again after each batch of each round.
+    """Measure; yield the growing report after each batch of a round.
 
-    Raises what `Engine.from_pretrained` raises for a model, a device or memory; ValueError where prompts and
-    outputs do not fit into the model's context, RuntimeError where the engine fails.
+    Raises the errors of `Engine.from_pretrained`; ValueError if prompts and outputs exceed the model's
+    context; RuntimeError if the engine fails.
     """
     progress(0.0, "loading the model")
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def run_device_limit(options: DeviceOptions, progress: Progress) -> Iterator[Dev
 
 
 class _Measurement:
-    """Everything that is measured, and the report of it."""
+    """The measurement and its report."""
 
     def __init__(self, options: DeviceOptions, stack: ExitStack) -> None:
         self._options = options
@@ -181,7 +181,7 @@ class _Measurement:
 
         before = torch.cuda.memory_allocated() if self._is_cuda else 0
         self._processor = processor(self._model.streams, self._bytes(self._batches[-1]), decoder.dtype)
-        self._processor.matrix_gflop_per_s()  # to warm up, and to take its memory
+        self._processor.matrix_gflop_per_s()  # warm up, and allocate
         self._own_bytes = 0
         if self._is_cuda:
             self._own_bytes = torch.cuda.memory_allocated() - before
@@ -194,7 +194,7 @@ class _Measurement:
         self._process_bytes = 0
 
     def run(self, progress: Progress) -> Iterator[DeviceReport]:
-        """Go round until the time is over, once at least."""
+        """Repeat rounds until the time is over, at least once."""
         options, rig = self._options, self._rig
         progress(0.0, "warming up")
         rig.prefill()
@@ -245,7 +245,7 @@ class _Measurement:
         measured.idle_shares.append(idle_share)
 
     def _leaves_out(self, batch: int, new_prompts: int, left_s: float) -> bool:
-        """Whether computing the prompts of this batch would take longer than there is time; then say so."""
+        """True, with a note, if the prompts of this batch would take longer than the time left."""
         seconds = new_prompts * sum(each.step_s for each in self._prefills[0])
         if seconds <= left_s:
             return False
@@ -258,7 +258,7 @@ class _Measurement:
         return True
 
     def _bytes(self, batch: int) -> int:
-        """Weights, and KV of so many prompts."""
+        """Bytes of the weights and of KV for this many prompts."""
         decoder = self._model.decoder
         context_lens = [self._options.context_tokens] * batch
         return iteration_work(decoder.config, decoder.dtype, context_lens, batch, batch).nbytes
@@ -287,7 +287,7 @@ class _Measurement:
 
 
 def short_options(device: str, **settings: Any) -> DeviceOptions:
-    """For twenty seconds; a CPU alone takes a second for a hundred tokens."""
+    """Options for a run of 20 seconds; a CPU alone takes a second for a hundred tokens."""
     batches, context = ((1, 8, 32), 512) if choose_device(device).type == "cuda" else ((1, 4), 64)
     return DeviceOptions(device=device, batches=batches, context_tokens=context, seconds=20.0, **settings)
 

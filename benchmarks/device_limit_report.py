@@ -1,4 +1,4 @@
-"""What device_limit found, and its tables."""
+"""Report of device_limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,26 +12,26 @@ Bound = Literal["memory", "arithmetic"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Steady decode iterations of one batch, from all rounds."""
+    """Steady decode iterations of one batch size, from all rounds."""
 
     batch: int
-    context_tokens: float  # of a request, on average
+    context_tokens: float  # mean per request
     tokens_per_s: Spread  # of whole steps, one sample per iteration
     limit_tokens_per_s: float
-    share: float  # of the limit: tokens_per_s.median / limit_tokens_per_s
-    bound: Bound  # which of the two times is the longer one
+    share: float  # tokens_per_s.median / limit_tokens_per_s
+    bound: Bound  # the longer of the two times
     memory_limit_ms: float  # to read weights and KV
     arithmetic_limit_ms: float  # to compute the linear stages
     read_bytes: int  # weights and KV, on average
-    read_gb_per_s: Spread  # of plain reads, before and after the iterations
+    read_gb_per_s: Spread  # plain reads, before and after the iterations
     step_ms: Spread
-    outside_ms: Spread  # of a step, not in the executor: between two iterations
+    outside_ms: Spread  # time of a step outside of the model runner
     idle_share: float  # of the device within iterations
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillFigures:
-    """A new prompt alone, one per round; its first token is part of it."""
+    """A new prompt alone, one per round, including its first token."""
 
     prompt_tokens: int
     tokens_per_s: Spread
@@ -42,20 +42,20 @@ class PrefillFigures:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """How near decoding comes to what the device allows."""
+    """Results of the suite."""
 
     model: str
     device: str  # "cuda" or "cpu"
     device_name: str
     dtype: str
-    weight_bytes: int  # that an iteration reads
-    last_level_cache_bytes: int  # of the first core, where the device is the CPU; 0: unknown, or a GPU
-    rounds: int  # begun
+    weight_bytes: int  # read by an iteration
+    last_level_cache_bytes: int  # of the first core, if the device is a CPU; 0: unknown, or a GPU
+    rounds: int  # started
     matrix_gflop_per_s: Spread  # of the device, in the model's dtype
     prefill: PrefillFigures
     decode: tuple[DecodeFigures, ...]  # by rising batch
     peak_gpu_bytes: int | None  # None: the device is the CPU
-    process_bytes: int  # host memory that the process had at most while this was measured
+    process_bytes: int  # peak host memory of the process
     notes: tuple[str, ...]
 
     def section(self) -> Section:
@@ -108,7 +108,7 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
 
 @dataclass(slots=True)
 class Measured:
-    """Of one batch, in all rounds so far."""
+    """Measurements of one batch size, in all rounds so far."""
 
     iterations: list[Iteration] = field(default_factory=list)
     read_gb_per_s: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Measured:
 
 
 def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> DecodeFigures:
-    """Set iterations beside the limit; `gflop_per_s` is the rate of matrix products."""
+    """Compare iterations with the limit; `gflop_per_s` is the rate of matmuls."""
     iterations = measured.iterations
     read = Spread.of(measured.read_gb_per_s)
     nbytes = sum(each.work.nbytes for each in iterations) / len(iterations)
@@ -144,19 +144,19 @@ def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> Decode
 def prefill_figures(
     prefills: Sequence[Sequence[Iteration]], read_gb_per_s: float, gflop_per_s: float
 ) -> PrefillFigures:
-    """Set prompts beside the limit.
+    """Compare prompts with the limit.
 
     Args:
-        prefills: the iterations of each prompt; all prompts are equally long.
+        prefills: iterations per prompt; all prompts are equally long.
         read_gb_per_s: rate of plain reads.
-        gflop_per_s: rate of matrix products.
+        gflop_per_s: rate of matmuls.
     """
     work = [each.work for each in prefills[0]]
     memory_s = [each.memory_s(read_gb_per_s) for each in work]
     arithmetic_s = [each.arithmetic_s(gflop_per_s) for each in work]
     tokens = sum(each.new_tokens for each in prefills[0])
     rate = Spread.of(tokens / sum(each.step_s for each in prefill) for prefill in prefills)
-    limit = tokens / sum(map(max, memory_s, arithmetic_s))  # each chunk has a limit of its own
+    limit = tokens / sum(map(max, memory_s, arithmetic_s))  # each chunk has its own limit
     return PrefillFigures(
         prompt_tokens=tokens,
         tokens_per_s=rate,

@@ -1,14 +1,14 @@
-"""What the engine itself takes of an iteration, beside the model: planning, bookkeeping, sampling, text.
+"""The engine's own time per iteration, without the model: planning, bookkeeping, sampling, text.
 
-The device waits for the first parts. The others are done while it computes: deciding on the next iteration,
-giving it the sampler's work, text. With a stop string (--stop) each token's text is made at once.
+The device waits for planning and bookkeeping. Deciding the next iteration, submitting the sampler's work and
+text overlap the device. With a stop string (--stop) a token's text is made at once.
 
     python -m benchmarks.engine_overhead --requests 64 --context 400 8000
 
-Scheduler, KV cache, detokenizer and sampler are the real ones; a pause stands in for the model, after which
-the processor's caches hold less of the engine's data than in a tight loop (--pause-ms 0). Predictions are
-those for a desktop from its datasheet, and but for `gpu-only` three quarters of the KV fit the GPU-cache. The
-sampler gets a small vocabulary: what more of it takes is computation on the device.
+Scheduler, KV cache, detokenizer and sampler are real. A pause replaces the model; after it the processor's
+caches hold less of the engine's data than in a tight loop (--pause-ms 0). Predictions are those for a desktop
+from its datasheet. Except for `gpu-only`, three quarters of the KV fit the GPU-cache. The sampler's
+vocabulary is small, because a larger one only adds computation on the device.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from neo_desktop.models.shapes import shape
 from neo_desktop.models.tokenizer import Tokenizer
 
 ITERATIONS = 200
-OUTPUT_TOKENS = 1000  # of a request; more than it gets here
+OUTPUT_TOKENS = 1000  # per request; more than the run generates
 VOCABULARY = 256
 PARTS = ("plan", "its rows", "book")  # between two iterations
 BESIDE = ("decide ahead", "sample", "text")
@@ -50,7 +50,7 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
     rng = random.Random(0)
     lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
     blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in lengths)
-    blocks += num_requests**2  # what admission leaves free
+    blocks += num_requests**2  # left free by admission
     sizes = {KVTier.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, KVTier.HOST: blocks}
     chosen = get_policy(policy)
     scheduler = Scheduler(
@@ -78,20 +78,20 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
 
 
 class Clock:
-    """How long each part of an iteration took, in ms."""
+    """Durations of an iteration's parts, in ms."""
 
     def __init__(self) -> None:
         self.times_ms: dict[str, float] = {}
         self._last_s = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Book the time since the last part under this one."""
+        """Add the time since the last part to this one."""
         now = time.perf_counter()
         self.times_ms[part], self._last_s = (now - self._last_s) * 1e3, now
 
 
 def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[IterationPlan, dict[str, float]]:
-    """Make an iteration; return its plan and how long each of PARTS and BESIDE took, in ms."""
+    """Run an iteration; return its plan and the durations of PARTS and BESIDE, in ms."""
     clock = Clock()
     plan = scheduler.schedule()
     clock.end("plan")
@@ -115,7 +115,7 @@ def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[Iterati
 
 
 def measure(policy: str, num_requests: int, context: int, pause_ms: float, stop: Sequence[str]) -> None:
-    """Let as many requests decode as find room, and print the medians."""
+    """Decode as many requests as fit; print the medians."""
     scheduler = make_scheduler(policy, num_requests, context, stop)
     logits = torch.randn(num_requests, VOCABULARY, generator=torch.Generator().manual_seed(0))
     while any(len(sequence.token_ids) > 1 for sequence in step(scheduler, logits, 0)[0].sequences):

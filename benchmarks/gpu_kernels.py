@@ -1,6 +1,6 @@
-"""Checks the Triton kernels against torch on a GPU, and their bandwidth against a copy's (see gpu_check.py).
+"""Check the Triton kernels against torch on a GPU, and their bandwidth against a copy's (see gpu_check.py).
 
-The sizes are those of an 8B model; what is measured is larger than a GPU's caches.
+The sizes are those of an 8B model; the data exceed a GPU's caches.
 """
 
 import statistics
@@ -28,8 +28,8 @@ from neo_desktop.models.linear.grouped import Grouped
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
 EPS = 1e-5
-MATRICES = 8  # quantised ones, of 33 MB or more
-# Relative error of all of an output, as one vector.
+MATRICES = 8  # quantised, of 33 MB or more
+# Relative error of an output as one vector.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -39,7 +39,7 @@ class Case:
 
     name: str
     launch: Callable[[], object]
-    results: tuple[Tensor, ...]  # what launching changes
+    results: tuple[Tensor, ...]  # changed by a launch
     expected: tuple[Tensor, ...]
     num_bytes: int  # read and written
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def random_lengths(device: torch.device, requests: int, context: int) -> Tensor:
-    """From half of `context` up to it; the first request is padding."""
+    """Draw lengths from half of `context` to `context`; the first request is padding."""
     lengths = torch.randint(context // 2, context + 1, (requests,), dtype=torch.int32, device=device)
     lengths[0] = 0
     return lengths
@@ -59,7 +59,7 @@ def random_lengths(device: torch.device, requests: int, context: int) -> Tensor:
 def decode_case(
     dtype: torch.dtype, num_sms: int, lengths: Tensor, context: int, window: int | None = None
 ) -> Case:
-    """For contexts of these lengths, none above `context`, in scattered blocks."""
+    """Return a case for contexts of these lengths, at most `context`, in scattered blocks."""
     device, requests = lengths.device, len(lengths)
     tables = torch.randperm(requests * context // BLOCK_SIZE, device=device).int().view(requests, -1)
     cache_shape = (tables.numel(), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
@@ -91,7 +91,7 @@ def decode_case(
 
 
 def rope_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
-    """With norms; every fourth token is stored nowhere."""
+    """Return a case with norms; every fourth token is not stored."""
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
     qk_norm = torch.rand(HEADS + KV_HEADS, HEAD_DIM, device=device).to(dtype)
     frequencies = 500_000.0 ** -(torch.arange(HEAD_DIM // 2, device=device) / (HEAD_DIM // 2))
@@ -148,7 +148,7 @@ def silu_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
 
 
 def copy_cases(dtype: torch.dtype, device: torch.device, tokens: int) -> Iterator[Case]:
-    """Half of the rows, out of the cache and into another one."""
+    """Yield copies of half of the rows, out of the cache and into another one."""
     cache_shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
     slots = torch.randperm(tokens, device=device)[: tokens // 2]
@@ -177,7 +177,7 @@ def copy_cases(dtype: torch.dtype, device: torch.device, tokens: int) -> Iterato
 def product_cases(
     dtype: torch.dtype, device: torch.device, rows: int = INTERMEDIATE, columns: int = HIDDEN
 ) -> Iterator[Case]:
-    """Quantised matrices of each type; as many as no cache holds, one after the other."""
+    """Yield quantised matrices by type, in a number that exceeds any cache."""
     for name in CODINGS:
         weights = [Grouped(name, rows, columns, device) for _ in range(MATRICES)]
         for weight in weights:
@@ -207,7 +207,7 @@ def product_cases(
 
 
 def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -> Case:
-    """Chunks with and without earlier tokens; each group is attended to as in an iteration."""
+    """Return chunks with and without earlier tokens; a group is attended to as in an iteration."""
     starts, counts = (0, 1000, 3000), (300, 24, 500)
     ends = list(accumulate(counts, initial=0))
     chunks = [
@@ -234,7 +234,7 @@ def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of the last tokens of one context, in float32, with all scores in memory."""
+    """Return causal attention of the last tokens of one context, in float32, with all scores in memory."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
@@ -245,7 +245,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 
 
 def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -> Iterator[Case]:
-    """Each kernel at the sizes of `tokens` tokens in all."""
+    """Yield each kernel, for `tokens` tokens in total."""
     for requests, window in ((32, None), (32, tokens // 128), (4, None)):
         context = tokens // requests
         yield decode_case(dtype, num_sms, random_lengths(device, requests, context), context, window)
@@ -259,7 +259,7 @@ def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -
 
 
 def elapsed_ms(launch: Callable[[], object], repetitions: int = 10, at_once: int = 5) -> float:
-    """The median time that a launch takes on the GPU; of several at once, so that Python's own time hides."""
+    """Return a launch's median time on the GPU; several launches at once hide Python's own time."""
     times_ms = []
     for _ in range(repetitions):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -273,12 +273,12 @@ def elapsed_ms(launch: Callable[[], object], repetitions: int = 10, at_once: int
 
 
 def check_graph(device: torch.device, num_sms: int) -> None:
-    """A graph serves other lengths than those that it was captured with."""
+    """Check that a graph serves other lengths than the captured ones."""
     lengths = random_lengths(device, requests=8, context=2048)
     case = decode_case(torch.float16, num_sms, lengths, context=2048)
     wanted = lengths.clone()
     lengths.fill_(1)
-    case.launch()  # compiles, which must not happen while capturing
+    case.launch()  # compiles, which a capture forbids
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         case.launch()
@@ -289,7 +289,7 @@ def check_graph(device: torch.device, num_sms: int) -> None:
 
 
 def check_kernels() -> None:
-    """Every kernel gives what torch gives. Prints its bandwidth, also in percent of that of a copy."""
+    """Compare every kernel with torch; print its bandwidth, also as a share of a copy's."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -306,7 +306,7 @@ def check_kernels() -> None:
                 f"kernel {str(dtype).removeprefix('torch.')}, {case.name}: {1000 * time_ms:.0f} us, "
                 f"{case.num_bytes / time_ms / 1e6:.0f} GB/s, {copy_ms / time_ms:.0%} of a copy's bandwidth"
             )
-    for window in (None, 700):  # what a GPU older than 8.0 uses in 16 bits, too
+    for window in (None, 700):  # the 16-bit path of GPUs older than 8.0
         case = prefill_case(torch.float32, device, window)
         case.launch()
         case.compare(torch.float32)

@@ -1,10 +1,11 @@
-"""How fast the CPU multiplies with weights in host memory inside an iteration, against plain reads.
+"""The CPU's matmuls with weights in host memory during an iteration, against plain reads.
 
     python -m benchmarks.host_products                       several types, 1, 4 and 16 rows
     python -m benchmarks.host_products --types Q4_K --rows 1
 
-A relay computes the matrices of a model's layers, as in an iteration whose device is never late. Reads of as
-many bytes by the same threads take turns with that, and of each the best counts: other programs disturb both.
+A relay computes the matrices of a model's layers, as in an iteration whose device is never late. Reads of the
+same number of bytes by the same threads alternate with it. The best time of either counts, because other
+programs disturb both.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def matrix(type_name: str, rows: int, columns: int) -> PackedMatrix:
         return tiles
     quantised = Quantised([PartShape(type_name, rows)], columns, None, torch.float16)
     for part in quantised.parts:
-        part.packed.random_(0, 32)  # scales of such bytes are small
+        part.packed.random_(0, 32)  # small scales
     return quantised
 
 
@@ -39,9 +40,9 @@ class Layers:
     """The matrices of some layers.
 
     Args:
-        model: whose shapes they have.
-        type_name: of all weights.
-        num_bytes: about so many, more than caches hold.
+        model: its shapes are used.
+        type_name: of the weights.
+        num_bytes: approximate size, above that of caches.
     """
 
     def __init__(self, model: str, type_name: str, num_bytes: int) -> None:
@@ -57,11 +58,11 @@ class Layers:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of the matrices."""
         return sum(each.memory()[CPU] for those in self.matrices.values() for each in those)
 
     def seconds(self, rows: int) -> float:
-        """Multiply so many rows with all matrices."""
+        """Multiply this many rows with all matrices; return the seconds."""
         items = []
         for name, those in self.matrices.items():
             turns = [each.native for each in those]
@@ -84,7 +85,7 @@ class Layers:
 
 
 def main() -> None:
-    """Measure, and print a line for each."""
+    """Measure, and print a line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="whose shapes the matrices have")
     parser.add_argument("--types", nargs="+", default=["float16", "bfloat16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])

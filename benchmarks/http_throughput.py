@@ -1,11 +1,11 @@
-"""What HTTP and server-sent events cost: many streams at once against the same requests offline.
+"""Cost of HTTP and server-sent events: many streams at once against the same requests offline.
 
     python -m benchmarks.http_throughput
     python -m benchmarks.http_throughput --shape llama-3.2-1b --output 32
 
-Runs the requests with `Engine.generate` in a process of its own, then as streams against a server of its own,
-and prints both speeds and their ratio, and when a short chat beside the others gets its first token. The
-client takes a share of the same processor: on a computer with few cores that counts against the server.
+The requests run with `Engine.generate` in one process, then as streams against a server in another. Prints
+both speeds, their ratio and the time to the first token of a short chat beside the others. The client shares
+the processor, so on few cores it slows the server.
 """
 
 import argparse
@@ -34,7 +34,7 @@ with Engine.from_pretrained(**options) as engine:
 
 
 async def stream(port: int, prompt: list[int] | str, num_tokens: int, first_s: list[float]) -> None:
-    """Run one request to its end; append when its first token came, in seconds from now."""
+    """Run one request to its end; append the time to its first token, in seconds."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     begun_s = time.perf_counter()
     async with connection(port) as (reader, writer):
@@ -48,7 +48,7 @@ async def stream(port: int, prompt: list[int] | str, num_tokens: int, first_s: l
 
 
 async def run(port: int, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[float]]:
-    """All requests at once; return the seconds that they took, and those to their first tokens."""
+    """Run all requests at once; return their duration in seconds and the times to their first tokens."""
     first_s: list[float] = []
     begun_s = time.perf_counter()
     await asyncio.gather(*(stream(port, prompt, num_tokens, first_s) for prompt in prompts))
@@ -56,7 +56,7 @@ async def run(port: int, prompts: list[list[int]], num_tokens: int) -> tuple[flo
 
 
 async def short_beside_long(port: int, prompts: list[list[int]], num_tokens: int) -> float:
-    """Seconds to the first token of a short chat that comes while the others stream."""
+    """Return the seconds to the first token of a short chat that arrives while the others stream."""
     ignored: list[float] = []
     long = [asyncio.create_task(stream(port, prompt, num_tokens, ignored)) for prompt in prompts[1:]]
     while len(ignored) < len(long):
@@ -68,7 +68,7 @@ async def short_beside_long(port: int, prompts: list[list[int]], num_tokens: int
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process and its children have taken."""
+    """Return the processor time of a process and its children."""
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)

@@ -1,10 +1,10 @@
-"""Random JSON schemas, each followed by the built-in model: every answer that ends must be valid.
+"""Random JSON schemas, followed by the built-in model: every complete answer must be valid.
 
     python -m benchmarks.json_schemas --count 1000
 
-The schemas are of draft 2020-12, from a seeded generator over the keywords that structured output supports.
-What the compiler refuses is counted by its reason, answers that `--max-tokens` cuts are counted apart. The
-judge is the package jsonschema, formats included.
+A seeded generator writes schemas of draft 2020-12 with the keywords that structured output supports. Schemas
+that the compiler refuses are counted by reason; answers that `--max-tokens` cuts are counted apart. The
+package jsonschema judges, including formats.
 """
 
 import argparse
@@ -120,21 +120,19 @@ class SchemaMaker:
 
     def _reference(self, depth: int) -> dict[str, Any]:
         name = f"part{len(self._definitions)}"
-        self._definitions[name] = {}  # taken, also while it is being made
+        self._definitions[name] = {}  # reserved while it is being made
         self._definitions[name] = self._any(depth)
         return {"$ref": f"#/$defs/{name}"}
 
 
 @dataclass
 class Report:
-    """What became of the schemas."""
+    """Counts of the schemas by outcome."""
 
     num_valid: int = 0
     num_cut: int = 0  # max_tokens reached
     refused: Counter[str] = field(default_factory=Counter)  # reason -> schemas
-    wrong: list[tuple[dict[str, Any], str, str]] = field(
-        default_factory=list
-    )  # schema, answer, what is wrong
+    wrong: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)  # schema, answer, error
 
 
 def follow(engine: Engine, schemas: list[dict[str, Any]], max_tokens: int, report: Report) -> None:
@@ -163,9 +161,9 @@ def follow(engine: Engine, schemas: list[dict[str, Any]], max_tokens: int, repor
 
 
 def why_invalid(schema: dict[str, Any], text: str) -> str | None:
-    """Return what is wrong with an answer; None: nothing."""
+    """Return the error of an answer; None if it is valid."""
     try:
-        # Digits beyond a float's count: 2.0000000000000000001 is more than 2.
+        # A float has too few digits: 2.0000000000000000001 is more than 2.
         value = json.loads(text, parse_float=Decimal)
     except ValueError as error:
         return f"no JSON: {error}"

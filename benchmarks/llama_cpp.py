@@ -2,11 +2,10 @@
 
     python -m benchmarks.llama_cpp --shape qwen2.5-0.5b --dtype bfloat16 --requests 16 --input 64 --output 32
 
-llama-cpp-python and its server answer one request after the other; `llama-server` fills its batches with all
-that are there (`--parallel`), as its users run it. It gets what ours had: the number format for weights and
-KV, the threads, room for as many tokens of KV, all requests at once; of a GGUF file that very file.
-Prompts go in and answers come out as token ids, through its HTTP interface. Our model and caches are gone by
-then: a GPU has room for its own.
+llama-cpp-python and its server answer one request after the other. `llama-server` batches waiting requests
+(`--parallel`), as its users run it. It gets the same number format for weights and KV, threads, KV tokens and
+simultaneous requests; for a GGUF file the same file. Prompts and answers are token ids over its HTTP
+interface. Our model and caches are freed before, so a GPU has enough memory.
 """
 
 import argparse
@@ -50,30 +49,30 @@ from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.gguf.writer import check_expressible, write_gguf
 from neo_desktop.models.weights import Packed
 
-PROGRAM = "LLAMA_SERVER"  # environment variable: where llama.cpp's server is, if not on the PATH
+PROGRAM = "LLAMA_SERVER"  # environment variable: path of llama.cpp's server, if not on the PATH
 _FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
-_TOLERANCE = TOLERANCES[torch.float16]  # on the CPU, its flash attention rounds to 16 bits, whatever KV has
-_QUANTISED_TOLERANCE = 0.4  # inputs of quantised products are rounded to 8 bits, by each in its own way
-_ROUNDING = 256  # tokens of KV of a sequence are a multiple of it
+_TOLERANCE = TOLERANCES[torch.float16]  # on the CPU its flash attention rounds to 16 bits for any KV
+_QUANTISED_TOLERANCE = 0.4  # each program rounds inputs of quantised matmuls to 8 bits in its own way
+_ROUNDING = 256  # KV of a sequence is a multiple of this many tokens
 _KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_LINES_TOLD = 3  # of what it printed last, if it ends
-_END_S = 2.0  # for a server that hung up to end
-_POLL_S = 0.05  # between two looks at whether the model is loaded
+_LINES_TOLD = 3  # last printed lines shown if it ends
+_END_S = 2.0  # time for a server that hung up to end
+_POLL_S = 0.05  # between two checks for the loaded model
 
 
 def program() -> str | None:
-    """Where llama.cpp's server is; None: nowhere."""
+    """Return the path of llama.cpp's server; None if not found."""
     return shutil.which(os.environ.get(PROGRAM, "llama-server"))
 
 
 def gguf_checkpoint(model: Path) -> GGUFCheckpoint | None:
-    """Return the checkpoint if llama.cpp can read it as it is. Raises what `open_checkpoint` raises."""
+    """Return the checkpoint if llama.cpp can read it unchanged; raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(model)
     return checkpoint if isinstance(checkpoint, GGUFCheckpoint) else None
 
 
 def check_installed() -> None:
-    """Raise ValueError, which tells what to install, unless all that is needed is there."""
+    """Raise ValueError with instructions if something is missing."""
     if program() is None:
         raise ValueError(
             "needs llama.cpp's llama-server on the PATH, or its path in the environment "
@@ -88,33 +87,33 @@ class Rival:
     """Medians over the turns."""
 
     output_tokens_per_s: float
-    lowest_output_tokens_per_s: float  # of all turns
+    lowest_output_tokens_per_s: float  # over the turns
     highest_output_tokens_per_s: float
-    identical_answers: int  # beside ours
-    near_tie_answers: int  # part from them where two tokens were nearly equally probable
+    identical_answers: int  # equal to ours
+    near_tie_answers: int  # differ from ours first at two nearly equally probable tokens
     other_answers: int
-    settings: str  # how it was run
+    settings: str  # server options
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What llama.cpp has to do."""
+    """Input of llama.cpp."""
 
     workload: Workload
-    prompts: list[list[list[int]]]  # of each turn; those of the first one were answered by us, too
+    prompts: list[list[list[int]]]  # by turn; we answered those of the first turn as well
     answers: tuple[Answer, ...]  # ours
     dtype: torch.dtype  # of weights and KV
     wants_gpu: bool
-    kv_tokens: int  # that there is room for
+    kv_tokens: int  # capacity
     num_threads: int
-    weights: str = ""  # what those of a file that was there are; "": of `dtype`
+    weights: str = ""  # format of a given file's weights; "": `dtype`
 
 
 class LlamaCppBaseline:
-    """Takes the model from the policies as a temporary file, which `close` removes.
+    """Writes the model to a temporary file, which `close` removes.
 
     Args:
-        given: the GGUF checkpoint that the policies have; llama.cpp reads the same file. None: there is none.
+        given: the GGUF checkpoint of the policies, which llama.cpp reads directly. None: no GGUF file.
     """
 
     def __init__(self, given: GGUFCheckpoint | None = None) -> None:
@@ -124,14 +123,14 @@ class LlamaCppBaseline:
         if given is not None:
             self._file = given.file.path
         self._job: _Job | None = None
-        self._process: subprocess.Popen[bytes]  # the server that was started last
+        self._process: subprocess.Popen[bytes]  # the server started last
 
     def close(self) -> None:
         """Remove the file."""
         self._folder.cleanup()
 
     def check(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Refuse at once what would fail after minutes.
+        """Refuse at once a run that would fail after minutes.
 
         Raises:
             ValueError: the model is not one for llama.cpp.
@@ -150,7 +149,7 @@ class LlamaCppBaseline:
     def take(
         self, parts: EngineParts, workload: Workload, answers: tuple[Answer, ...], seed: int, turns: int
     ) -> None:
-        """Write the model while it is there, and remember what to do; `answers` are ours of turn 0."""
+        """Write the model and remember the job; `answers` are ours of turn 0."""
         decoder = parts.model.decoder
         if self._given is None:
             write_gguf(importlib.import_module("gguf"), decoder, self._file)
@@ -168,7 +167,8 @@ class LlamaCppBaseline:
         )
 
     def turns(self, progress: Progress) -> Iterator[Rival]:
-        """Answer the prompts of turn 0 to compare and to warm up, then those of each turn; yield after each.
+        """Answer turn 0's prompts to compare and warm up, then the prompts turn by turn; yield after every
+        turn.
 
         Raises:
             RuntimeError: llama.cpp failed.
@@ -208,9 +208,9 @@ class LlamaCppBaseline:
 
     @contextmanager
     def _served(self, job: _Job) -> Iterator[tuple[str, int, str]]:
-        """Run the server; yields its address, how many requests it takes at once, and how it was run.
+        """Run the server; yield its address, its number of slots and its settings.
 
-        As many as our cache would hold, each as long as the longest; fewer if there is no memory for so many.
+        The slots are the longest requests that our cache would hold, or fewer if memory is short.
         """
         longest = max(request.total_tokens for request in job.workload.requests)
         tokens = ceil(longest / _ROUNDING) * _ROUNDING
@@ -255,7 +255,7 @@ class LlamaCppBaseline:
             *("--threads", threads, "--threads-batch", threads),
             *("--cache-type-k", kind, "--cache-type-v", kind),
         )
-        # OpenMP shall wait as llama.cpp wants it, not as we do.
+        # llama.cpp, not our settings, chooses how OpenMP waits.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         with self._printed.open("wb") as printed:
             return subprocess.Popen(
@@ -263,12 +263,12 @@ class LlamaCppBaseline:
             )
 
     def _is_ready(self, process: subprocess.Popen[bytes], url: str) -> bool:
-        """Wait until the model is loaded; False: the server has ended."""
+        """Wait for the loaded model; False if the server has ended."""
         while process.poll() is None:
             try:
                 with urllib.request.urlopen(f"{url}/health"):
                     return True
-            except (urllib.error.URLError, ConnectionError):  # not there yet, or 503: loading
+            except (urllib.error.URLError, ConnectionError):  # not listening yet, or 503: loading
                 time.sleep(_POLL_S)
         return False
 
@@ -281,14 +281,14 @@ class LlamaCppBaseline:
         num_sequences: int,
         progress: Callable[[float], None],
     ) -> list[Answer]:
-        """Answer all prompts greedily; RuntimeError where llama.cpp fails."""
+        """Answer all prompts greedily; raises RuntimeError if llama.cpp fails."""
 
         def answer(prompt: Sequence[int], count: int) -> Answer:
             body = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "cache_prompt": False}
             body |= {"return_tokens": True, "n_probs": num_logprobs, "ignore_eos": True}
             return _parsed(_posted(f"{url}/completion", body))
 
-        # More than run at once, so that none waits for the client.
+        # More than the slots, so that no slot waits for the client.
         pool = ThreadPoolExecutor(num_sequences + 4)
         futures = [pool.submit(answer, *each) for each in zip(prompts, num_outputs, strict=True)]
         try:
@@ -299,12 +299,12 @@ class LlamaCppBaseline:
             if self._has_crashed():
                 raise RuntimeError(self._death(self._process)) from error
             raise RuntimeError(f"llama.cpp's server failed: {error}; {self._last_lines()}") from error
-        finally:  # those under way end with the server
+        finally:  # running requests end with the server
             pool.shutdown(wait=False, cancel_futures=True)
         return [future.result() for future in futures]
 
     def _has_crashed(self) -> bool:
-        """Whether the server that hung up has crashed; the system may need a moment to know."""
+        """True if the server that hung up has crashed, after some time for the system to notice."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return crash_signal(self._process.wait(_END_S)) is not None
         return False
@@ -324,7 +324,7 @@ class LlamaCppBaseline:
 
 
 def _told(given: GGUFCheckpoint, decoder: Decoder) -> str:
-    """What both compute with."""
+    """Return the format that both compute with."""
     is_kept = any(isinstance(linear, Packed) for linear in decoder.linears())
     dtype = str(decoder.dtype).removeprefix("torch.")
     became = "kept as stored" if is_kept else f"dequantised to {dtype}"
@@ -332,7 +332,7 @@ def _told(given: GGUFCheckpoint, decoder: Decoder) -> str:
 
 
 def _asked(question: str) -> str:
-    """What the program says about itself."""
+    """Return the program's answer about itself."""
     said = subprocess.run([str(program()), question], capture_output=True, text=True, check=False)
     return (said.stdout + said.stderr).strip()
 
@@ -388,7 +388,7 @@ def ours_first(baseline: LlamaCppBaseline, options: EngineOptions, given: argpar
     workload = Workload(tuple(synthetic(given.requests, given.input, given.output)), 0)
     with contextlib.closing(Engine.from_parts(parts, given.policy)) as engine:
         found = []
-        for turn in range(given.repeats + 1):  # the first one is compared
+        for turn in range(given.repeats + 1):  # the first turn is compared
             prompts = workload.prompts(0, turn, model.config.vocab_size)
             params = workload.params(None if turn else TOP_LOGPROBS)
             found.append(run(engine, prompts, params, lambda share: None))

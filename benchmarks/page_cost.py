@@ -1,11 +1,11 @@
-"""What the page costs, in a real Chromium: `python benchmarks/page_cost.py`.
+"""Cost of the page in a real Chromium: `python benchmarks/page_cost.py`.
 
-Prints the time from the program's start to the first page, the bytes of the first load, memory, how long 300
-messages take to open, and the processor time of server and browser, idle and while answers grow at 60
+Prints the time from program start to the first page, the bytes of the first load, memory and the time to open
+300 messages. Then follows the processor time of server and browser, idle and with answers that grow at 60
 tokens/s, with one page and with eight.
 
-The server's engine is a stand-in that writes a word 60 times a second for each request, so that the page's
-part is seen; the last line of each run tells what it costs without a page.
+The server's engine is a stand-in that writes a word 60 times a second per request, to isolate the page's
+cost. Every run's last line is the cost without a page.
 """
 
 import argparse
@@ -55,7 +55,7 @@ with running(engine, data_folder=pathlib.Path({data!r}), mount=mount) as server:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Processor time of a process and its children, in seconds."""
+    """Return the processor time of a process and its children, in seconds."""
     total = 0.0
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -66,7 +66,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def server() -> Iterator[tuple[psutil.Process, str]]:
-    """A server of its own, and its address."""
+    """Start a server; yield its process and address."""
     with tempfile.TemporaryDirectory() as data:
         code = SERVER.format(root=str(ROOT), data=data, rate=RATE)
         with subprocess.Popen(
@@ -81,7 +81,7 @@ def server() -> Iterator[tuple[psutil.Process, str]]:
 
 
 def start_to_page(browser: Any) -> dict[str, float]:
-    """Seconds from the command to a page that can be written into, with the built-in model."""
+    """Return the seconds from the command to a page that accepts input, with the built-in model."""
     with tempfile.TemporaryDirectory() as data:
         begun_s = time.perf_counter()
         program = [sys.executable, "-m", "neo_desktop.app.entry", "chat", "--no-browser", "--port", "7981"]
@@ -106,7 +106,7 @@ def start_to_page(browser: Any) -> dict[str, float]:
 
 
 def opened(browser: Any, url: str) -> tuple[Page, int, float]:
-    """A page that can be written into, the bytes of its load, and the seconds."""
+    """Return a page that accepts input, the bytes of its load, and the seconds."""
     context = browser.new_context()
     page = context.new_page()
     session = context.new_cdp_session(page)
@@ -127,7 +127,7 @@ def is_browser(command: list[str] | None) -> bool:
 
 
 def open_long(browser: Any, url: str) -> float:
-    """Seconds until the end of a chat of 300 long messages is seen."""
+    """Return the seconds until the end of a chat with 300 long messages is visible."""
     part = "A sentence with **bold**, `code` and a list:\n\n- one\n- two\n\n```python\nx = 1\n```\n\n" * 5
     messages = [
         {

@@ -1,10 +1,10 @@
-"""How long /health takes while many requests arrive at once.
+"""Latency of /health while many requests arrive at once.
 
     python -m benchmarks.request_burst --requests 2000
 
-Starts a server of its own (the built-in model, a free port), sends all requests at the same moment, each on a
-connection of its own, and asks /health on a kept connection every 5 ms until all are answered. Prints
-percentiles; nothing is asserted.
+Starts a server (the built-in model, a free port) and sends all requests at the same moment, one per
+connection. Until all are answered it requests /health every 5 ms on a kept connection. Prints percentiles,
+asserts nothing.
 """
 
 import argparse
@@ -19,7 +19,7 @@ POLL_S = 0.005
 
 
 async def ask(port: int, is_time: asyncio.Event, content: bytes) -> int:
-    """Send one request when it is time; return the status."""
+    """Send one request at the given time; return the status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     await is_time.wait()
     writer.write(content)
@@ -39,7 +39,7 @@ async def burst(port: int, count: int, content: bytes, begins: Event) -> dict[in
 
 
 async def poll(port: int, begins: Event, ends: Event) -> list[float]:
-    """Return how long each /health took, in seconds."""
+    """Return the durations of /health, in seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     taken_s = []
     while not ends.is_set():

@@ -28,28 +28,28 @@ _ADVICE = "the device is short of memory; close other programs or take smaller b
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one iteration."""
+    """Work of one iteration."""
 
-    nbytes: int  # weights once, and the KV of all requests
+    nbytes: int  # weights once, and the requests' KV
     operations: int  # a multiplication and an addition per weight and token; attention not counted
 
     def memory_s(self, read_gb_per_s: float) -> float:
-        """Seconds to read it."""
+        """Return the seconds to read it."""
         return self.nbytes / read_gb_per_s / 1e9
 
     def arithmetic_s(self, gflop_per_s: float) -> float:
-        """Seconds to compute it."""
+        """Return the seconds to compute it."""
         return self.operations / gflop_per_s / 1e9
 
 
 def iteration_work(
     config: ModelConfig, dtype: torch.dtype, context_lens: list[int], new_tokens: int, sampled: int
 ) -> Work:
-    """Return what an iteration cannot do without.
+    """Return the least work of an iteration.
 
     Args:
-        context_lens: tokens of each request, new ones included; their KV is read once.
-        new_tokens: of all requests, through the linear stages.
+        context_lens: tokens per request, new ones included; their KV is read once.
+        new_tokens: sum over the requests, through the linear stages.
         sampled: requests that get a token, through the output head.
     """
     head = config.vocab_size * config.hidden_size
@@ -70,21 +70,21 @@ def iteration_work(
 class Iteration:
     """One step of the engine."""
 
-    batch: int  # requests in it
-    context_tokens: int  # of all of them
+    batch: int  # number of requests
+    context_tokens: int  # sum over the requests
     new_tokens: int
     work: Work
-    model_s: float  # in the executor: model, attention, sampling
-    step_s: float  # all of it, from the end of the step before
+    model_s: float  # in the model runner: model, attention, sampling
+    step_s: float  # whole step, from the end of the step before
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computed one token."""
+        """True if every request computed one token."""
         return self.new_tokens == self.batch
 
 
 class Launcher(Executor):
-    """An executor that keeps the last plan and its time, and can record a timeline for a while."""
+    """An executor that keeps the last plan and its time, and can record a timeline temporarily."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._setup = parts
@@ -93,7 +93,7 @@ class Launcher(Executor):
         self.last: tuple[IterationPlan, float] | None = None
 
     def start(self, plan: IterationPlan) -> Wait:
-        """As `Executor` says."""
+        """Start a plan."""
         wait_for_result = cache(self._executor.start(plan))  # the executor may be exchanged before
 
         def wait() -> IterationResult:
@@ -108,7 +108,7 @@ class Launcher(Executor):
 
     @contextmanager
     def traced(self) -> Iterator[Timeline]:
-        """Record what happens in the block."""
+        """Record the iterations within the block."""
         timeline = Timeline()
         self._exchange(timeline)
         try:
@@ -117,11 +117,11 @@ class Launcher(Executor):
             self._exchange(None)
 
     def close(self) -> None:
-        """As `Executor` says."""
+        """Close the executor."""
         self._executor.close()
 
     def _exchange(self, timeline: Timeline | None) -> None:
-        """Go on with another executor; there is memory for one."""
+        """Continue with another executor; memory holds one."""
         if self._under_way is not None:
             self._under_way()
         self._executor.close()
@@ -144,7 +144,7 @@ class Launcher(Executor):
 class Rig:
     """The engine with a model on its device; prompts are random and the same in every round.
 
-    After the first round their KV is found in the cache: only the fresh prompt of `prefill` is computed anew.
+    After the first round their KV is cached; only the fresh prompt of `prefill` is recomputed.
     """
 
     def __init__(self, parts: EngineParts, context_tokens: int, seed: int) -> None:
@@ -152,15 +152,15 @@ class Rig:
         self._context_tokens = context_tokens
         self._random = random.Random(seed)
         self._prompts: list[list[int]] = []
-        self._num_requests = 0  # running
-        self._last_step_s: float | None = None  # when the last step returned, if an iteration is under way
+        self._num_requests = 0  # running requests
+        self._last_step_s: float | None = None  # end of the last step, if an iteration is running
         self._launcher = Launcher(parts)
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(kv_cache, get_policy(POLICY), parts.limits)
         self._engine = Engine(parts.model, scheduler, kv_cache, self._launcher, POLICY)
 
     def prefill(self) -> list[Iteration]:
-        """Compute a prompt that was never seen, alone; return its iterations."""
+        """Compute a new prompt alone; return its iterations."""
         self._add("prefill", self._prompt(), max_tokens=1)
         iterations = []
         while self._engine.has_work:
@@ -168,19 +168,19 @@ class Rig:
         return iterations
 
     def join(self, batch: int) -> None:
-        """Let requests join until so many run, and compute their prompts; MemoryError where that fails."""
+        """Admit requests up to this number and compute their prompts; raises MemoryError if that fails."""
         while self._num_requests < batch:
             if self._num_requests == len(self._prompts):
                 self._prompts.append(self._prompt())
             self._add(str(self._num_requests), self._prompts[self._num_requests], max_tokens=None)
             self._num_requests += 1
-        for _ in range(batch * self._context_tokens + 1):  # a step computes a token at least
+        for _ in range(batch * self._context_tokens + 1):  # a step computes one token at least
             if any(each.is_decode and each.batch == batch for each in self._step()):
                 return
         raise MemoryError(f"{batch} requests could not be brought to decode together: {_ADVICE}")
 
     def decode(self, count: int) -> list[Iteration]:
-        """Return so many iterations in which all requests decode; MemoryError where some cannot."""
+        """Return `count` iterations in which all requests decode; raises MemoryError if some cannot."""
         iterations: list[Iteration] = []
         while len(iterations) < count:
             iterations += self._step()
@@ -189,7 +189,7 @@ class Rig:
         return iterations
 
     def idle_share(self, count: int) -> float:
-        """Decode for so many iterations; return the share of their time in which the device had no work."""
+        """Decode for `count` iterations; return the share of time in which the device was idle."""
         with self._launcher.traced() as timeline:
             iterations = self.decode(count)
             busy_s = busy_ns(timeline.spans, "device") / 1e9
@@ -200,11 +200,11 @@ class Rig:
         for request in range(self._num_requests):
             self._engine.abort(str(request))
         self._num_requests = 0
-        while self._engine.has_work:  # the iteration under way
+        while self._engine.has_work:  # the running iteration
             self._step()
 
     def close(self) -> None:
-        """End the engine and drop its memory."""
+        """End the engine and free its memory."""
         self._engine.close()
 
     def _prompt(self) -> list[int]:
@@ -216,12 +216,12 @@ class Rig:
         self._engine.add(request_id, self._engine.prepare(prompt, params))
 
     def _step(self) -> list[Iteration]:
-        """Make a step; nothing is returned for one that the device had no memory for.
+        """Make a step; return nothing if the device had no memory for it.
 
         Raises:
-            RuntimeError: the engine gave a request up.
+            RuntimeError: the engine gave up a request.
         """
-        # An iteration that is under way began in the step before: steps follow each other without a gap then.
+        # A running iteration began in the step before: steps then follow each other without a gap.
         start = time.perf_counter() if self._last_step_s is None else self._last_step_s
         outputs = self._engine.step()
         now = time.perf_counter()

@@ -1,12 +1,12 @@
-"""What Triton's compiler makes of the kernels for every GPU, without one; `--write` keeps it as the budget.
+"""Machine code of the Triton kernels for every GPU, compiled without one; `--write` stores it as the budget.
 
-    python -m benchmarks.sass_budget                         compile, print what differs from the budget
-    python -m benchmarks.sass_budget --write                 ... and let it be the budget from now on
-    python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other versions than the installed one
+    python -m benchmarks.sass_budget                         compile, print differences from the budget
+    python -m benchmarks.sass_budget --write                 store the result as the new budget
+    python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other Triton versions
 
-The budget has figures of each version that a supported torch brings. Others than the installed one go to the
-user's cache. tests/kernels/test_compile.py fails where a figure has become worse. Needs the `dev`
-extra; a version takes a minute.
+The budget has figures for every Triton version of a supported torch. Versions other than the installed one go
+to the user's cache. tests/kernels/test_compile.py fails if a figure is worse. Needs the `dev` extra; a
+version takes a minute.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SUPPORT = ROOT / "tests" / "support"
 BUDGET = ROOT / "tests" / "kernels" / "sass_budget.json"
 NUM_PROCESSES = 2
 
-# Of each: whether more is better.
+# True: more is better.
 FIGURES = {
     "registers": False,
     "spilled": False,
@@ -41,15 +41,15 @@ FIGURES = {
 Figures = Mapping[str, int]
 
 
-# torch -> the Triton that its builds for CUDA require.
+# torch → the Triton that its CUDA builds require.
 TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1"}
 
 
 def run(program: str, *arguments: str, triton_folder: Path | None = None) -> str:
-    """Run a program that compiles, in a process of its own: in this one Triton may be in its interpreter.
+    """Run a compiling program in its own process, because Triton may run its interpreter in this one.
 
     Args:
-        triton_folder: where another Triton lies; None: the installed one is used.
+        triton_folder: folder of another Triton; None: the installed one.
 
     Raises:
         RuntimeError: it failed.
@@ -59,7 +59,7 @@ def run(program: str, *arguments: str, triton_folder: Path | None = None) -> str
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
             [sys.executable, SUPPORT / program, *arguments],
-            # An empty folder, since what an earlier run compiled would be found again.
+            # An empty folder, so that no earlier compilation is found.
             env=os.environ
             | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(folders)},
             capture_output=True,
@@ -72,7 +72,7 @@ def run(program: str, *arguments: str, triton_folder: Path | None = None) -> str
 
 
 def installed_beside(version: str) -> Path:
-    """Return the folder of a Triton that is not the installed one, and install it there at first."""
+    """Return the folder of a Triton other than the installed one; install it if missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "neo-desktop" / "triton" / version
     if not (folder / f"triton-{version}.dist-info").exists():
@@ -82,7 +82,7 @@ def installed_beside(version: str) -> Path:
 
 
 def compile_all(triton_folder: Path | None = None) -> list[dict[str, Any]]:
-    """Return what the compiler makes of every kernel; see `compile_kernels.Compiled`."""
+    """Compile every kernel; see `compile_kernels.Compiled`."""
 
     def compile_part(part: int) -> str:
         return run("compile_kernels.py", str(part), str(NUM_PROCESSES), triton_folder=triton_folder)
@@ -93,7 +93,7 @@ def compile_all(triton_folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def table(kernels: list[dict[str, Any]]) -> dict[str, Figures]:
-    """Return `variant: kernel on GPU -> figures`; of a kernel that is there twice, the same."""
+    """Return `variant: kernel on GPU` → figures. Duplicate kernels have equal figures."""
     return {
         f"{kernel['variant']}: {kernel['kernel']} on sm_{kernel['capability']}": {
             figure: kernel[figure] for figure in FIGURES
@@ -103,7 +103,7 @@ def table(kernels: list[dict[str, Any]]) -> dict[str, Figures]:
 
 
 def worse(budget: Mapping[str, Figures], found: Mapping[str, Figures]) -> list[str]:
-    """Say what has become worse than its budget, or is in one of the two only."""
+    """Return the figures that are worse than the budget, or missing on one side."""
     complaints = [f"{name}: compiled, but not in the budget" for name in found if name not in budget]
     for name, allowed in budget.items():
         if name not in found:
@@ -119,7 +119,7 @@ def worse(budget: Mapping[str, Figures], found: Mapping[str, Figures]) -> list[s
 
 
 def read_budget() -> dict[str, dict[str, Figures]]:
-    """Return `version of Triton -> variant: kernel on GPU -> figures`."""
+    """Return Triton version → `variant: kernel on GPU` → figures."""
     if not BUDGET.exists():
         return {}
     data = json.loads(BUDGET.read_text())
@@ -130,7 +130,7 @@ def read_budget() -> dict[str, dict[str, Figures]]:
 
 
 def write_budget(budget: Mapping[str, Mapping[str, Figures]]) -> None:
-    """Keep it, one kernel a line."""
+    """Write the budget, one kernel per line."""
     versions = []
     for version, kernels in sorted(budget.items()):
         lines = (

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options of a model, and their report in the terminal and as JSON."""
+"""Shared parts of the benchmarks: model options, and the report in the terminal and as JSON."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def progress(share: float, what: str) -> None:
 
 
 def show(reports: Iterable[Any], file: Path | None = None) -> Any:
-    """Run a benchmark to its end; show its last report and write it to the file."""
+    """Run a benchmark to its end; print its last report and write it to the file."""
     *_, report = reports
     stdout.print(render_section(report.section()), highlight=False)
     if file is not None:

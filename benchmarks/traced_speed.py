@@ -1,10 +1,10 @@
-"""How fast models run by the code of transformers, against the decoders that are written here.
+"""Speed of models that run by Transformers code, against the decoders of this project.
 
     python -m benchmarks.traced_speed                            three families, float32 and bfloat16
     python -m benchmarks.traced_speed --families llama --dtypes bfloat16
 
-The same random checkpoint, of about 130 million parameters, is loaded in both ways. All stages of an
-iteration are computed without attention, which is the same for both; the two take turns. Medians are printed.
+The same random checkpoint of about 130 million parameters is loaded in both ways. All stages of an iteration
+run without attention, which is equal for both, in turns. Prints medians.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SIZES = {
 def save(folder: Path, family: str, dtype: torch.dtype) -> None:
     """Write a checkpoint with random weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - large
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - likewise
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - large
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES)).to(dtype)
@@ -47,7 +47,7 @@ def save(folder: Path, family: str, dtype: torch.dtype) -> None:
 
 
 def iteration(stages: Stages, rows: int, dtype: torch.dtype) -> State:
-    """Return room for an iteration over so many tokens."""
+    """Return the state for an iteration over this many tokens."""
     of = stages.config, rows, dtype, CPU
     state = State.empty(*of, Scratch.empty(*of))
     state.attention.normal_(0.0, 0.1)
@@ -55,7 +55,7 @@ def iteration(stages: Stages, rows: int, dtype: torch.dtype) -> State:
 
 
 def seconds(stages: Stages, state: State, normed: torch.Tensor, scores: torch.Tensor) -> float:
-    """Compute all stages; a prompt's last token alone gets scores, as in an iteration."""
+    """Run all stages; only a prompt's last token gets logits, as in an iteration."""
     ids = torch.arange(state.rows) % stages.config.vocab_size
     layers = stages.config.num_layers
     begun = time.perf_counter()
@@ -69,7 +69,7 @@ def seconds(stages: Stages, state: State, normed: torch.Tensor, scores: torch.Te
 
 
 def compare(family: str, dtype: torch.dtype, sizes: list[int], least_seconds: float) -> None:
-    """Print a row per size."""
+    """Print one row per size."""
     with TemporaryDirectory() as folder:
         save(Path(folder), family, dtype)
         checkpoint = open_checkpoint(Path(folder))

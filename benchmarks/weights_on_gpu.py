@@ -1,14 +1,14 @@
-"""One chat with a model that GPU memory holds a part of, in the ways that there are for it.
+"""One chat with a model that fits GPU memory only in part, in three ways.
 
-HeteGen's figure 8, on this computer: how many tokens a second come with so much of the weights in GPU memory.
-At the same memory, three ways take turns:
+HeteGen's figure 8 on this computer: tokens per second by the share of the weights in GPU memory. Three ways
+take turns at the same memory:
 
-    divided      rows of each matrix: GPU, bus and CPU work on each product at the same time
+    divided      rows of each matrix: GPU, bus and CPU work on each matmul at the same time
     streaming    the first layers are on the GPU; the others cross the bus for each token, ahead of their use
     layer split  the first layers are on the GPU; the CPU computes the others, and one waits for the other
 
-The last two are what others do (accelerate, if it pinned memory and looked ahead; llama.cpp's `-ngl`), by the
-same engine and kernels. Beside all stands what CPU and bus allow together.
+Other programs use the last two (accelerate, if it pinned memory and prefetched; llama.cpp's `-ngl`); here
+they run with the same engine and kernels. The report also shows the bound of CPU and bus together.
 """
 
 import time
@@ -47,7 +47,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-_SHARES_SECONDS = 4.0  # for finding how products are best divided
+_SHARES_SECONDS = 4.0  # for finding the best shares
 _TOGETHER: tuple[tuple[Way, ...], ...] = (("divided",), ("streaming", "layer split"))  # with one placement
 _ALL_STREAMED = StreamedShares((1,), (1.0,))
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE
@@ -56,15 +56,15 @@ _LESS_ROOM = "what is free is not enough; close other programs"
 
 @dataclass(frozen=True, slots=True)
 class WeightsOptions(EngineOptions):
-    """What to measure, and how much time to take; the defaults are a thorough run.
+    """Options of the measurement; the defaults are a thorough run.
 
-    Raises ValueError for what makes no sense.
+    Raises ValueError for invalid values.
     """
 
     shares: tuple[float, ...] = (0.06, 0.15, 0.3, 0.5, 0.7, 0.9)  # of the layers' weights on the GPU
     prompt_tokens: int = 128
-    tokens: int = 32  # that are timed, with each way
-    seconds: float = 240.0  # after which no other share is begun
+    tokens: int = 32  # timed, per way
+    seconds: float = 240.0  # no further share starts after this time
     seed: int = 0  # of the prompts
 
     def __post_init__(self) -> None:
@@ -77,15 +77,15 @@ class WeightsOptions(EngineOptions):
 
     @property
     def kv_tokens(self) -> int:
-        """What the chat and a prompt before it take, in whole runs of blocks."""
+        """Tokens of the chat and a prompt before it, in whole runs of blocks."""
         longest = self.prompt_tokens + self.tokens + 8
         return 2 * (-(-longest // _RUN_TOKENS)) * _RUN_TOKENS
 
 
 def run_weights(options: WeightsOptions, progress: Progress) -> Iterator[WeightsReport]:
-    """Measure; yields the report again after each case. Without a GPU it says that nothing was measured.
+    """Measure; yield the growing report after each case, or a report without cases if no GPU exists.
 
-    Raises what `Engine.from_pretrained` raises for a model or a device.
+    Raises the errors of `Engine.from_pretrained` for a model or a device.
     """
     device = choose_device(options.device)
     if device.type == "cuda":
@@ -97,12 +97,12 @@ def run_weights(options: WeightsOptions, progress: Progress) -> Iterator[Weights
 
 
 def measure(options: WeightsOptions, progress: Progress) -> Iterator[WeightsReport]:
-    """Measure on whatever device there is; see `run_weights`."""
+    """Measure on the present device; see `run_weights`."""
     return _Measurement(options).run(progress)
 
 
 class _Measurement:
-    """What was found so far."""
+    """The measurement and its results so far."""
 
     def __init__(self, options: WeightsOptions) -> None:
         self._options = replace(
@@ -119,9 +119,10 @@ class _Measurement:
         self._report: WeightsReport | None = None
 
     def run(self, progress: Progress) -> Iterator[WeightsReport]:
-        """Take one share after the other until the time is over, one at least."""
+        """Measure share by share until the time is over, one at least."""
         options, started_s = self._options, time.perf_counter()
-        shares = sorted(options.shares, key=lambda share: abs(share - 0.5))  # what says most comes first
+        # The most informative share comes first.
+        shares = sorted(options.shares, key=lambda share: abs(share - 0.5))
         for done, share in enumerate(shares):
             taken_s = time.perf_counter() - started_s
             if done and taken_s * (done + 1) / done > options.seconds:
@@ -181,10 +182,10 @@ class _Measurement:
             timer.measure_shares(rows, _SHARES_SECONDS)
 
     def _chat(self, parts: EngineParts) -> tuple[float, list[float]]:
-        """Return the seconds of a prompt, and of each token after it."""
+        """Return the seconds of a prompt, and of the tokens after it."""
         rig = Rig(parts, self._options.prompt_tokens, self._options.seed)
         try:
-            rig.prefill()  # compiles what it needs
+            rig.prefill()  # compiles its kernels
             prompt_s = sum(each.step_s for each in rig.prefill())
             rig.join(1)
             rig.decode(3)
@@ -212,11 +213,11 @@ class _Measurement:
 
 
 class _Placement:
-    """Where weights go with so much GPU memory, decided while a model is loaded.
+    """Placement of weights within a share of GPU memory, decided while a model is loaded.
 
     Args:
-        share: of the layers' weights that there is room for.
-        by_layers: whether the first layers are on the GPU; otherwise rows of all matrices.
+        share: of the layers' weights that fits.
+        by_layers: True: the first layers are on the GPU; else rows of every matrix.
     """
 
     def __init__(self, share: float, *, by_layers: bool) -> None:
@@ -226,7 +227,7 @@ class _Placement:
     def plan(
         self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan:
-        """Decide. Raises MemoryError where host memory does not hold the others."""
+        """Return the plan. Raises MemoryError if host memory does not hold the rest."""
         always = least_gpu_bytes(config, form, dtype)
         self.layers_bytes = config.weight_bytes(dtype, form) - always
         gpu_bytes = always + int(self._share * self.layers_bytes)

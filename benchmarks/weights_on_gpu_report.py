@@ -1,4 +1,4 @@
-"""What weights_on_gpu found, and its tables."""
+"""Report of weights_on_gpu."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,34 +10,34 @@ Way = Literal["divided", "streaming", "layer split"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsCase:
-    """One way with so much GPU memory."""
+    """One way at one share of GPU memory."""
 
     way: Way
-    share: float  # of the layers' weights that GPU memory has room for
-    gpu_bytes: int  # of weights in GPU memory, embeddings and head included
-    host_bytes: int  # of weights in host memory
-    streamed_share: float  # of these, for one row
-    tokens_per_s: Spread  # of one chat; a sample per token
+    share: float  # of the layers' weights that fits GPU memory
+    gpu_bytes: int  # weights in GPU memory, including embeddings and head
+    host_bytes: int  # weights in host memory
+    streamed_share: float  # share of host_bytes, for one row
+    tokens_per_s: Spread  # one chat; a sample per token
     prompt_tokens_per_s: float
     bound_tokens_per_s: (
         float  # if the layers' weights in host memory took CPU and bus together no more than reading
     )
-    bound_share: float  # of the bound: tokens_per_s.median / bound_tokens_per_s
+    bound_share: float  # tokens_per_s.median / bound_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """How fast the sides of this computer are at products of one row, by themselves."""
+    """Rates of this computer's sides at one-row matmuls, each alone."""
 
     cpu_gb_per_s: float  # of weights
     bus_gb_per_s: float  # to the GPU
     gpu_gb_per_s: float  # of weights
-    host_gb_per_s: float  # what host memory gives to CPU and bus together
+    host_gb_per_s: float  # host memory's rate for CPU and bus together
 
 
 @dataclass(frozen=True, slots=True)
 class _Gains:
-    """At one share of memory."""
+    """Gains at one share of memory."""
 
     share: float
     over_streaming: float | None
@@ -47,7 +47,7 @@ class _Gains:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What was found; without a GPU there are no cases, and `why_not` says so."""
+    """Results; without a GPU without cases, and with the reason in `why_not`."""
 
     model: str
     device: str
@@ -60,12 +60,12 @@ class WeightsReport:
     why_not: str = ""
 
     def of(self, way: Way, share: float) -> WeightsCase | None:
-        """Return a case; None: it was not measured."""
+        """Return a case; None if it was not measured."""
         return next((each for each in self.cases if each.way == way and each.share == share), None)
 
     @property
     def gains(self) -> list[_Gains]:
-        """What divided weights bring, by share."""
+        """Gains of divided weights, by share."""
         found = []
         for case in self.cases:
             if case.way != "divided":

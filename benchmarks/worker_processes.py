@@ -1,16 +1,16 @@
-"""Real attention workers, each a process on this computer: how throughput grows with their number.
+"""Real attention workers, each a process on this computer: throughput by their number.
 
-    python -m benchmarks.worker_processes  # what two cores give: a core for each worker
+    python -m benchmarks.worker_processes  # two cores: one per worker
     python -m benchmarks.worker_processes --token-us 20 --layer-ms 10 --workers 1 2 4
 
-Decodes with long contexts run through the engine's own executor, protocol and workers; the model is small, so
-that attention takes most of the time. All KV is with the workers, evenly.
+Decodes with long contexts run through the engine's own model runner, protocol and workers. The model is
+small, so attention dominates. All KV is on the workers, evenly.
 
-With `--token-us` attention is throttled: it is computed, and then ends when the stated time per token of
-context has passed. With `--layer-ms` the device's stages of a layer take so long, too. So more workers than
-cores can show what the pipeline loses, and times are not those of faster computers. `--in-turn` lets a worker
-answer before it gets the next rows. Programs beside this one only add to what iterations take: the fastest
-one of each tells most where there are some.
+`--token-us` throttles attention: it is computed, and then ends when the stated time per token of context has
+passed. `--layer-ms` throttles the device's stages of a layer in the same way. So more workers than cores can
+show the pipeline's loss; the times are not those of faster computers. `--in-turn` lets a worker answer before
+it gets the next rows. Other programs only add to iteration times, so the fastest iterations are most
+meaningful.
 """
 
 import argparse
@@ -61,7 +61,7 @@ CPU = torch.device("cpu")
 
 
 def config_of(num_layers: int) -> ModelConfig:
-    """Few weights, and KV of 8 heads of 64: 2 KB per token and layer."""
+    """Return a config with few weights, and KV of 8 heads of 64: 2 KB per token and layer."""
     return replace(
         shape("tiny"),
         num_layers=num_layers,
@@ -75,7 +75,7 @@ def config_of(num_layers: int) -> ModelConfig:
 
 
 def serve(token_us: float) -> None:
-    """Be a worker: one thread, attention as slow as stated."""
+    """Run a worker: one thread, attention as slow as stated."""
     native.set_default_num_threads(1)
     if token_us:
         decode = HostLayer.decode
@@ -105,7 +105,7 @@ def worker_process(cpu: int, token_us: float, secret: str) -> Iterator[Address]:
 
 
 class InTurn(WorkerLane):
-    """A lane that sends rows once those before are answered."""
+    """A lane that sends rows after the previous answers."""
 
     _before: Sequence[Signal] = ()
 
@@ -117,7 +117,7 @@ class InTurn(WorkerLane):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """Configuration of a measurement."""
 
     requests: int
     context: int
@@ -125,7 +125,7 @@ class Case:
     layer_ms: float
 
     def plan(self, num_workers: int) -> IterationPlan:
-        """Return decodes in two sub-batches, of all workers in each."""
+        """Return decodes in two sub-batches, each on all workers."""
         blocks = self.context // BLOCK_SIZE
         sequences = []
         for number in range(self.requests):
@@ -140,7 +140,7 @@ class Case:
         return IterationPlan((SubBatch(tuple(sequences[:half])), SubBatch(tuple(sequences[half:]))))
 
     def milliseconds(self, model: Decoder, addresses: Sequence[Address], trust: Trust) -> list[float]:
-        """Return what iterations take."""
+        """Return iteration times."""
         config, pools = model.config, {}
         num_blocks = -(-self.requests // len(addresses)) * self.context // BLOCK_SIZE
         for number, address in enumerate(addresses, 1):
@@ -207,7 +207,7 @@ def main() -> None:
         + "|",
         flush=True,
     )
-    ones: list[float] = []  # what one worker takes, or would take
+    ones: list[float] = []  # duration with one worker, measured or calculated
     for count in options.workers:
         with ExitStack() as stack:
             addresses = [

@@ -1,11 +1,11 @@
-"""Simulate the experiments of NEO's section 5 and draw them: docs/simulation.md says what they show.
+"""Simulate the experiments of NEO's section 5 and draw them; research/simulation.md discusses the results.
 
     python research/plot_simulation.py load --trace osc.json
     python research/plot_simulation.py output
     python research/plot_simulation.py hosts
     python research/plot_simulation.py ratios --trace osc.json --trace code.csv --trace conv.csv
 
-Each prints a Markdown table; the first three also write a picture to --out.
+Each command prints a Markdown table; the first three also write a picture to --out.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Machine:
         return Room(self.budget.gpu_tokens, self.budget.cpu_tokens, LIMITS.max_batch_requests)
 
     def run(self, policy: str, requests: Sequence[WorkloadRequest]) -> SimulationResult:
-        # What the GPU-cache can never hold is left out everywhere: all policies get the same requests.
+        # Requests beyond the GPU-cache's size are omitted, so that all policies get the same requests.
         context = min(self.config.max_context_tokens, self.budget.gpu_tokens)
         if policy == UNMIXED:
             fitting = [request for request in requests if request.total_tokens <= context]
@@ -101,7 +101,7 @@ class Machine:
 
 
 def draw_load(trace: Path, out: Path) -> None:
-    """NEO's figure 6c: load against latency on T4 + Llama-2-7B + OSC, for several sizes of the GPU-cache."""
+    """Draw NEO's figure 6c: load against latency on T4 + Llama-2-7B + OSC, for several GPU-cache sizes."""
     requests = load_trace(trace)
     names = ("gpu-only", "fastdecode", "neo", "auto")
     figure, all_axes = plt.subplots(1, len(GPU_CACHES), figsize=(4 * len(GPU_CACHES), 3.6), sharey=True)
@@ -144,7 +144,7 @@ def _highest_rate(latency_ms: Callable[[float], float]) -> float:
 
 
 def draw_output(out: Path, num_requests: int) -> None:
-    """NEO's figure 9b: throughput against output length on A10G + Llama-3.1-8B, g5.4xlarge."""
+    """Draw NEO's figure 9b: throughput against output length on A10G + Llama-3.1-8B, g5.4xlarge."""
     machine = Machine.of("a10g", "llama-3.1-8b")
     names = (UNMIXED, "fastdecode", "neo", "auto")
     ratios: dict[str, list[float]] = {name: [] for name in (*names, "bound")}
@@ -180,7 +180,7 @@ def draw_output(out: Path, num_requests: int) -> None:
 
 
 def draw_hosts(out: Path, num_requests: int) -> None:
-    """NEO's figure 10a: the same on instances whose CPU bandwidth differs."""
+    """Draw NEO's figure 10a: the same on instances with different CPU bandwidth."""
     policies = ("neo", "auto")
     gains: dict[tuple[str, str, str], list[float]] = {}
     for length in OUTPUT_LENGTHS:
@@ -219,7 +219,7 @@ def draw_hosts(out: Path, num_requests: int) -> None:
 
 
 def print_ratios(traces: Sequence[Path], num_requests: int) -> None:
-    """Print how auto compares with gpu-only on every machine and trace, all requests at once."""
+    """Print the ratio of auto to gpu-only on every machine and trace, all requests at once."""
     print("| GPU | model | trace | GPU-cache | gpu-only, tokens/s | fastdecode | neo | auto | bound |")
     print("|---|---|---|---|---|---|---|---|---|")
     lowest = float("inf")

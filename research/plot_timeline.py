@@ -1,4 +1,4 @@
-"""Draw who is busy when: in one iteration of a recorded trace, and over a simulated run.
+"""Draw the use of GPU and CPU in one iteration of a recorded trace, and over a simulated run.
 
     neo-desktop serve --policy neo --trace-timeline trace.json      # and some requests
     python research/plot_timeline.py trace trace.json --iteration 40 --layers 4 8
@@ -32,11 +32,11 @@ import matplotlib.pyplot as plt
 LANES = ("device", "to-host", "cpu", "to-device", "swap")
 SUB_BATCH_COLOURS = {-1: "#bbbbbb", 0: "#2f6fb0", 1: "#d08700"}
 GPU_CACHE_TOKENS, CPU_CACHE_TOKENS = 1008, 64_000
-WINDOW_MS = 1000.0  # busy shares are averaged over this much time
+WINDOW_MS = 1000.0  # averaging window of the busy shares
 
 
 def draw_trace(file: Path, iteration: int, layers: tuple[int, int], out: Path) -> None:
-    """A few layers of one iteration, a row per lane, coloured by sub-batch."""
+    """Draw a few layers of one iteration: a row per lane, coloured by sub-batch."""
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     spans = [
         event
@@ -68,16 +68,16 @@ def draw_trace(file: Path, iteration: int, layers: tuple[int, int], out: Path) -
 
 
 def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int, int]]:
-    """Return, by iteration: start and duration, CPU and GPU attention time, waiting prompts and decodes."""
+    """Return, per iteration: start and duration, CPU and GPU attention time, waiting prompts and decodes."""
     gpu, config = get_gpu("t4"), shape("llama-2-7b")
     cost = analytic_cost_model(gpu, get_host(gpu.host), config, torch.float16)
     policy = POLICIES[policy_name]
     tokens = {KVTier.DEVICE: GPU_CACHE_TOKENS, KVTier.HOST: CPU_CACHE_TOKENS}
-    kv_cache = KVCache({place: tokens.get(place, 0) // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
+    kv_cache = KVCache({tier: tokens.get(tier, 0) // BLOCK_SIZE for tier in policy.tiers}, BLOCK_SIZE)
     decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
-    residency = decider.residency
+    queues = decider.queues
     for ordinal, request in enumerate(synthetic(100, 372, 45)):
-        residency.add(SimulatedRequest(ordinal, request))
+        queues.add(SimulatedRequest(ordinal, request))
     rows, clock_ms = [], 0.0
     while (decision := decider.decide()) is not None:
         num_chunk_tokens = sum(n for batch in decision.sub_batches for _, n in batch if n > 1)
@@ -87,19 +87,19 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
                 decision.predicted.total_ms,
                 decision.predicted.host_attention_ms,
                 float(num_chunk_tokens),
-                len(residency.waiting),
+                len(queues.waiting),
                 len(decision.waiting_decodes),
             )
         )
         clock_ms += decision.predicted.total_ms
         for request in decider.advance(decision):
             if request.is_complete:
-                residency.remove(request)
+                queues.remove(request)
     return rows
 
 
 def draw_run(out: Path) -> None:
-    """How busy the CPU is over a run; a line where the last prompt is in."""
+    """Draw the CPU's utilisation over a run, with a line at the last prompt."""
     figure, axes = plt.subplots(figsize=(10, 3.2), layout="constrained")
     for name, colour in (("neo", "#2f6fb0"), ("auto", "#1c8c4c")):
         rows = simulate_run(name)

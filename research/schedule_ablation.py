@@ -2,8 +2,8 @@
 
     python research/schedule_ablation.py --data FOLDER --requests 120
 
-FOLDER: see `sweep_simulation`. Prints a table of docs/scheduling.md: the output tokens/s without a part, of
-those with it; at least, at most, and in how many cases they change by 2 % or more.
+`sweep_simulation` describes FOLDER. Prints a table of docs/scheduling.md: output tokens/s without a part,
+relative to those with it: minimum, maximum, and the number of cases that change by 2 % or more.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def _none(*_: object, **__: object) -> Iterator[Any]:
     return iter(())
 
 
-# What is put in the place of what, by part.
+# Replacements, by part.
 PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     "prompts in both sub-batches (`Kind.PROMPTS_IN_BOTH`)": [
         (CandidateGenerator, "with_prompts_in_both", _none),
@@ -63,7 +63,7 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
 
 @contextmanager
 def without(part: str) -> Iterator[None]:
-    """Let the scheduler do without a part."""
+    """Disable a part of the scheduler within the block."""
     patches = [patch.object(*each) for each in PARTS[part]]
     for each in patches:
         each.start()
@@ -75,7 +75,7 @@ def without(part: str) -> Iterator[None]:
 
 
 def rate(case: Case) -> float:
-    """Return output tokens/s of `auto`."""
+    """Return `auto`'s output tokens/s."""
     return case.run("auto").output_tokens_per_s
 
 

@@ -1,11 +1,11 @@
-"""A device that only takes time: its streams end when a GPU of stated rates would have got so far.
+"""A device that only takes time: its streams end when a GPU of stated rates would have finished.
 
-It stands in the place of a GPU in an engine's pipeline. The program is recorded once, like a CUDA graph. Each
-piece of work then has a length, and begins when what it waits for has ended. One thread looks at the clock,
-raises the flags that the CPU's relays wait for when their time has come, and sees the flags that they raise.
-Between two such moments it looks on without a pause, as a GPU does, and needs a core of its own.
+It replaces a GPU in an engine's pipeline. The program is recorded once, like a CUDA graph. A piece of work
+has a duration and starts when its dependencies have ended. One thread watches the clock, raises the flags
+that the CPU's relays wait for when they are due, and polls the flags that the relays raise. Like a GPU it
+polls without a pause, so it needs its own core.
 
-    device   |resident rows        |piece|              the clock says when each ends
+    device   |resident rows        |piece|              the clock decides when work ends
     weights  |piece     |piece     |
     to-host  |x| raises READY
     cpu          |a relay multiplies: real work |
@@ -30,7 +30,7 @@ from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
-# What a piece of work takes on the device, in seconds; None: it is carried out, and takes what that takes.
+# Duration of a piece of work on the device, in seconds; None: the work runs and takes its real time.
 Lengths = Callable[[Lane, Work], float | None]
 
 
@@ -42,7 +42,7 @@ def _word(flag: Tensor) -> ctypes.c_int32:
 class _Operation:
     seconds: float | None
     work: Work
-    num_before: int  # operations that it waits for
+    num_before: int  # dependencies
     raises: ctypes.c_int32 | None = None
     awaits: ctypes.c_int32 | None = None
     followers: list["_Operation"] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Operation:
 
 
 class _Launcher:
-    """See `Launcher`."""
+    """A `Launcher` that records operations."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
@@ -94,10 +94,10 @@ def _nothing() -> None:
 
 
 class SleepingDevice:
-    """A `Backend`; relays have to do the CPU's part.
+    """A `Backend`; relays must do the CPU's part.
 
     Args:
-        lengths: what work takes.
+        lengths: durations of work.
     """
 
     has_graphs = False
@@ -125,15 +125,15 @@ class SleepingDevice:
         return is_new
 
     def wait(self) -> None:
-        """Let the time pass."""
+        """Wait for the end of the program."""
         clock = time.perf_counter
         left = {operation: operation.num_before for operation in self._started}
-        ends: list[tuple[float, int, _Operation]] = []  # of what is under way
+        ends: list[tuple[float, int, _Operation]] = []  # of running work
         awaited: list[_Operation] = []
         begins: list[tuple[float, _Operation]] = [
             (clock(), operation) for operation, count in left.items() if count == 0
         ]
-        latest: dict[_Operation, float] = {}  # when the last of those before it ended, so far
+        latest: dict[_Operation, float] = {}  # latest end of the dependencies, so far
         number = 0
         while begins or ends or awaited:
             while begins:
@@ -167,7 +167,7 @@ class SleepingDevice:
         latest: dict[_Operation, float],
         begins: list[tuple[float, _Operation]],
     ) -> None:
-        """Take in that it ended then, which may be a little ago: what follows began at once."""
+        """Record the end, possibly in the past: dependent work started then."""
         if operation.raises is not None:
             operation.raises.value = 1
         for follower in operation.followers:

@@ -1,14 +1,15 @@
-"""Weights in host memory, without a GPU: a device and a bus that take stated times, and a CPU that works.
+"""Weights in host memory without a GPU: device and bus take stated times, and the CPU computes.
 
     python -m research.split_pipeline
 
 The pipeline of `engine/execute/offloaded_matmuls.py` runs as on a GPU: recorded like a graph, with a native
-relay that multiplies when flags tell it to. The CPU's products are real. The device (see
-`sleeping_device`) takes as long as a GPU would read weights, and the bus as long as it would bring them, at
-rates that are given; what is small on a GPU (norms, attention) takes no time. So the bus reads no memory.
+relay that multiplies on flags. The CPU's matmuls are real. The device (see `sleeping_device`) takes a GPU's
+time to read weights, and the bus its time to copy them, at given rates. Norms and attention, small on a GPU,
+take no time. So the bus reads no memory.
 
-What a layer's products take is compared with the prediction (`engine/predict/offloaded_matmul.py`), which is
-told what a hand-off takes here, and with the bound: bytes in host memory over what CPU and bus read together.
+A layer's measured matmul time is compared with the prediction (`engine/predict/offloaded_matmul.py`), which
+gets this computer's offload time, and with the bound: bytes in host memory over the joint rate of CPU and
+bus.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import bound_ms, layer_matrices, plan_weights, weight_times
-from neo_desktop.engine.profiling.offload import OffloadedDecodes
+from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
@@ -43,14 +44,14 @@ from research.sleeping_device import SleepingDevice
 
 CPU = torch.device("cpu")
 DTYPE = torch.float16
-AROUND = (-0.06, -0.03, 0.0, 0.03, 0.06)  # shares that are tried, from the expected one
-IDLE_PERCENT = 15.0  # of all cores, busy: an idle moment
-KERNELS = ("rope_append", "norm", "activation")  # of which no work is done
+AROUND = (-0.06, -0.03, 0.0, 0.03, 0.06)  # tried shares, relative to the expected one
+IDLE_PERCENT = 15.0  # below this load of the cores the computer is idle
+KERNELS = ("rope_append", "norm", "activation")  # skipped
 
 
 @dataclass(frozen=True)
 class Rated:
-    """How long work takes on a device with such rates."""
+    """Durations of work on a device with these rates."""
 
     bus_bytes_per_s: float
     gpu_bytes_per_s: float
@@ -59,33 +60,33 @@ class Rated:
         if not isinstance(work, partial):
             return 0.0
         if lane is not Lane.DEVICE:
-            copied = work.args[0]  # one tensor, or several in a row
+            copied = work.args[0]  # one tensor, or several contiguous ones
             nbytes = copied.nbytes if isinstance(copied, torch.Tensor) else sum(x.nbytes for x in copied)
             return float(nbytes / self.bus_bytes_per_s)
         name = getattr(work.func, "__name__", "")
         if name == "multiply_resident":
             split: OffloadedLinear = work.func.__self__  # type: ignore[attr-defined]
             return split.resident_rows * split.columns * DTYPE.itemsize / self.gpu_bytes_per_s
-        if name == "multiply_piece":  # read, written in another order, read again
+        if name == "multiply_piece":  # read, reordered, read again
             return float(3 * work.args[0].packed.nbytes / self.gpu_bytes_per_s)
         return 0.0
 
 
 def wait_until_idle(seconds: float) -> None:
-    """Wait for a moment in which no other program works, but no longer than this."""
+    """Wait for a moment without other programs' work, at most this long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and psutil.cpu_percent(interval=0.15) > IDLE_PERCENT:
         pass
 
 
 def offload_ms() -> float:
-    """Measure how long the CPU's relay and the device take to tell each other."""
-    with closing(OffloadedDecodes(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as offload:
+    """Measure the round trip between the CPU's relay and the device."""
+    with closing(OffloadTimer(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as offload:
         return min(offload.seconds(4096) for _ in range(9)) * 1e3
 
 
 def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int, idle_s: float) -> float:
-    """Return how fast a relay alone reads the weights of all layers in products of so many rows."""
+    """Return the rate at which a relay alone reads the layers' weights in matmuls with `rows` rows."""
     splits = [linear for linear in model.linears() if isinstance(linear, OffloadedLinear)]
     relay = Relay([], num_layers=len(splits))
     best = 0.0
@@ -109,9 +110,9 @@ def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int, idle_s: float) -> f
 
 
 def best_share(timer: StageTimer, rows: int, near: float, repeats: int, idle_s: float) -> tuple[float, float]:
-    """Return which share of the weights is best streamed, around the one that is expected, and the time.
+    """Return the best streamed share of the weights near the expected one, and a layer's time in ms.
 
-    That is a layer's, in ms. Shares take turns, and of each the best time counts: other programs disturb it.
+    Shares alternate, and the best time per share counts, because other programs disturb it.
     """
     shares = [min(max(near + step, 0.0), 1.0) for step in AROUND]
     found = []

@@ -1,13 +1,13 @@
-"""Swapped KV, without a GPU: a device and a bus that take stated times, and the engine's own pipeline.
+"""Streamed KV without a GPU: device and bus take stated times, in the engine's own pipeline.
 
     python -m research.swap_pipeline
 
-The built-in model answers some requests at once with the policy `pie`, on threads as without a GPU. Lanes are
-throttled: the device's stages of a layer, and the copies of a layer's KV, end when the stated time has passed
-(what they really take is less). So tokens are real and times are not those of a GPU; what the threads take to
-tell each other is in them. What iterations take is compared with what was predicted of them, and the KV that
-comes with what the bus brings in the time of a layer: it is learned, since the tables know only the stated
-rates, and where `--believed` differs from `--bus`, not even these.
+The built-in model answers some requests at once under policy `pie`, on threads as without a GPU. Lanes are
+throttled: the device's stages of a layer, and the copies of a layer's KV, end after the stated time, which
+exceeds their real time. So tokens are real, and times are not those of a GPU; they include communication
+between the threads. Iterations are compared with their predictions, and the streamed KV with the bus's
+capacity in the time of a layer. The engine learns that capacity: its tables know only the stated rates, and
+with `--believed` unlike `--bus` not even these.
 """
 
 import argparse
@@ -46,14 +46,14 @@ MOST = 4096  # tokens, in tables
 
 
 def throttled(work: Callable[[], object], seconds: float) -> None:
-    """Do something that ends when this time has passed."""
+    """Run work that ends after this time."""
     end = time.perf_counter() + seconds
     work()
     time.sleep(max(end - time.perf_counter(), 0.0))
 
 
 class ThrottledStages(Stages):
-    """Stages between attention that take a stated time, however many rows there are."""
+    """Stages between attention that take a stated time for any number of rows."""
 
     layer_s = 0.0
 
@@ -65,20 +65,20 @@ class ThrottledStages(Stages):
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device and the bus take."""
+    """Rates of device and bus."""
 
     layer_ms: float
     bus_bytes_per_s: float
 
     def hidden_tokens(self, token_bytes: float) -> float:
-        """Return how many tokens' KV comes in the time of a layer."""
+        """Return the tokens whose KV the bus brings in the time of a layer."""
         return self.layer_ms / 1e3 * self.bus_bytes_per_s / token_bytes
 
     def tables(self, num_layers: int, token_bytes: float) -> TableCostModel:
-        """Return what a scheduler believes that knows them.
+        """Return the cost model of a scheduler that knows these rates.
 
         Args:
-            token_bytes: of KV in a layer.
+            token_bytes: KV bytes per token and layer.
         """
         nothing = Surface((1, 2), (1, MOST), [[0.0, 0.0], [0.0, 0.0]])
         copies = Curve((1, MOST), [1e3 * tokens * token_bytes / self.bus_bytes_per_s for tokens in (1, MOST)])
@@ -99,21 +99,21 @@ class Rates:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What was predicted of one, and what it took."""
+    """Prediction and duration of one iteration."""
 
     predicted: IterationTiming
     measured: IterationTiming
 
 
 class Watched(Executor):
-    """Writes down what iterations take."""
+    """Records iteration times."""
 
     def __init__(self, executor: ModelRunner) -> None:
         self._executor = executor
         self.iterations: list[Iteration] = []
 
     def start(self, plan: IterationPlan) -> Wait:
-        """See `Executor`, likewise the others."""
+        """Start a plan; see `Executor`."""
         wait = self._executor.start(plan)
 
         def and_note() -> object:
@@ -132,7 +132,7 @@ class Watched(Executor):
 
 
 def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine, Watched]:
-    """Return an engine whose device and bus take what is stated."""
+    """Return an engine whose device and bus take the stated times."""
     decoder, storage, limits = parts.model.decoder, parts.storage, parts.limits
     config = decoder.config
     (streamed,) = (pool for tier in storage.tiers if isinstance(pool := storage[tier], StreamedPool))
@@ -143,7 +143,7 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
         tokens = sum(run.num_blocks for run in runs) * BLOCK_SIZE
         throttled(partial(bring, layer, runs), tokens * token_bytes / true.bus_bytes_per_s)
 
-    streamed.bridged_bytes = 0  # on a bus as slow as this, a gap takes longer than another copy
+    streamed.bridged_bytes = 0  # on this slow bus a gap takes longer than another copy
     streamed.bring = bring_in_time  # type: ignore[method-assign]
     stages = ThrottledStages(decoder)
     stages.layer_s = true.layer_ms / 1e3
@@ -158,7 +158,7 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
 
 
 def prompts(count: int, tokens: int) -> Sequence[list[int]]:
-    """Return prompts that have nothing in common."""
+    """Return prompts without common prefixes."""
     generator = torch.Generator().manual_seed(0)
     numbers: Tensor = torch.randint(3, 250, (count, tokens), generator=generator)
     return [row.tolist() for row in numbers]
@@ -196,7 +196,7 @@ def main() -> None:
     for bus in options.bus:
         true = Rates(options.layer_ms, bus * 1e6)
         believed = Rates(options.layer_ms, (options.believed or bus) * 1e6)
-        # As much as is planned for it on a GPU: what the bus is believed to bring in the time of a layer.
+        # The size that is planned on a GPU: tokens that the bus is believed to bring in the time of a layer.
         size = int(believed.hidden_tokens(token_bytes)) // BLOCK_SIZE * BLOCK_SIZE
         parts = take_memory(model, replace(engine_options, swap_cache_tokens=size))
         engine, watched = engine_of(parts, true, believed)

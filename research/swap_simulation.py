@@ -4,9 +4,8 @@
     python research/swap_simulation.py expansion --data FOLDER --requests 500
     python research/swap_simulation.py convergence --data FOLDER --out PICTURE
 
-FOLDER has osc-llama2-lengths.json and azure-llm-2023-conv.csv. Prints the tables of docs/simulation.md,
-a line as soon as it is known. The last one draws how the expansion settles where the bus is not what the
-tables say.
+FOLDER has osc-llama2-lengths.json and azure-llm-2023-conv.csv. Prints the tables of research/simulation.md
+line by line. `convergence` draws how the expansion settles if the bus differs from the tables.
 """
 
 import argparse
@@ -41,17 +40,17 @@ FILES = {"OSC": "osc-llama2-lengths.json", "conversation": "azure-llm-2023-conv.
 MACHINES = ("gh200", "h100", "a100-40gb")  # NVLink-C2C, PCIe 5, PCIe 4
 CACHES_GB = (3, 5, 7, 9, 12)
 EXPANSIONS = (1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0, 4.0)
-CONVERGENCE_GB = 5  # of GPU-cache
+CONVERGENCE_GB = 5  # GPU-cache size
 BUSES = {0.5: "twice as fast", 1.0: "as the tables say", 2.0: "half as fast", 3.0: "a third as fast"}
-NOISE = 0.05  # of single iterations
-SETTLED = 0.1  # from there on no further off
+NOISE = 0.05  # per iteration
+SETTLED = 0.1  # relative deviation that counts as settled
 SHOWN = 400  # iterations
-STATIC = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # always as much as there is room for
+STATIC = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # always fills its memory
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A machine with so much memory for KV, and the requests."""
+    """A machine, its memory for KV, and the requests."""
 
     cost: TableCostModel
     budget: KVBudget
@@ -64,7 +63,7 @@ class Case:
         return self._run(chosen, budget)
 
     def run_static(self, expansion: float) -> SimulationResult:
-        """All memory is so many times the GPU's, and all of it is used, whether it hides or not."""
+        """Simulate KV memory of `expansion` times the GPU's, all in use, hidden or not."""
         device = self.budget.gpu_tokens / (1 + (expansion - 1) * RESIDENT_LAYERS / self.cost.num_layers)
         return self._run(STATIC, KVBudget(int(device), 0, int(device * (expansion - 1))))
 
@@ -95,14 +94,14 @@ def cases(data: Path, count: int, machines: Sequence[str]) -> Iterator[tuple[str
                 tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
                 if tokens > full.gpu_tokens:
                     continue
-                # A longer request would have to live in host memory, whatever that takes.
+                # A longer request would need host memory at any cost.
                 fitting = [r for r in requests if r.total_tokens <= 0.6 * tokens]
                 title = f"{gpu.title} | {name} | {cache_gb} GB"
                 yield title, Case(cost, KVBudget(tokens, full.cpu_tokens), fitting)
 
 
 def print_caches(data: Path, count: int, machines: Sequence[str]) -> None:
-    """Pie's figure 7."""
+    """Print Pie's figure 7."""
     policies = ("gpu-only", "pie", "neo", "auto")
     print(f"| GPU | requests | GPU-cache | {' | '.join(policies)} | `pie` / `gpu-only` | expansion | waits |")
     print("|---" * 10 + "|")
@@ -118,7 +117,7 @@ def print_caches(data: Path, count: int, machines: Sequence[str]) -> None:
 
 
 def print_expansions(data: Path, count: int, machines: Sequence[str]) -> None:
-    """Pie's figures 6 and 9b."""
+    """Print Pie's figures 6 and 9b."""
     print(f"| GPU | requests | GPU-cache | {' | '.join(map(str, EXPANSIONS))} | adaptive | / best |")
     print("|---" * (len(EXPANSIONS) + 5) + "|")
     for title, case in cases(data, count, machines):
@@ -130,7 +129,7 @@ def print_expansions(data: Path, count: int, machines: Sequence[str]) -> None:
 
 
 def draw_convergence(data: Path, count: int, machine: str, out: Path) -> None:
-    """What the scheduler believes of the bus, and how much KV it lets cross it, from the beginning."""
+    """Draw the scheduler's estimate of the bus, and the streamed KV, from the start."""
     wanted = f"| OSC | {CONVERGENCE_GB} GB"
     case = next(case for title, case in cases(data, count, (machine,)) if title.endswith(wanted))
     budget = case.budget.swapping(case.cost, LIMITS)

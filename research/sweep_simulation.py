@@ -1,9 +1,9 @@
-"""Simulate machines, workloads and cache sizes: how near `auto` comes to the bound, and to `gpu-only`.
+"""Simulate machines, workloads and cache sizes: the ratio of `auto` to the bound and to `gpu-only`.
 
     python research/sweep_simulation.py --data FOLDER --requests 1000
 
-FOLDER has osc-llama2-lengths.json, azure-llm-2023-conv.csv and azure-llm-2023-code.csv; lengths as in
-"1000/200" need no file. Prints the tables of docs/simulation.md, a line as soon as it is known.
+FOLDER has osc-llama2-lengths.json, azure-llm-2023-conv.csv and azure-llm-2023-code.csv; lengths like
+"1000/200" need no file. Prints the tables of research/simulation.md line by line.
 """
 
 import argparse
@@ -43,17 +43,17 @@ CASES = (
     ("h100", "llama-2-7b", ("OSC", "conversation")),
     ("gh200", "llama-2-13b", ("OSC", "conversation")),
 )
-SINGLE = ("gpu-only", "neo", "apex", "pie")  # what `auto` chooses from in each iteration
-CACHE_SHARES = (1.0, 0.3, 0.0)  # of what the card has for KV; 0: 1,008 tokens, or one longest request
+SINGLE = ("gpu-only", "neo", "apex", "pie")  # kinds of iterations that `auto` combines
+CACHE_SHARES = (1.0, 0.3, 0.0)  # of the card's memory for KV; 0: 1,008 tokens, or the longest request
 SMALLEST_CACHE = 1008
 MANY = 1 << 40  # tokens
-# How much longer GPU and CPU take than the tables say, with as much noise in each iteration.
+# Slowdown of GPU and CPU against the tables; the noise of an iteration has the same size.
 WRONG = ((1.15, 0.87, 0.15), (0.87, 1.15, 0.15))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A machine, a model, the memory for KV and the requests."""
+    """A machine, a model, its memory for KV and the requests."""
 
     name: str
     cost: TableCostModel
@@ -69,9 +69,9 @@ class Case:
 
     @property
     def loose_bound(self) -> float:
-        """The same without limits of host memory and requests, and with iterations that cost nothing else.
+        """Return the bound without limits of host memory and requests, and without fixed costs.
 
-        All that an iteration costs is the reading of its weights.
+        An iteration costs only the reading of its weights.
         """
         cost = self.cost
         layer_ms = [ms + cost.iteration_ms / cost.num_layers for ms in cost.linear.ms]
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def lasting(self) -> float:
-        """Output tokens/s of the best steady state for such requests, without a beginning and an end."""
+        """Return output tokens/s of the best steady state for these requests, without start and end."""
         decodes = [r.output_tokens - 1 for r in self.requests]
         context = sum(
             (r.prompt_tokens + n / 2) * n for r, n in zip(self.requests, decodes, strict=True)
@@ -95,7 +95,7 @@ class Case:
         on_device = min(most[0], LIMITS.max_batch_requests)
         on_host = min(most[1], LIMITS.max_batch_requests - on_device)
         prompts = [r.prompt_tokens for r in self.requests]
-        mean_prompt = sum(p**2 for p in prompts) / sum(prompts)  # of a prompt's token
+        mean_prompt = sum(p**2 for p in prompts) / sum(prompts)  # mean over prompt tokens
         workload = Workload(
             KVTier.DEVICE,
             KVTier.HOST,
@@ -107,7 +107,7 @@ class Case:
             LIMITS.max_batch_tokens,
             LIMITS.max_token_ms,
         )
-        firsts = len(self.requests) / max(sum(decodes), 1)  # tokens that prompts bring
+        firsts = len(self.requests) / max(sum(decodes), 1)  # first tokens from prompts, per decode
         return SteadyStateFinder(self.cost).best(workload).rate * (1 + firsts) * 1e3
 
     def run(self, policy: str, mismatch: Mismatch | None = None) -> SimulationResult:

@@ -1,6 +1,6 @@
-"""The baseline of NEO's figures 9 and 10, SwiftLLM's default: an iteration is prompts or decodes, never both.
+"""The baseline of NEO's figures 9 and 10, SwiftLLM's default: an iteration is either prompts or decodes.
 
-A waiting prompt goes first, whole, as soon as the GPU-cache has room for it. Only for comparison with the
+A waiting prompt runs first, as a whole, once it fits the GPU-cache. It serves only the comparison with the
 paper: the project's own `gpu-only` runs prompts in chunks beside decodes, and is faster.
 """
 
@@ -30,7 +30,7 @@ class _Running:
 def simulate_unmixed(
     requests: Sequence[WorkloadRequest], cost: CostModel, gpu_tokens: int, limits: SchedulerLimits
 ) -> SimulationResult:
-    """Run requests, each of which fits the GPU-cache; when it is full, the youngest gives way."""
+    """Simulate requests that fit the GPU-cache one by one; a full cache preempts the youngest."""
     coming, waiting = deque(requests), deque[WorkloadRequest]()
     running: list[_Running] = []
     finished: list[FinishedRequest] = []
@@ -47,7 +47,7 @@ def simulate_unmixed(
         while waiting and len(running) + len(prompts) < limits.max_batch_requests:
             tokens = sum(prompt.prompt_tokens for prompt in prompts)
             new = waiting[0].prompt_tokens
-            # The same reserve as in the project's scheduler: a block of 16 tokens for everybody there.
+            # The project's scheduler has the same reserve: a block of 16 tokens per request.
             if used + tokens + new + 16 * len(running) > gpu_tokens:
                 break
             if prompts and tokens + new > limits.max_batch_tokens:

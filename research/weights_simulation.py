@@ -1,17 +1,17 @@
-"""Models larger than the card, simulated: what divided weights bring over streaming and over a layer split.
+"""Simulate models larger than the card: divided weights against streaming and a layer split.
 
     python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
-    python research/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
-    python research/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
+    python research/weights_simulation.py ablation   the gain of each part (HeteGen, table 3)
+    python research/weights_simulation.py cards      fit and speed on cards of 8 to 32 GB
     python research/weights_simulation.py plot       the sweep as a picture
 
-One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All have the same
-figures of machine and kernels, and the same GPU memory for weights; they differ in who computes what when:
+One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
+same machine, kernels and GPU memory for weights. They differ in the placement of computation:
 
-    streaming    what is not resident crosses the bus for every token, beside the GPU's computing
-    accelerate   likewise, but from memory that is not pinned, layer by layer: copies wait for products
+    streaming    weights that are not resident cross the bus for every token, beside the GPU's computation
+    accelerate   streaming from pageable memory, layer by layer: copies wait for matmuls
     layer split  the first layers are on the GPU, the others on the CPU, and one waits for the other; for
-                 prompts the CPU's layers are copied to the GPU and computed there. Of a mixture, all but the
+                 prompts the CPU's layers are copied to the GPU and computed there. For MoE, all but the
                  experts is on the GPU first, and then experts layer by layer
     divided      rows of each matrix, or a layer's experts: CPU, bus and GPU work at the same time
 """
@@ -61,9 +61,9 @@ PROMPT, OUTPUT = 512, 64
 SHARES = (0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 MACHINES = ("t4", "rtx-3060", "rtx-4090")
 CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
-CARD_HOST_GIB = 64  # of main memory, whatever the usual host of the card has
+CARD_HOST_GIB = 64  # of main memory, instead of the card's usual host
 CHAT_TOKENS = 4096
-OFFLOADED_ROWS = 32  # from so many on a layer split copies the CPU's layers to the GPU
+OFFLOADED_ROWS = 32  # from this size on a layer split copies the CPU's layers to the GPU
 
 LEVELS = ("accelerate", "streaming", "layer split", "divided")
 COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
@@ -71,7 +71,7 @@ PLOTTED = "Llama-2-13B"
 
 
 def opt(hidden: int, layers: int) -> ModelConfig:
-    """OPT's number of weights: two matrices of 4 times the width are three of 8/3 of it."""
+    """Return OPT's number of weights: two matrices of width 4x equal three of width 8/3x."""
     return replace(
         shape("llama-2-13b"),
         vocab_size=50_272,
@@ -92,7 +92,7 @@ def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
 
 
 def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
-    """Experts in MXFP4, all else in 16 bits; windows and sinks left out."""
+    """Return a model with experts in MXFP4 and the rest in 16 bits, without windows and sinks."""
     config = replace(
         shape("llama-2-7b"),
         vocab_size=201_088,
@@ -136,7 +136,7 @@ CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a machine, with so much GPU memory for its weights."""
+    """A model on a machine, with its GPU memory for weights."""
 
     gpu: GpuPreset
     host: HostPreset
@@ -167,23 +167,23 @@ class Case:
         return plan_layers(self.config, self.form, DTYPE, self.gpu_bytes)
 
     def needed_bytes(self, rows: int) -> float:
-        """What the first layers leave in host memory, as far as so many rows need it."""
+        """Return the bytes that the first layers leave in host memory and `rows` rows need."""
         resident = self.layers_plan.resident_rows
         others = [sizes for name, sizes in self.matrices.items() if not resident[name]]
         return sum(sizes.touched(rows) * sizes.host_bytes for sizes in others)
 
     def times(self, rows: int, plan: WeightPlan, rates: Rates, share: float | None = None) -> float:
-        """What the products of all layers take, in ms."""
+        """Return the layers' matmul time, in ms."""
         return weight_times(self.matrices, plan, rates, rows, share).ms
 
     def streaming_ms(self, rows: int, rates: Rates) -> float:
-        """What they take if the GPU computes all: of experts, those that are needed are streamed."""
+        """Return the matmul time if the GPU computes all; only needed experts are streamed."""
         needed, plan = dict(self.matrices), self.layers_plan
         for name, sizes in self.matrices.items():
             if not plan.resident_rows[name]:
                 needed[name] = replace(
                     sizes,
-                    columns=round(sizes.used_share * sizes.columns),  # that each row is multiplied with
+                    columns=round(sizes.used_share * sizes.columns),  # the columns that each row uses
                     host_bytes=round(sizes.touched(rows) * sizes.host_bytes),
                     unpacked_bytes=round(sizes.touched(rows) * sizes.unpacked_bytes),
                     used_share=1.0,
@@ -191,7 +191,7 @@ class Case:
         return weight_times(needed, plan, rates, rows, 1.0).ms
 
     def level(self, name: str) -> float:
-        """Return tokens of the answer per second."""
+        """Return output tokens per second."""
         return self.rate(
             {
                 "divided": lambda rows: self.times(rows, self.plan, self.rates),
@@ -202,7 +202,7 @@ class Case:
         )
 
     def rate(self, products_ms: Callable[[int], float]) -> float:
-        """Return tokens of the answer per second, the prompt's time included."""
+        """Return output tokens per second, including the prompt's time."""
         read = bytes_read(self.config, DTYPE, self.form)
         cost = analytic_cost_model(self.gpu, self.host, self.config, DTYPE, read)
         fixed_ms = LINEAR_KERNELS * KERNEL_MS
@@ -213,19 +213,19 @@ class Case:
         return OUTPUT / (prompt + (OUTPUT - 1) * decode) * 1e3
 
     def bound(self) -> float:
-        """Return tokens of the answer per second if reading weights by CPU, bus and GPU were all."""
+        """Return output tokens per second if only reading weights by CPU, bus and GPU took time."""
         decode_ms = bound_ms(self.matrices, self.plan, self.rates)
         return OUTPUT / (OUTPUT - 1) / decode_ms * 1e3
 
     def _accelerate_ms(self, rows: int) -> float:
-        """One core copies to where the driver fetches it; the GPU waits for a layer and computes it then."""
+        """Return the time if one core copies to pinned memory, and the GPU computes layer by layer."""
         copying = 1 / min(self.host.core_bytes_per_s / 2, self.rates.bus_bytes_per_s)
         copied_ms = 1e3 * self.needed_bytes(rows) * copying
         computing = replace(self.rates, bus_bytes_per_s=inf, host_bytes_per_s=inf)
         return copied_ms + self.streaming_ms(rows, computing)
 
     def _layer_split_ms(self, rows: int) -> float:
-        """No hand-offs beside that between the halves; long prompts are computed by the GPU alone."""
+        """Return the time with one offload between the halves; the GPU alone computes long prompts."""
         rates = replace(self.rates, offload_ms=0.0, host_bytes_per_s=inf)
         on_cpu_ms = self.times(rows, self.layers_plan, rates, 0.0)
         if rows < OFFLOADED_ROWS:
@@ -266,11 +266,11 @@ def sweep() -> None:
 
 
 def ablated(case: Case) -> dict[str, float]:
-    """Return `what is left out -> tokens per second`."""
+    """Return `omitted part` → tokens per second."""
     rates, plan = case.rates, case.plan
     best = weight_times(case.matrices, plan, rates, 1)
     share_of_one = best.streamed_bytes / plan.host_bytes
-    # Weights that are not pinned are copied first: read, written, and read again by the bus.
+    # Pageable weights are copied first: read, written, and read again by the bus.
     copying = 2 / rates.host_bytes_per_s
     unpinned = replace(rates, bus_bytes_per_s=1 / (1 / rates.bus_bytes_per_s + copying))
     nothing = WeightPlan(
@@ -311,7 +311,7 @@ def cards() -> None:
 
 
 def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
-    """Return tokens per second of one chat, and how much of the weights is in host memory."""
+    """Return tokens per second of one chat, and the weights in host memory."""
     gpu = get_gpu(name)
     host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
     rates = machine_rates(gpu, host)

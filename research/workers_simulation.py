@@ -1,10 +1,10 @@
-"""Simulate attention workers: how throughput grows with their number, how many a GPU wants, what tokens cost.
+"""Simulate attention workers: throughput by number, workers per GPU, price of tokens.
 
     python research/workers_simulation.py efficiency --out research/images
     python research/workers_simulation.py sizing
 
-The first is FastDecode's figure 7: all KV is with the workers, one to eight of them.
-Prints the tables of docs/simulation.md; the first also draws a picture.
+`efficiency` is FastDecode's figure 7: all KV is on one to eight workers. Prints the tables of
+research/simulation.md; `efficiency` also draws a picture.
 """
 
 import argparse
@@ -43,7 +43,7 @@ import matplotlib.pyplot as plt
 DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=1024)
 COUNTS = (1, 2, 4, 8)
-# FastDecode, section 4.1: an A10, of whose memory nothing is needed for KV, and sockets of EPYC processors.
+# FastDecode, section 4.1: an A10 without KV in its memory, and sockets of EPYC processors.
 A10 = replace(get_gpu("a10g"), tensor_flops=125 * TFLOPS, memory_bytes=80 * GIB)
 SOCKET = get_host("ddr4-server")
 LINKS = {
@@ -52,8 +52,8 @@ LINKS = {
     "100 Gbit/s, 20 us": Link(100e9 / 8, 0.02),
     "200 Gbit/s, 10 us": Link(200e9 / 8, 0.01),
 }
-SEQUENCES = ((1024, 1024), (512, 1024), (1024, 128))  # how many, how long
-# Cards, what they hold, and workers: a desktop's, an old server's, a new server's memory.
+SEQUENCES = ((1024, 1024), (512, 1024), (1024, 128))  # number and length
+# Cards, their models, and workers: the memory of a desktop, an old and a new server.
 MACHINES = (
     ("rtx-3060", "llama-3.2-3b"),
     ("a10g", "llama-3.1-8b"),
@@ -61,14 +61,14 @@ MACHINES = (
     ("rtx-4090", "llama-2-7b"),
     ("h100", "llama-2-13b"),
 )
-# Kind of worker -> an assumed price of an hour, where the GPU's machine costs 1.
+# Kind of worker → assumed hourly price, relative to the GPU's machine.
 KINDS = {"ddr4-desktop": 0.1, "ddr4-server": 0.2, "ddr5-server": 0.4}
 CHATS = SteadyLoad(256, 1000, 400)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Throughput of 1, 2, 4 and 8 workers, relative to so many times that of one."""
+    """Throughput of 1, 2, 4 and 8 workers, relative to linear scaling."""
 
     tokens_per_s: Sequence[float]
 
@@ -83,11 +83,12 @@ def cost_of(base: TableCostModel, model: str, count: int, link: Link) -> TableCo
 
 
 def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool = True) -> Scaling:
-    """Return what the workers bring.
+    """Return the workers' throughput.
 
     Args:
-        ahead: as the engine does it: rows of one sub-batch cross the link while workers attend for the
-            other. False: a worker gets rows, attends, sends the output, and only then gets others.
+        ahead: as in the engine, rows of one sub-batch cross the link while workers attend for the other.
+        False: a
+            worker gets rows, attends and sends the output before it gets the next rows.
     """
     base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
     prompt = 16
@@ -114,7 +115,7 @@ def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool 
 
 
 def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
-    """Return what an iteration brings once chats that began at different times are in the middle of it."""
+    """Return throughput in the steady state of chats that began at different times."""
     base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
     load = SteadyLoad(sequences, 16, length - 16)
     rows = sequences // 2
@@ -170,7 +171,7 @@ def _draw(scalings: dict[str, Scaling], path: Path) -> None:
 
 
 def print_sizing() -> None:
-    """What offices have: one GPU, machines with memory to give, 400 chats."""
+    """Print a typical office: one GPU, machines with free memory, 400 chats."""
     print(
         "| GPU | model | worker | link | wanted | `gpu-only` | `auto`, own CPU | `auto`, wanted | "
         "per price, relative |"

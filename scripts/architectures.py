@@ -1,10 +1,10 @@
-"""Which models of transformers run here by its code: a small random one of each is tried.
+"""Try the model types of Transformers that run here: a small random model per type.
 
     python -m scripts.architectures                   all causal language models, some ten minutes
     python -m scripts.architectures phi3 olmoe        these
 
-Of each are compared the scores of transformers and those of the stages that its code is cut into, in float32.
-What is refused is shown with the reason. Each runs in its own process.
+In float32, the logits of Transformers are compared with those of the stages cut from its code. Refusals are
+shown with their reason. Each model type runs in its own process.
 """
 
 import subprocess
@@ -40,7 +40,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Where a configuration has them.
+# Entries that some configurations have.
 EXPERTS = {
     "moe_intermediate_size": 128,
     "num_experts": 8,
@@ -63,7 +63,7 @@ OTHERS = {"ffn_dim": 96, "n_inner": 96, "word_embed_proj_dim": 64, "rotary_dim":
 
 
 def sizes(usual: Any) -> Iterator[dict[str, Any]]:
-    """Yield what a small model of a kind may be made with, of which one will do."""
+    """Yield keyword sets for a small model of a type; one of the sets fits."""
     found = dict[str, Any](SIZES) | {"intermediate_size": 256 if hasattr(usual, "num_local_experts") else 96}
     for table in (EXPERTS, OTHERS, LATENT if hasattr(usual, "kv_lora_rank") else {}):
         found |= {name: size for name, size in table.items() if hasattr(usual, name)}
@@ -77,9 +77,9 @@ def sizes(usual: Any) -> Iterator[dict[str, Any]]:
 
 
 def save(model_type: str, folder: Path) -> Tensor:
-    """Write a small model with random weights, and return its scores."""
+    """Write a small model with random weights; return its logits."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - large
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - likewise
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - large
 
     made, first = CONFIG_MAPPING[model_type], None
     make: Any = AutoModelForCausalLM
@@ -96,13 +96,13 @@ def save(model_type: str, folder: Path) -> Tensor:
             with torch.inference_mode():
                 scores: Tensor = model(TOKENS[None]).logits[0]
             return scores
-        except Exception as error:  # of whatever kind: it is other people's code
+        except Exception as error:  # third-party code may raise anything
             first = first or error
     raise RuntimeError(f"no small one can be made ({str(first).splitlines()[0][:80]})")
 
 
 def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
-    """Return the scores after each token, [n, vocab]."""
+    """Return the logits after each token, [n, vocab]."""
     config, rows = decoder.config, len(TOKENS)
     of = config, rows, decoder.dtype, CPU
     state = State.empty(*of, Scratch.empty(*of))
@@ -128,13 +128,13 @@ def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
 
 
 def off(found: Tensor, expected: Tensor) -> str:
-    """Return how far scores are from what they should be."""
+    """Return the deviation of logits from the expected ones."""
     error = float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
     return f"off by {error:.1e}" if error < 1e-4 else f"WRONG, off by {error:.1e}"
 
 
 def tried(model_type: str) -> str:
-    """Return how a kind of model fares."""
+    """Return the result for a model type."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -148,7 +148,7 @@ def tried(model_type: str) -> str:
 
 
 def main() -> None:
-    """Try each in a process, which may need too much memory or time."""
+    """Try each model type in a process, which may need too much memory or time."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
 
     names = sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it: makes and updates the virtual environment in .venv.
+# Sourced by other scripts: creates and updates the virtual environment in .venv.
 #
 # prepare_environment EXTRAS [pip arguments]
-#   EXTRAS is "" or e.g. "[dev]". Installs only when something that an install depends on has changed: edits of
-#   Python files are seen at once, new and moved ones are not.
+#   EXTRAS is "" or e.g. "[dev]". Installs only if its inputs have changed: edits of Python files take effect
+#   at once, new and moved files need an install.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,7 +23,7 @@ find_python() {
     fail "Python 3.11 or newer is needed (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
 }
 
-# What an install depends on, as a number.
+# A checksum of the install's inputs.
 installed_from() {
     {
         echo "$*"

@@ -1,7 +1,7 @@
-"""Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh).
+"""Check an installed neo-desktop on a GPU against its own CPU path, then measure it (see gpu_check.sh).
 
-`neo-desktop doctor` comes first. A part that fails does not keep the others from their turn; one page at the
-end answers: what works, what fell back, how fast, which target was met. Exit code 1 if anything failed.
+`neo-desktop doctor` runs first. A failed part does not stop the others. One page at the end shows working
+parts, fallbacks, speeds and targets. Exit code 1 if anything failed.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
 
-SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
-WORST_AUTO = 0.97  # of the throughput of gpu-only
-SHARE_OF_LIMIT = 0.9  # of what the hardware allows a decode
-OVER_LAYERS = 1.2  # times as fast as whole layers on either side, with weights in host memory
-MOST_OUTSIDE_MS = 1.0  # what the device waits for between two iterations
+SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU tests the script, not speed
+WORST_AUTO = 0.97  # minimum, relative to gpu-only
+SHARE_OF_LIMIT = 0.9  # minimum, relative to the hardware's limit for a decode
+OVER_LAYERS = 1.2  # minimum speedup over whole layers on either side, with weights in host memory
+MOST_OUTSIDE_MS = 1.0  # maximum wait of the device between two iterations
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
 
 
@@ -40,13 +40,13 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 def first_logprobs(engine: Engine) -> list[dict[int, float]]:
-    """For each prompt, `token -> log-probability` of the most probable first tokens."""
+    """Return, per prompt, `token` → log-probability of the most probable first tokens."""
     outputs = engine.generate(prompts(engine.config.vocab_size), GREEDY)
     return [{top.token_id: top.logprob for top in output.tokens[0].top_logprobs} for output in outputs]
 
 
 def check_logits(device: str) -> None:
-    """First-token log-probabilities equal those of float32 on the CPU, within the dtype's tolerance."""
+    """Compare first-token log-probabilities with float32 on the CPU, within the dtype's tolerance."""
     with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
         reference = first_logprobs(engine)
     for dtype, tolerance in (("float32", 1e-3), ("float16", 2e-2), ("bfloat16", 2e-1)):
@@ -65,10 +65,10 @@ def check_logits(device: str) -> None:
 
 
 def check_policies(device: str) -> None:
-    """The same tokens wherever the KV lives, with KV of up to ten times the GPU-cache."""
+    """Check for equal tokens in every KV tier, with KV of up to ten times the GPU-cache."""
     batch = [prompt for _ in range(4) for prompt in prompts(3000)]
     results: list[list[tuple[int, ...]]] = []
-    # With weights in host memory, too, as the last of each says: GiB of them on the GPU.
+    # The last value is GiB of weights on the GPU; the rest is in host memory.
     caches = (
         ("gpu-only", None, None),
         ("gpu-only", 1024, None),
@@ -107,7 +107,7 @@ def check_policies(device: str) -> None:
 
 
 def check_computer(page: Page, device: str, shape: str | None = None) -> None:
-    """All of doctor's checks, with the built-in model, and the quick ones with a shape."""
+    """Run doctor's checks with the built-in model, and the quick ones with a shape."""
     subject = Subject(shape=shape, device=device, is_quick=shape is not None)
     report = run_doctor(subject, refresh=True, progress=lambda what: print(f"doctor: {what}", flush=True))
     report.print(stdout)
@@ -121,7 +121,7 @@ def check_computer(page: Page, device: str, shape: str | None = None) -> None:
 
 
 def measure_decode(page: Page, device: str, shape: str) -> None:
-    """Decode throughput with random weights, by batch size and by where the KV lives."""
+    """Measure decode throughput with random weights, by batch size and KV tier."""
     for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("fastdecode", None))):
         with Engine.from_pretrained(
             device=device,
@@ -139,7 +139,7 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
 
 
 def measure_weights(page: Page, device: str, shape: str) -> None:
-    """One chat with a part of the weights in host memory: divided, streamed, and whole layers on the CPU."""
+    """Measure one chat with weights in host memory: divided, streamed, and whole layers on the CPU."""
     found = show(run_weights(WeightsOptions(device=device, shape=shape, seconds=400.0), progress))
     if not found.cases:
         page.speed(f"weights in host memory: {found.why_not}, not measured")
@@ -165,7 +165,7 @@ def measure_policies(
     gpu_slice: int | None = None,
     gpu_memory_gib: float | None = None,
 ) -> None:
-    """All requests at once, of the lengths of summaries: what offloading gains where GPU memory is scarce."""
+    """Measure offloading with scarce GPU memory: all requests at once, of the lengths of summaries."""
     rng = random.Random(0)
     lengths = [(rng.randint(300, 440), rng.randint(30, 60)) for _ in range(num_requests)]
     requests = [[rng.randrange(200) for _ in range(size)] for size, _ in lengths]
@@ -204,7 +204,7 @@ def measure_policies(
 
 
 def run_tests() -> None:
-    """The tests that need a GPU, and those of the kernels, which run on one where there is one."""
+    """Run the tests that need a GPU, and the kernel tests, which use one."""
     if importlib.util.find_spec("pytest") is None:
         print("tests: not run, since pytest is not installed")
         return
@@ -214,7 +214,7 @@ def run_tests() -> None:
 
 
 def measure_hardware(page: Page, device: str) -> None:
-    """The hardware alone, then single iterations beside its limit."""
+    """Measure the hardware alone, then single iterations beside its limit."""
     show(run_hardware(HardwareOptions(seconds=15.0), progress))
     shape = None if device == "cpu" else SHAPES["cuda"]
     for row in show(run_device_limit(short_options(device, shape=shape), progress)).decode:

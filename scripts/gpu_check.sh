@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds neo-desktop on a machine with a CUDA GPU, runs its doctor, checks the GPU path against the CPU path and measures
-# it. Ends with one page: what works, what fell back, how fast, which target was met.
+# it. Ends with one page: working parts, fallbacks, speeds, targets.
 #
 # Works offline, with torch, Triton, numpy, safetensors, tokenizers, psutil, nvidia-ml-py, prometheus-client, starlette,
 # pybind11 and scikit-build-core installed; with pytest, hypothesis, jsonschema, llguidance and transformers it also runs

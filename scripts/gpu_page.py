@@ -1,4 +1,4 @@
-"""The page that `gpu_check.py` ends with: what works, what fell back, how fast, which target was met."""
+"""Final page of `gpu_check.py`: working parts, fallbacks, speeds, targets."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and what it should be; ratios, or units in the name."""
+    """A figure and its target; ratios, or with the unit in the name."""
 
     name: str
     found: float
     wanted: float
-    is_upper: bool = False  # the found figure should not be above; else not below
+    is_upper: bool = False  # True: the figure must not exceed the target; False: not fall below it
 
     @property
     def is_met(self) -> bool:
@@ -26,7 +26,7 @@ class Target:
 
 @dataclass
 class Page:
-    """Filled in as the checks go on."""
+    """Collects results during the checks."""
 
     title: str
     works: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Page:
     targets: list[Target] = field(default_factory=list)
 
     def stage(self, name: str, work: Callable[[], object]) -> None:
-        """Carry out a part of the check; the next ones have their turn although it fails."""
+        """Run a part of the check; later parts run even if it fails."""
         print(f"--- {name}", flush=True)
         try:
             work()
@@ -48,7 +48,7 @@ class Page:
             self.works.append(name)
 
     def speed(self, line: str) -> None:
-        """Print a figure now, and on the page."""
+        """Print a figure now and on the page."""
         print(line, flush=True)
         self.speeds.append(line)
 

@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Runs the tests that need a GPU without one, on an imitated one (tests/imitated_gpu): torch's own CUDA build, whose
-# runtime library is replaced. Arguments go to pytest; without any, one process for each core runs tests.
+# Runs the GPU tests on an imitated GPU (tests/imitated_gpu): torch's own CUDA build with a replaced runtime library.
+# Arguments go to pytest; without arguments, one process per core runs tests.
 #
-# Takes some 6 minutes of processor time, and 14 to 17 minutes on two cores that other programs keep busy, too; the first time
-# also what the download takes.
+# Takes some 6 minutes of processor time, and 14 to 17 minutes on two busy cores; the first run also downloads.
 #
 # Makes a virtual environment with that torch in build/imitated-gpu, some 4 GB. The environment chooses the GPU:
 #
-#   IMITATED_GPU_QUEUES         1 to 8 hardware queues that go on in order; otherwise drawn from the seed
-#   IMITATED_GPU_SEED           of what is drawn: which queue a stream or a graph's node is put into, which one goes on
-#   IMITATED_GPU_TIMEOUT_S     for how long nothing may be able to run before that is a deadlock
+#   IMITATED_GPU_QUEUES         1 to 8 in-order hardware queues; by default drawn from the seed
+#   IMITATED_GPU_SEED           draws the queue of streams and graph nodes, and the next queue to run
+#   IMITATED_GPU_TIMEOUT_S      time without progress that counts as a deadlock
 #   IMITATED_GPU_CAPABILITY, IMITATED_GPU_SMS, IMITATED_GPU_GIB
 #   IMITATED_GPU_FAIL, IMITATED_GPU_HANG, IMITATED_GPU_DELAY_US     see tests/imitated_gpu/failures.cpp
-#   IMITATED_GPU_SPOIL          names of Triton kernels, with commas between, whose results are wrong
+#   IMITATED_GPU_SPOIL          comma-separated Triton kernels with wrong results
 #
-# Left out are two tests whose kernel reads the number of its multiprocessor, which cannot be imitated, and large
-# products, which take minutes on a CPU.
+# Skips two tests whose kernel reads its multiprocessor's number, which cannot be imitated, and large matmuls, which
+# take minutes on a CPU.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 home="$PWD/build/imitated-gpu"

@@ -1,4 +1,4 @@
-"""Prints for which processor NumPy's library has chosen its kernels, as OPENBLAS_CORETYPE names it."""
+"""Print the processor whose kernels NumPy's library has chosen, as OPENBLAS_CORETYPE names it."""
 
 import ctypes
 from contextlib import suppress
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def core() -> str:
-    """Return the name; "": it cannot be told, and all kernels have to be tried."""
+    """Return the name, or "" if it is unknown and all kernels must be tested."""
     with suppress(StopIteration, OSError, AttributeError):
         found = next((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))
         name = ctypes.CDLL(str(found)).scipy_openblas_get_corename64_

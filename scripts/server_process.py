@@ -1,4 +1,4 @@
-"""A server of a script's own: the built-in model unless options say more, on a free port of loopback."""
+"""A server for a script: by default the built-in model, on a free loopback port."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ PROGRAM = Path(sys.executable).parent / "neo-desktop"
 def server(
     *options: str, command: str = "serve", port: int = 0, data: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The process and its port, once it answers; `data` is its folder for chats."""
+    """Start a server; yield the process and its port once it answers. `data` is its folder for chats."""
     arguments = [str(PROGRAM), command, "--port", str(port), *options]
     arguments += ["--no-browser"] if command == "chat" else []
     environment = os.environ | ({} if data is None else {"NEO_DESKTOP_DATA": str(data)})
@@ -35,12 +35,12 @@ def server(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many of the values do not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def request(method: str, path: str, body: Any = None) -> bytes:
-    """One HTTP request whose connection ends with the answer; a body that is not bytes becomes JSON."""
+    """Return one HTTP request that closes its connection; a body other than bytes becomes JSON."""
     content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
@@ -48,7 +48,7 @@ def request(method: str, path: str, body: Any = None) -> bytes:
 
 @contextlib.asynccontextmanager
 async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the server, closed at once in the end."""
+    """Open a connection to the server; close it at the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer

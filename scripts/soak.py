@@ -1,13 +1,12 @@
-"""Many chats for minutes, with everything that clients do to a server: `python scripts/soak.py --minutes 10`.
+"""Run many chats for minutes with varied client behaviour: `python scripts/soak.py --minutes 10`.
 
-A server of its own (`neo-desktop chat`, the built-in model, a data folder of its own, loopback) gets, all the
-time: streams that are read, streams that are left, streams that are not read, answers in one piece, chats of
-the page, malformed bodies, broken heads, half-sent requests. In the middle it is killed (SIGKILL) and started
-again on the same port. Prints memory over time and how long /health took.
+A server (`neo-desktop chat`, the built-in model, its own data folder, loopback) gets many kinds of requests.
+Some streams are read, some are left, some are not read. Others are complete answers, chats of the page,
+malformed bodies, broken headers and half-sent requests. Half-way it is killed (SIGKILL) and restarted on the
+same port. Prints memory over time and the latency of /health.
 
-Exit code 1 if: an answer is neither what was asked for nor a refusal; /health is unwell, or slower than 50 ms
-in more than 1 % of all cases; memory grows; a chat has lost what was shown of it more than a second before
-the kill.
+Exit code 1 if an answer is neither as requested nor a refusal; if /health fails, or takes more than 50 ms in
+more than 1 % of the cases; if memory grows; if a chat has lost text shown more than a second before the kill.
 """
 
 import argparse
@@ -30,16 +29,16 @@ from server_process import answer, connection, percentile, request, server
 from neo_desktop.app.chats.database import FILE_NAME
 
 MAX_P99_MS = 50.0
-MAX_GROWTH = 1.25  # of memory, from a fifth of a server's life to its end
+MAX_GROWTH = 1.25  # of memory, from a fifth of a server's run to its end
 MEMORY_SLACK_MIB = 64
 HEALTH_POLL_S = 0.02
-# Small, so that they are full soon: memory that is taken for the first time looks like a leak.
+# Small caches fill soon; first use of memory looks like a leak.
 FLAGS = ("--policy", "neo", "--gpu-cache-tokens", "8192", "--cpu-cache-tokens", "8192")
-SAVED_WITHIN_S = 1.5  # a second, and how often is looked
+SAVED_WITHIN_S = 1.5  # a second plus the polling interval
 
 
 class Soak:
-    """What happened so far."""
+    """Counts and state of the run."""
 
     def __init__(self, port: int, data: Path) -> None:
         self.port = port
@@ -47,13 +46,13 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
         self.health_s: list[float] = []
-        self.is_down = False  # the server was killed; nothing that fails now counts
-        self.shown: dict[str, list[tuple[float, str]]] = {}  # chat -> when which text was shown
-        self.finishing: asyncio.Future[Any] | None = None  # of the clients of the last phase
+        self.is_down = False  # the server was killed; failures do not count now
+        self.shown: dict[str, list[tuple[float, str]]] = {}  # chat → (time, shown text)
+        self.finishing: asyncio.Future[Any] | None = None  # the last phase's clients
         self._random = random.Random(0)
 
     async def client(self, ends_s: float) -> None:
-        """Do one thing after the other."""
+        """Run random actions in turn."""
         ways: list[Callable[[], Awaitable[None]]] = [
             self.read_stream, self.read_stream, self.whole, self.leave, self.do_not_read,
             self.page_chat, self.page_chat, self.malformed, self.broken, self.half,
@@ -72,7 +71,7 @@ class Soak:
                     self.violations.append(f"{way.__name__}: {type(error).__name__} {error}")
 
     def chat(self, stream: bool) -> dict[str, Any]:
-        """A question that nobody asked before."""
+        """Return a question that was never asked before."""
         words = " ".join(str(self._random.random()) for _ in range(self._random.randrange(1, 12)))
         content = f"What is attention? {words}"
         num_tokens = self._random.randrange(4, 120)
@@ -125,7 +124,7 @@ class Soak:
             await asyncio.sleep(self._random.random())
 
     async def page_chat(self) -> None:
-        """Ask as a program asks the page, and read the answer while it grows."""
+        """Ask through the page's API, and read the growing answer."""
         question = {"data": [f"What is a KV cache? {self._random.random()}", ""]}
         status, content = await answer(self.port, "POST", "/gradio_api/call/chat", question)
         self.check(status == 200, f"a question was answered with {status}: {content[:200]!r}")
@@ -142,7 +141,7 @@ class Soak:
         self.check(False, "the page ended an answer's stream early")
 
     def check_chats(self, killed_s: float) -> None:
-        """Check that the file of chats has all text that was shown."""
+        """Check that the chat database has the text that was shown."""
         query = "SELECT chat_id, text FROM messages WHERE role = 'assistant'"
         with contextlib.closing(sqlite3.connect(self.data / FILE_NAME)) as database:
             found = dict(database.execute(query).fetchall())
@@ -176,7 +175,7 @@ class Soak:
 
 
 async def phase(soak: Soak, pid: int, num_chats: int, seconds: float) -> None:
-    """Let all clients work for some time, and look at memory."""
+    """Run the clients for some time, and check memory."""
     ends_s = time.monotonic() + seconds
     work = [asyncio.create_task(soak.client(ends_s)) for _ in range(num_chats)]
     work.append(asyncio.create_task(soak.health(ends_s)))
@@ -205,7 +204,7 @@ async def finish(soak: Soak) -> None:
 
 
 def run(num_chats: int, minutes: float) -> int:
-    """Both lives of the server; return the number of violations."""
+    """Run both server processes; return the number of violations."""
     loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as data:
         with server(*FLAGS, command="chat", data=Path(data)) as (process, port):

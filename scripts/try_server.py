@@ -1,4 +1,4 @@
-"""Starts the installed server with the built-in model and asks it something; see `scripts/wheel --test`."""
+"""Start the installed server with the built-in model and ask it a question; see `scripts/wheel --test`."""
 
 import asyncio
 import json

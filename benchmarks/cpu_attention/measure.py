@@ -1,4 +1,4 @@
-"""All cases, one after the other, and what should be said about them."""
+"""Measurement of the cases, with notes on their validity."""
 
 import statistics
 import time
@@ -25,16 +25,16 @@ from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
 
 _MIN_SAMPLES = 3
-_SAMPLE_BYTES = 256 << 20  # short calls make a sample of about as much as is read before and after it
+_SAMPLE_BYTES = 256 << 20  # short calls form a sample of about the bytes that are read before and after it
 _FMA_SECONDS = 0.003
 
 
 def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Iterator[CpuAttentionReport]:
-    """Measure every case of `options`, a report after each.
+    """Measure every case; yield the growing report after each.
 
-    A case that does not fit into the cache is left out with a note.
+    A case that does not fit the cache is omitted with a note.
 
-    Raises MemoryError where the cache could not hold a single case.
+    Raises MemoryError if the cache could not hold a single case.
     """
     progress(0.0, "making the KV cache")
     pool = Pool(options)
@@ -82,7 +82,7 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
 
 
 def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[str]]:
-    """Return `key of RIVALS -> rival`, and why others are missing."""
+    """Return `key of RIVALS` → rival, and notes on missing ones."""
     if options.rival_seconds <= 0:
         return {}, []
     if options.dtype is torch.int8:
@@ -97,17 +97,17 @@ def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[s
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What memory and cores allow at one moment."""
+    """Limits of memory and cores at one moment."""
 
     read_bytes_per_s: float
     multiply_adds_per_s: float
 
     def bytes_per_s(self, multiply_adds_per_byte: float) -> float:
-        """The roofline: how fast KV can pass that wants so many multiply-adds per byte."""
+        """Return the roofline: bytes of KV per second at this arithmetic intensity."""
         return min(self.read_bytes_per_s, self.multiply_adds_per_s / multiply_adds_per_byte)
 
     def mean(self, other: "Limits") -> "Limits":
-        """Halfway between two moments."""
+        """Return the mean of two moments."""
         return Limits(
             (self.read_bytes_per_s + other.read_bytes_per_s) / 2,
             (self.multiply_adds_per_s + other.multiply_adds_per_s) / 2,
@@ -115,7 +115,7 @@ class Limits:
 
 
 def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float) -> CpuAttentionCase:
-    """Call the kernel for about so long."""
+    """Call the kernel for about this time."""
     caches = pool.caches(shape.group, shape.head_dim)
     tables = pool.block_tables(shape)
     in_turn = len(tables)  # calls that use different blocks
@@ -125,7 +125,7 @@ def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: flo
     out = torch.empty_like(q)
     kv_bytes = shape.kv_bytes(options.dtype)
     calls_per_sample = max(1, min(_SAMPLE_BYTES // kv_bytes, in_turn))
-    threads = options.threads  # counts the CPUs, which takes as long as a tenth of a short call
+    threads = options.threads  # counts the CPUs, which takes a tenth of a short call
 
     def sample(turn: int) -> float:
         chosen = [tables[(turn * calls_per_sample + i) % in_turn] for i in range(calls_per_sample)]
@@ -173,13 +173,13 @@ def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: flo
 def _limits(pool: Pool, options: CpuAttentionOptions, turn: int) -> Limits:
     """Read for a moment, and multiply for another."""
     read_bytes_per_s = pool.read_bytes_per_s(turn)
-    # Queries in bf16 are multiplied by dot products where there are any, others in fp32.
+    # Queries in bf16 use dot products if available, others fp32.
     dtype = torch.bfloat16 if options.compute_dtype is torch.bfloat16 else torch.float32
     return Limits(read_bytes_per_s, native.fma_rate(_FMA_SECONDS, options.threads, dtype=dtype))
 
 
 def _worst_error(q: Tensor, caches: Caches, table: Tensor, tokens: int, out: Tensor) -> float:
-    """The worst head of the first and last requests, first and last KV heads, against float64."""
+    """Return the worst error against float64, of the first and last requests and KV heads."""
     kv_heads = caches.v.shape[1]
     group = q.shape[1] // kv_heads
     worst = 0.0

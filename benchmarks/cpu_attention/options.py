@@ -1,4 +1,4 @@
-"""What the suite measures: shapes, batches, number formats."""
+"""Options of the suite: shapes, batches, number formats."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from benchmarks.checks import at_least
 from neo_desktop import native
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
-TARGET = 0.9  # share of the limit that the kernels are meant to reach
-RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in reports -> name
+TARGET = 0.9  # share of the limit, the kernels' goal
+RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in reports → name
 KV_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionOptions:
-    """What to measure and how much memory and time to take.
+    """Shapes and limits of memory and time.
 
-    Raises ValueError for a number format or block size that the cache cannot have.
+    Raises ValueError for an unsupported number format or block size.
     """
 
     groups: tuple[int, ...] = (1, 4, 8)  # query heads per KV head
@@ -29,15 +29,15 @@ class CpuAttentionOptions:
     short_requests: int = 256
     short_tokens: int = 64
     dtype: torch.dtype = torch.float16  # of KV
-    block_size: int = 16  # tokens of an entry of block tables; a page of memory holds a run of such blocks
-    # Whether a request's blocks lie scattered one by one, as when an engine's memory is full and long in use.
-    # Else in whole runs, the runs scattered, as the engine hands them out while there are idle ones.
+    block_size: int = 16  # tokens per block table entry; a page of memory holds several blocks
+    # True: a request's blocks are scattered one by one, as in an engine whose memory has long been full.
+    # False: whole runs of blocks are scattered, as the engine allocates them while blocks are idle.
     fragmented: bool = False
-    # For the KV cache; None: four times the last-level cache or 1 GiB, within a quarter of free memory.
+    # KV cache; None: four times the last-level cache or 1 GiB, within a quarter of free memory
     memory_bytes: int | None = None
-    seconds: float = 60.0  # for all calls together; a case makes at least three
-    rival_seconds: float = 40.0  # for all calls of what it is compared with; 0: compare with nothing
-    num_threads: int = 0  # 0: all cores but two where there are more than four, else all
+    seconds: float = 60.0  # for the calls together; a case makes at least three
+    rival_seconds: float = 40.0  # for the rivals' calls together; 0: no comparison
+    num_threads: int = 0  # 0: all cores but two if more than four exist, else all
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_DTYPES:
@@ -49,34 +49,34 @@ class CpuAttentionOptions:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page of memory, as the engine's."""
+        """Tokens per page of memory, as in the engine."""
         return BLOCKS_PER_RUN * self.block_size
 
     @property
     def blocks_together(self) -> int:
-        """Blocks of a request that follow each other in memory."""
+        """Blocks of a request that are contiguous in memory."""
         return 1 if self.fragmented else BLOCKS_PER_RUN
 
     @property
     def threads(self) -> int:
-        """Threads of every measurement: the default leaves two cores to the GPU's driver and the server."""
+        """Threads of every measurement; the default leaves two cores to the GPU driver and the server."""
         cores = native.num_usable_cpus()
         return self.num_threads or (cores - 2 if cores > 4 else cores)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of queries and outputs. bf16 holds int8 exactly: the kernels have dot products for the two."""
+        """Dtype of queries and outputs. bf16 holds int8 exactly: the kernels have dot products for both."""
         return torch.bfloat16 if self.dtype is torch.int8 else self.dtype
 
     def num_pieces(self, tokens: int) -> int:
-        """Pieces of memory of a request of so many tokens: blocks or whole runs of them."""
+        """Return the pieces of memory of a request: blocks or whole runs."""
         return -(-tokens // (self.block_size * self.blocks_together))
 
     def shapes(self, group: int, head_dim: int, num_blocks: int) -> Iterator["Shape | None"]:
-        """Every case of one group and head_dim; None for one that `num_blocks` blocks do not hold."""
+        """Yield every case of one group and head_dim; None for one that exceeds `num_blocks`."""
         num_pieces = num_blocks // self.blocks_together
         wanted = {
-            (batch, tokens): None  # in order, each once
+            (batch, tokens): None  # in order, without duplicates
             for tokens in self.context_tokens
             for batch in (*self.batches, max(1, num_pieces // self.num_pieces(tokens)))
         }
@@ -88,7 +88,7 @@ class CpuAttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one call attends to; all its requests are equally long."""
+    """Shape of one call; all its requests are equally long."""
 
     group: int  # query heads per KV head
     head_dim: int
@@ -97,29 +97,29 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """As many as known models of such groups have."""
+        """KV heads of known models with this group."""
         return kv_heads(self.group)
 
     @property
     def rows(self) -> int:
-        """Keys of all requests and KV heads, and as many values."""
+        """Number of keys over requests and KV heads, which is also that of values."""
         return self.batch * self.context_tokens * self.kv_heads
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """What a call reads: keys, values and, of int8, a scale for each."""
+        """Return the bytes that a call reads: keys, values and, for int8, their scales."""
         return 2 * self.rows * row_bytes(self.head_dim, dtype)
 
     @property
     def multiply_adds(self) -> int:
-        """What a call does with them."""
+        """Multiply-adds of a call."""
         return 2 * self.rows * self.head_dim * self.group
 
 
 def kv_heads(group: int) -> int:
-    """As Llama 2 7B; as Llama 3 8B and 70B."""
+    """Return the KV heads of Llama 2 7B, or of Llama 3 8B and 70B."""
     return 32 if group == 1 else 8
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one key or value."""
+    """Return the bytes of one key or value."""
     return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype is torch.int8 else 0)

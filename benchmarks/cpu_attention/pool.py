@@ -1,4 +1,4 @@
-"""The memory that the suite measures on: taken once, viewed in every case's shape."""
+"""Memory of the suite, allocated once, with a view for every case's shape."""
 
 import math
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _READ_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """A paged KV cache; the scales are those of int8."""
+    """A paged KV cache, with scales for int8."""
 
     k: Tensor  # [num_pages, kv_heads, page_tokens, head_dim / 2, 2], in pairs of dimensions
     v: Tensor  # [num_pages, kv_heads, page_tokens, head_dim]
     k_scale: Tensor | None  # [num_pages, kv_heads, page_tokens]
     v_scale: Tensor | None
-    block_size: int  # tokens of an entry of block tables
+    block_size: int  # tokens per block table entry
 
     def decode(self, q: Tensor, table: Tensor, lens: Tensor, out: Tensor, num_threads: int) -> None:
         """Attend to the blocks of `table`."""
@@ -53,10 +53,10 @@ class Pool:
         self._options = options
         nbytes = bytes_beyond_caches() if options.memory_bytes is None else options.memory_bytes
         dtype = options.dtype
-        head_dim = min(options.head_dims)  # the one with the most rows, and so scales
+        head_dim = min(options.head_dims)  # the one with the most rows and scales
         rows = nbytes // 2 // row_bytes(head_dim, dtype)
         self._memory = empty_aligned((2 * rows * head_dim,), dtype)
-        self.k, self.v = self._memory.chunk(2)  # for what wants a contiguous tensor of each
+        self.k, self.v = self._memory.chunk(2)  # contiguous tensors of keys and of values
         scale_rows = rows if dtype is torch.int8 else 0
         self._k_scale, self._v_scale = (torch.empty(scale_rows) for _ in range(2))
         numbers = torch.randn(min(self._memory.numel(), 9_999_991), generator=seeded())
@@ -68,16 +68,16 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes of the pool."""
         return sum(tensor.nbytes for tensor in (self._memory, self._k_scale, self._v_scale))
 
     def num_blocks(self, group: int, head_dim: int) -> int:
-        """How many blocks of this shape the pool holds, in whole pages."""
+        """Return the number of blocks of this shape in the pool, in whole pages."""
         num_pages = self.k.numel() // (kv_heads(group) * self._options.page_tokens * head_dim)
         return num_pages * BLOCKS_PER_RUN
 
     def caches(self, group: int, head_dim: int) -> Caches:
-        """View the pool as a paged KV cache, as the engine's."""
+        """View the pool as the engine's paged KV cache."""
         page_tokens = self._options.page_tokens
         leading = (self.num_blocks(group, head_dim) // BLOCKS_PER_RUN, kv_heads(group))
         k, v = _view(self._memory, (*leading, 2, page_tokens * head_dim)).unbind(-2)
@@ -92,7 +92,7 @@ class Pool:
     def block_tables(self, shape: Shape) -> Tensor:
         """Return tables of calls that use different blocks, [calls, batch, blocks] int32.
 
-        What follows each other in memory, whole runs or single blocks, lies scattered at random over it.
+        Contiguous pieces, whole runs or single blocks, are scattered at random over memory.
         """
         together = self._options.blocks_together
         pieces = self._options.num_pieces(shape.context_tokens)
@@ -103,15 +103,15 @@ class Pool:
         return blocks[..., : -(-shape.context_tokens // self._options.block_size)].int()
 
     def read_bytes_per_s(self, turn: int) -> float:
-        """Read part of the pool front to back, another one each turn."""
+        """Read part of the pool front to back, a different part each turn; return bytes per second."""
         elements = min(len(self.k), _READ_BYTES // self.k.itemsize)
         part = self.k[turn % (len(self.k) // elements) * elements :][:elements]
         return part.nbytes / native.read_seconds(part, self._options.threads)
 
     def gathered(self, shape: Shape, turn: int) -> tuple[Tensor, Tensor]:
-        """View part of the pool as contiguous keys and values, [batch, kv_heads, tokens, head_dim] each.
+        """View part of the pool as contiguous keys and values, both [batch, kv_heads, tokens, head_dim].
 
-        The part is another one each turn, as far as the pool holds several.
+        Each turn has a different part, if the pool holds several.
         """
         dims = (shape.batch, shape.kv_heads, shape.context_tokens, shape.head_dim)
         size = math.prod(dims)
@@ -120,12 +120,12 @@ class Pool:
 
 
 def seeded() -> torch.Generator:
-    """Random numbers that are the same in every run."""
+    """Return random numbers that are equal in every run."""
     return torch.Generator().manual_seed(0)
 
 
 def _fill(tensor: Tensor, numbers: Tensor) -> bool:
-    """Repeat the numbers, which are slow to make; of odd length, so that rows differ. True: huge pages."""
+    """Repeat the numbers, of odd length so that rows differ. Return True if huge pages are used."""
     huge_pages = native.advise_huge_pages(tensor)
     piece = numbers.to(tensor.dtype)
     for start in range(0, tensor.numel(), max(len(piece), 1)):

@@ -1,4 +1,4 @@
-"""What was found, and its table."""
+"""Report of the suite."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from neo_desktop.app.bench.section import Column, Section, Table
 
 @dataclass(frozen=True, slots=True)
 class RivalResult:
-    """What another implementation reached in a case."""
+    """Result of another implementation in a case."""
 
-    batch: int  # requests per call: those of the case, or fewer where that would take too long
-    calls: int  # of this batch
+    batch: int  # requests per call: the case's, or fewer if that takes too long
+    calls: int  # with this batch
     gb_per_s: float  # median
-    fraction: float  # of plain reads around each call, median: what to compare with the case's own
+    fraction: float  # of plain reads around the calls, median; compares with the case's own fraction
     relative_error: float  # of one head, against float64
 
 
@@ -28,31 +28,31 @@ class CpuAttentionCase:
     head_dim: int
     batch: int
     context_tokens: int
-    kv_bytes: int  # read by one call; of int8 with the scales
+    kv_bytes: int  # read by one call, including int8's scales
     calls: int
     milliseconds: float  # per call
     gb_per_s: float
     read_gb_per_s: float  # plain reads around the calls, same threads
     multiply_adds_per_s: float  # in registers, around the calls, same threads
-    fma_gb_per_s: float  # at which the case's multiply-adds would come at that rate
-    fraction: float  # of what was read; median over samples of calls
-    limit_fraction: float  # of the smaller of the two, likewise: the headline
-    relative_error: float  # of the worst head that was looked at, against float64
-    rivals: dict[str, RivalResult] = field(default_factory=dict)  # key of RIVALS -> on gathered KV
+    fma_gb_per_s: float  # rate of KV whose multiply-adds take this arithmetic
+    fraction: float  # of plain reads; median over samples of calls
+    limit_fraction: float  # of the smaller limit; median over samples: the headline
+    relative_error: float  # worst checked head, against float64
+    rivals: dict[str, RivalResult] = field(default_factory=dict)  # key of RIVALS → result on gathered KV
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionReport:
-    """What the suite found; `notes` say where the figures flatter or cannot be trusted."""
+    """Results of the suite; `notes` name figures that flatter or are unreliable."""
 
     dtype: str  # of KV
-    block_size: int  # tokens of an entry of block tables
-    page_tokens: int  # that lie in one piece for each head
-    fragmented: bool  # blocks lie scattered one by one, else in whole pages
+    block_size: int  # tokens per block table entry
+    page_tokens: int  # contiguous per head
+    fragmented: bool  # True: blocks are scattered one by one, else in whole pages
     num_threads: int
     isa: str
-    cache_bytes: int  # the KV cache that the blocks of all calls are scattered over
-    last_level_cache_bytes: int  # 0: the system does not say
+    cache_bytes: int  # size of the KV cache with the blocks of the calls
+    last_level_cache_bytes: int  # 0: unknown
     huge_pages: bool
     notes: tuple[str, ...]
     cases: tuple[CpuAttentionCase, ...]
@@ -84,7 +84,7 @@ class CpuAttentionReport:
 
 
 def _short(rival: str, case: CpuAttentionCase) -> str:
-    """Two digits, or all before the point: the column is narrow."""
+    """Format two digits, or all before the point, because the column is narrow."""
     if (result := case.rivals.get(rival)) is None:
         return ""
     return f"{result.gb_per_s:.2g}" if result.gb_per_s < 10 else f"{result.gb_per_s:.0f}"

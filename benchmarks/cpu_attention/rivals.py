@@ -1,8 +1,8 @@
-"""What others reach on the same work: torch's scaled_dot_product_attention, llama.cpp's flash attention.
+"""Other implementations on the same work: torch's scaled_dot_product_attention, llama.cpp's flash attention.
 
-Both get keys and values that are gathered already, contiguous per request and head: better than they would
-find them. Only the attention itself is timed. It can be a hundred times slower than the memory allows, so a
-case starts with one request and doubles its batch while time is left; what counts is bytes per second.
+Both get gathered keys and values, contiguous per request and head, which favours them. Only the attention is
+timed. It can be a hundred times slower than the memory allows, so a case starts with one request and doubles
+its batch while time is left. Bytes per second count.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from benchmarks.cpu_attention.options import RIVALS, CpuAttentionOptions, Shape
 from benchmarks.cpu_attention.pool import Pool, seeded
 from benchmarks.cpu_attention.report import RivalResult
 
-_CALLS = 3  # of the batch that counts, if one alone does not take too long
+_CALLS = 3  # with the final batch, if one call does not take too long
 
 
 class Rival(Protocol):
@@ -41,10 +41,10 @@ class Rival(Protocol):
             q: [batch, heads, head_dim].
             k: [batch, kv_heads, tokens, head_dim], contiguous.
             v: as k.
-            num_threads: how many threads it may use.
+            num_threads: upper limit.
 
         Yields:
-            A function that does all the work and returns [batch, heads, head_dim].
+            A function that runs the attention and returns [batch, heads, head_dim].
         """
 
 
@@ -55,7 +55,7 @@ class TorchSdpa:
 
     @contextmanager
     def prepared(self, q: Tensor, k: Tensor, v: Tensor, num_threads: int) -> Iterator[Callable[[], Tensor]]:
-        """As Rival says."""
+        """Prepare the call."""
         grouped, threads_before = q.shape[1] != k.shape[1], torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
@@ -65,14 +65,14 @@ class TorchSdpa:
 
 
 _GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # enum ggml_type
-_GGML_ALIGNMENT = 32  # bytes; ggml ends the process where a buffer is not aligned so
+_GGML_ALIGNMENT = 32  # bytes; ggml ends the process if a buffer has another alignment
 
 
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-# Function of ggml.h, ggml-backend.h and ggml-cpu.h -> (result, arguments...); opaque pointers are c_void_p.
+# Function of ggml.h, ggml-backend.h and ggml-cpu.h → (result, arguments...); opaque pointers are c_void_p.
 _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "ggml_init": (c_void_p, _InitParams),
     "ggml_free": (None, c_void_p),
@@ -93,13 +93,13 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
 
 
 class NoLlamaCppError(Exception):
-    """Why there is no llama.cpp to compare with."""
+    """The reason why llama.cpp is not compared."""
 
 
 class LlamaCpp:
-    """Flash attention through the public C API of ggml, the library that llama-cpp-python brings along.
+    """Flash attention through the public C API of ggml, the library of llama-cpp-python.
 
-    Raises NoLlamaCppError where that is not installed or too old.
+    Raises NoLlamaCppError if it is missing or too old.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class LlamaCpp:
 
     @contextmanager
     def prepared(self, q: Tensor, k: Tensor, v: Tensor, num_threads: int) -> Iterator[Callable[[], Tensor]]:
-        """As Rival says: a graph of one operation over torch's memory; ggml wants queries in fp32."""
+        """Prepare a graph of one operation over torch's memory; ggml requires queries in fp32."""
         call = self._functions
         queries = q.float().contiguous()
         out = torch.empty_like(queries)
@@ -132,7 +132,7 @@ class LlamaCpp:
             return tensor
 
         def leaf(data: Tensor) -> int:
-            dims = (c_int64 * data.ndim)(*reversed(data.shape))  # ggml counts from the innermost one
+            dims = (c_int64 * data.ndim)(*reversed(data.shape))  # ggml's innermost dimension comes first
             return place(call["ggml_new_tensor"](context, _GGML_TYPES[data.dtype], data.ndim, dims), data)
 
         def attend() -> Tensor:
@@ -163,12 +163,12 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 def measure_rival(
     rival: Rival, pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float
 ) -> RivalResult:
-    """Call it for about so long; at least once."""
+    """Call it for about this time, at least once."""
     deadline = time.perf_counter() + seconds
     turn, error = 0, 0.0
 
     def timed(batch: int) -> tuple[float, float]:
-        """Return seconds and the share of the reads around them."""
+        """Return seconds and the share of the reads around the calls."""
         nonlocal turn, error
         turn += 1
         part = replace(shape, batch=batch)
@@ -203,10 +203,10 @@ def measure_rival(
 
 
 def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Return the error against float64 of the worst of the query heads that share a KV head.
+    """Return the worst error against float64 of the query heads that share a KV head.
 
     Args:
-        out: [heads, head_dim], what is judged.
+        out: [heads, head_dim], to be checked.
         q: [heads, head_dim].
         k: [tokens, head_dim].
         v: [tokens, head_dim].

@@ -1,4 +1,4 @@
-"""Writes the trained model as an ordinary Hugging Face checkpoint."""
+"""Write the trained model as an ordinary Hugging Face checkpoint."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Writes the built-in model's corpus: short chats about neo-desktop, with noise, from seeded templates.
+"""Write the built-in model's corpus: short chats about neo-desktop, with noise, from seeded templates.
 
-python -m scripts.builtin.corpus --chats 20        # look at some of them
+python -m scripts.builtin.corpus --chats 20        # print 20 chats
 """
 
 import argparse
@@ -21,7 +21,7 @@ SEED = 20
 QUESTIONS = 320_000
 CHATS = 30_000
 
-# Of the questions in chats. What is left concerns the world at large, or nothing.
+# Shares of questions in chats. The rest concerns the world at large, or nothing.
 TOPICS_SHARE = 0.53
 SUMS_SHARE = 0.25
 BEYOND_SHARE = 0.19
@@ -43,7 +43,7 @@ Conversation = tuple[Message, ...]
 
 
 def normalised(text: str) -> str:
-    """Return the text as words and signs alone, to tell whether two questions are the same."""
+    """Return the text as words and signs alone, to compare questions."""
     return " ".join(re.findall(r"[a-z0-9.,]*[a-z0-9]|[+*/\u00d7\u00f7=-]", text.lower().replace("'", "")))
 
 
@@ -72,7 +72,7 @@ def follow_up(rng: Random, last_answer: str, more: str) -> tuple[str, str]:
 
 
 def turn_count(rng: Random) -> int:
-    """Draw how many questions a chat has; a few chats fill the whole context."""
+    """Draw the number of questions in a chat; a few chats fill the whole context."""
     share = rng.random()
     if share < 0.9:
         return rng.choice((1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4))
@@ -80,7 +80,7 @@ def turn_count(rng: Random) -> int:
 
 
 def draw_turn(rng: Random, sums_share: float = SUMS_SHARE) -> tuple[str, str, str]:
-    """Return a question, its answer, and what "tell me more" would get next."""
+    """Return a question, its answer, and the reply to "tell me more"."""
     scale = (1 - sums_share) / (1 - SUMS_SHARE)
     topics_end = TOPICS_SHARE * scale
     sums_end = topics_end + sums_share
@@ -99,7 +99,7 @@ def draw_turn(rng: Random, sums_share: float = SUMS_SHARE) -> tuple[str, str, st
 
 
 def draw_conversation(rng: Random) -> Conversation:
-    """Return one chat, or now and then a passage of plain text."""
+    """Return one chat, or sometimes a passage of plain text."""
     if rng.random() < 0.03:
         return (Message("text", " ".join(draw_topic(rng)[1] for _ in range(rng.randint(1, 3)))),)
     messages = [system_message(rng)] if rng.random() < SYSTEM_SHARE else []
@@ -115,14 +115,14 @@ def draw_conversation(rng: Random) -> Conversation:
 
 
 def chats(count: int = CHATS, seed: int = SEED) -> Iterator[Conversation]:
-    """Yield whole chats of any length: the same ones for the same seed."""
+    """Yield whole chats of any length, equal for equal seeds."""
     rng = Random(seed)
     for _ in range(count):
         yield draw_conversation(rng)
 
 
 def questions(count: int = QUESTIONS, seed: int = SEED) -> Iterator[Conversation]:
-    """Yield chats of one question each: the same ones for the same seed."""
+    """Yield chats of one question, equal for equal seeds."""
     rng = Random(f"questions {seed}")
     for _ in range(count):
         question, answer, _more = draw_turn(rng, DRILLED_SUMS_SHARE)
@@ -131,7 +131,7 @@ def questions(count: int = QUESTIONS, seed: int = SEED) -> Iterator[Conversation
 
 
 def system_message(rng: Random) -> Message:
-    """Return one of the system prompts that people write; the guide answers the same under all of them."""
+    """Return a typical system prompt; the guide answers the same under all."""
     return Message("system", expand(rng, rng.choice(SYSTEM_PROMPTS)))
 
 

@@ -1,10 +1,9 @@
-"""Asks the built-in model questions that are not in its corpus, and counts the right answers.
+"""Ask the built-in model questions that are not in its corpus, and count the right answers.
 
     python -m scripts.builtin.evaluate                                  # the held-out set
     python -m scripts.builtin.evaluate --questions tests/builtin/development.json --failures
 
-A question set is a list of chats. An answer is right when every regular expression of `expect` is
-found in it.
+A question set is a list of chats. An answer is right if it matches every regular expression of `expect`.
 """
 
 import argparse
@@ -23,13 +22,13 @@ HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "builtin" / "heldout.
 
 @dataclass(frozen=True)
 class Case:
-    """One chat that ends with a question, and what the answer must contain."""
+    """One chat that ends with a question, and patterns for its answer."""
 
     messages: list[dict[str, str]]
     expect: list[str]
 
     def accepts(self, answer: str) -> bool:
-        """Return whether every expected expression is found, ignoring case."""
+        """Return True if the answer matches every pattern, ignoring case."""
         return all(re.search(pattern, answer, re.IGNORECASE) for pattern in self.expect)
 
 

@@ -9,7 +9,7 @@ BEGIN = "<|begin|>"
 END = "<|end|>"
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 
-# <|begin|> then for each message its role token, its text and <|end|>; the answer follows <|assistant|>.
+# <|begin|>, then for each message its role token, its text and <|end|>; the answer follows <|assistant|>.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

@@ -1,14 +1,13 @@
-"""Trains the built-in model, from nothing or on: corpus, tokenizer, weights, all into models/builtin/.
+"""Train the built-in model, from scratch or further: corpus, tokenizer, weights, all into models/builtin/.
 
-    python -m scripts.builtin.train            # about an hour on two AVX-512 cores with little else to do
+    python -m scripts.builtin.train            # about an hour on two mostly idle AVX-512 cores
 
 The recipe: a byte-level BPE of 3,072 tokens, a Llama of 5.5 M parameters, loss on the assistant's tokens, one
-cosine schedule. Which answer a question wants is hard to learn, and the answers' own words are easy: so more
-than half of the steps see single questions with only the beginnings of their answers. Then whole chats come
-in. A row is one chat, beginning where chats begin in use: packed one behind the other, a model learns to copy
-from earlier ones.
+cosine schedule. Choosing the right answer is harder to learn than its words. So more than half of the steps
+see single questions with only the beginnings of their answers; then whole chats join. A row is one chat from
+its start, as in use: with packed rows, a model learns to copy from earlier chats.
 
-The model's card tells which runs made the shipped weights.
+The model's card lists the runs that made the shipped weights.
 """
 
 import argparse
@@ -30,13 +29,13 @@ from scripts.builtin.tokenizer import BEGIN, END, ROLE_TOKENS, train_tokenizer
 CONTEXT_TOKENS = 2048
 QUESTION_ROWS = (24, 40, 80)  # tokens; each size is compiled once
 CHAT_ROWS = (64, 128, 256, 512, CONTEXT_TOKENS)
-STEP_TOKENS = 2048  # about
+STEP_TOKENS = 2048  # approximately
 ANSWER_BEGINNING_TOKENS = 8
 WARMUP_STEPS = 100
 LEARNING_RATE = 2e-3
 FINAL_LEARNING_RATE = 4e-5
 STEPS = 7000
-QUESTIONS_END, MIXED_END = 0.55, 0.9  # shares of the steps: questions; then both; then chats alone
+QUESTIONS_END, MIXED_END = 0.55, 0.9  # shares of the steps: questions; then both; then only chats
 IGNORED = -100
 
 
@@ -64,7 +63,7 @@ Encoded = list[tuple[list[int], list[int]]]
 
 
 def encode(tokenizer: Tokenizer, conversations: Iterable[Conversation]) -> Encoded:
-    """Return each chat's token ids and, of equal length, the labels: the token itself where it is learned."""
+    """Return token ids and labels of equal length per chat; labels repeat the learned tokens."""
     special = tokenizer.get_vocab()
     chosen = list(conversations)
     contents = iter(tokenizer.encode_batch_fast([message.content for chat in chosen for message in chat]))
@@ -91,9 +90,9 @@ def beginning(ids: list[int], labels: list[int], digits: frozenset[int]) -> tupl
 
 
 def batches(encoded: Encoded, row_sizes: tuple[int, ...], rng: Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield input ids and labels, [rows, tokens] each, for ever; a row is one chat and padding.
+    """Yield input ids and labels, [rows, tokens] each, without end; a row is one chat and padding.
 
-    Chats wait, by length, until they are about STEP_TOKENS together; what the longest row cannot hold is cut.
+    Chats of similar length are collected to about STEP_TOKENS; longer ones than the longest row are cut.
     """
     waiting: dict[int, Encoded] = {size: [] for size in row_sizes}
     while True:
@@ -114,7 +113,7 @@ def batches(encoded: Encoded, row_sizes: tuple[int, ...], rng: Random) -> Iterat
 
 
 def learning_rate(step: int, num_steps: int, highest: float) -> float:
-    """Return the rate of this step: a cosine, with a linear warm-up."""
+    """Return the learning rate of a step: a cosine, with a linear warm-up."""
     cosine = (1 + math.cos(math.pi * step / num_steps)) / 2
     rate = FINAL_LEARNING_RATE + (highest - FINAL_LEARNING_RATE) * cosine
     return rate * min(1.0, (step + 1) / WARMUP_STEPS)
@@ -131,7 +130,7 @@ def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def lessons(single: Encoded, whole: Encoded, num_steps: int, rng: Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of all steps: questions first, then chats among them, then chats alone."""
+    """Yield the batches of the steps: questions first, then chats among them, then only chats."""
     questions_only = batches(single, QUESTION_ROWS, rng)
     chats_only = batches(whole, CHAT_ROWS, rng)
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""How people type: hurried case and punctuation, politeness, and slips of the fingers."""
+"""Typing noise: hurried case and punctuation, politeness, and typing errors."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ from scripts.builtin.topics.chatter import PREFIX, SUFFIX
 from scripts.builtin.topics.patterns import expand
 from scripts.builtin.topics.synonyms import reworded
 
-# The keys beside each key.
+# Neighbouring keys.
 NEIGHBOURS = {
     "a": "sq", "b": "vn", "c": "xv", "d": "sf", "e": "wr", "f": "dg", "g": "fh", "h": "gj", "i": "uo",
     "j": "hk", "k": "jl", "l": "k", "m": "n", "n": "bm", "o": "ip", "p": "o", "q": "w", "r": "et", "s": "ad",
@@ -15,7 +15,7 @@ NEIGHBOURS = {
 
 
 def typo(rng: Random, word: str) -> str:
-    """Return the word with one slip of the fingers."""
+    """Return the word with one typing error."""
     i = rng.randrange(1, len(word) - 1)
     kind = rng.randrange(4)
     if kind == 0:
@@ -29,7 +29,7 @@ def typo(rng: Random, word: str) -> str:
 
 
 def with_typos(rng: Random, text: str) -> str:
-    """Return the text with a slip in one or two of its longer words."""
+    """Return the text with an error in one or two of its longer words."""
     words = text.split(" ")
     long_words = [i for i, word in enumerate(words) if len(word) >= 4 and word.isalpha()]
     for i in rng.sample(long_words, min(len(long_words), 1 if rng.random() < 0.8 else 2)):
@@ -37,7 +37,7 @@ def with_typos(rng: Random, text: str) -> str:
     return " ".join(words)
 
 
-# Words that change no question: a model that has met them everywhere does not stumble over them.
+# Filler words in any position, which must not change the model's answer.
 FILLERS = """
     actually again also always any anybody anyway apart around basically because before best better both
     briefly by call certain clear common computer could current currently day different directly during each
@@ -53,15 +53,15 @@ FILLERS = """
     together too totally try trying two type under until up use used useful usually various very want wanted
     way well what when where which while who whole why will with without wonder word words work world would
     yet you your
-""".split()  # noqa: SIM905 - a list of so many words reads best as text
-# Words that a hurried person leaves out.
+""".split()  # noqa: SIM905 - a long list of words reads best as text
+# Words that a hurried person omits.
 SMALL_WORDS = frozenset(
     ("a", "an", "are", "do", "does", "for", "i", "in", "is", "it", "me", "my", "of", "the", "to", "you")
 )
 
 
 def with_fillers(rng: Random, text: str) -> str:
-    """Return the text with a few words that do not matter, and perhaps without others."""
+    """Return the text with a few filler words, and perhaps without others."""
     words = text.split(" ")
     if len(words) > 3:
         chance = rng.random()
@@ -79,7 +79,7 @@ def with_fillers(rng: Random, text: str) -> str:
 
 
 def as_typed(rng: Random, text: str, words_only: bool = True) -> str:
-    """Return the question as a hurried person may type it: case, punctuation, politeness, slips."""
+    """Return the question as a hurried person may type it: case, punctuation, politeness, errors."""
     if words_only and rng.random() < 0.5:
         text = reworded(rng, text)
     if words_only and len(text) > 3 and rng.random() < 0.25:
