@@ -371,10 +371,10 @@ class Engine:
         weights_bytes = self._decoder.nbytes
         cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
-        async_case_engine = self._scheduler.async_case_engine
+        async_request_ids = self._scheduler.async_request_ids
         workers = None if self._workers is None else self._workers.states
         return LiveView.of(
-            self.stats(), running, self._notes, device, weights_bytes, cost_model, async_case_engine, workers
+            self.stats(), running, self._notes, device, weights_bytes, cost_model, async_request_ids, workers
         )
 
     def close(self) -> None:

@@ -162,7 +162,7 @@ class LiveView:
         device: torch.device,
         weights_bytes: int,
         cost_model: CostModel | None,
-        async_case_engine: Collection[str] = (),
+        async_request_ids: Collection[str] = (),
         workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
         """Make a view from the current state.
@@ -171,7 +171,7 @@ class LiveView:
             running: running requests with their tiers.
             device: the model's.
             cost_model: the scheduler's.
-            async_case_engine: see `live_requests`.
+            async_request_ids: see `live_requests`.
             workers: attention workers; None: no workers.
         """
         is_cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ class LiveView:
         requests = [request for _, request in running]
         return cls(
             stats=stats,
-            requests=live_requests(running, async_case_engine),
+            requests=live_requests(running, async_request_ids),
             num_gpu_alone=(
                 num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
             ),
@@ -317,13 +317,13 @@ class Notes:
 
 
 def live_requests(
-    running: Iterable[tuple[KVTier, RequestState]], async_case_engine: Collection[str] = ()
+    running: Iterable[tuple[KVTier, RequestState]], async_request_ids: Collection[str] = ()
 ) -> tuple[LiveRequest, ...]:
     """Return the live state of running requests, by arrival.
 
     Args:
         running: requests with their tiers.
-        async_case_engine: requests with an async decode in flight; the CPU also works on them between async
+        async_request_ids: requests with an async decode in flight; the CPU also works on them between async
             steps.
     """
     requests = [
@@ -333,7 +333,7 @@ def live_requests(
             phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            is_held=request.iterations_waited > 0 and request.request_id not in async_case_engine,
+            is_held=request.iterations_waited > 0 and request.request_id not in async_request_ids,
         )
         for tier, request in running
     ]

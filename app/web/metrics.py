@@ -103,9 +103,7 @@ class EngineCollector(Collector):
             ("waiting_requests", "Requests that wait for KV", stats.num_waiting),
         ):
             yield GaugeMetricFamily(f"neo_desktop_{name}", help_text, value=value)
-        running = GaugeMetricFamily(
-            "neo_desktop_running_requests", "Requests by tier of KV", labels=["tier"]
-        )
+        running = GaugeMetricFamily("neo_desktop_running_requests", "Requests by tier of KV", labels=["tier"])
         for tier, count in stats.num_running_at.items():
             running.add_metric([tier.label], count)
         used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by tier", labels=["tier"])

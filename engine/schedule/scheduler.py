@@ -90,7 +90,7 @@ class Scheduler:
         return [(tier, request) for tier, requests in running.items() for request in requests]
 
     @property
-    def async_case_engine(self) -> frozenset[str]:
+    def async_request_ids(self) -> frozenset[str]:
         """IDs of the requests with an async decode in flight."""
         return frozenset(request.request_id for request in self._decider.async_groups)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from async_case_engine import AsyncCase
+from async_policy import AllAsync
 from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from idle import assert_is_idle
@@ -149,7 +149,7 @@ def test_decodes_at_their_own_pace_give_the_same_tokens(
     batch = prompts(8)
     lengths = [rng.randint(10, 64) for _ in batch]
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    monkeypatch.setitem(POLICIES, "auto", AsyncCase("auto", MEASURED_TIERS))
+    monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from async_case_engine import AsyncCase
+from async_policy import AllAsync
 from checkpoints import VOCAB_SIZE, save_checkpoint
 from cost_models import machine
 
@@ -135,17 +135,17 @@ def test_a_decode_at_its_own_pace_is_not_told_to_wait(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited before it began, and waits between the turns that take it along; the CPU works for it."""
-    monkeypatch.setitem(POLICIES, "auto", AsyncCase("auto", MEASURED_TIERS))
+    monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
     waited = 0
     with make_engine(checkpoint, "auto") as engine:
         for index, prompt in enumerate(prompts()):
             engine.add(str(index), engine.prepare(prompt, PARAMS))
         while engine.has_work:
             requests = {request.arrival: request for _, request in engine._scheduler.running}
-            async_case_engine = engine._scheduler.async_case_engine
+            async_request_ids = engine._scheduler.async_request_ids
             for told in engine.live_view().requests:
                 request = requests[told.arrival]
-                is_under_way = request.request_id in async_case_engine
+                is_under_way = request.request_id in async_request_ids
                 assert told.is_held == (request.iterations_waited > 0 and not is_under_way)
                 waited += is_under_way and request.iterations_waited > 0
             engine.step()

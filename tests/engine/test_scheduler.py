@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
-from async_case_engine import AsyncCase
+from async_policy import AllAsync
 from cost_models import THIRD, cost_models, machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ ALL_POLICIES = POLICIES | {
         Hidden("neo in three places", ALL_TIERS),
         Fastest("auto in three places", ALL_TIERS),
         Fastest("the host's memory first", (THIRD, KVTier.DEVICE, KVTier.HOST)),
-        AsyncCase("own pace", ALL_TIERS),
+        AllAsync("own pace", ALL_TIERS),
         Fastest("auto with swapped layers", (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)),
     )
 }

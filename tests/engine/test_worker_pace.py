@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from async_case_engine import AsyncCase
+from async_policy import AllAsync
 from cost_models import machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
@@ -136,7 +136,7 @@ def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(poli
     num_async = num_lost = 0
     for seed in range(40):
         rng = random.Random(seed)
-        own = AsyncCase("own pace", EVERYWHERE)
+        own = AllAsync("own pace", EVERYWHERE)
         chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_tiers(WORKERS)
         cost = far(rng.choice((0.1, 5.0)), num_layers=rng.randint(1, 6))
         run = _Run(rng, chosen, cost)
@@ -251,7 +251,7 @@ def test_noise_makes_no_time_negative() -> None:
 
 @pytest.fixture
 def all_async(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "neo", AsyncCase("neo", MEASURED_TIERS))
+    monkeypatch.setitem(POLICIES, "neo", AllAsync("neo", MEASURED_TIERS))
 
 
 def assert_async_answers(engine: Engine, checkpoint: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
             def is_in_mid_token() -> bool:
                 running = engine._scheduler.running
                 there = {request.request_id for tier, request in running if tier == ONE}
-                return bool(there & engine._scheduler.async_case_engine) and len(answers.tokens["0"]) > 5
+                return bool(there & engine._scheduler.async_request_ids) and len(answers.tokens["0"]) > 5
 
             answers.until(is_in_mid_token)
             assert is_in_mid_token()

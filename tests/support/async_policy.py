@@ -8,7 +8,7 @@ from neo_desktop.engine.schedule.partition import CandidateGenerator, Partition
 from neo_desktop.engine.schedule.policies import Policy
 
 
-class AsyncCase(Policy):
+class AllAsync(Policy):
     """No prediction is asked; now and then, by the number of those who wait, nobody is taken along."""
 
     def partition(self, builder: BatchBuilder) -> Partition:
