@@ -34,7 +34,7 @@ class FakeOffload:
 
 @pytest.fixture
 def _offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "OffloadedDecodes", FakeOffload)
+    monkeypatch.setattr(rates, "OffloadTimer", FakeOffload)
     monkeypatch.setattr(rates, "open_backend", lambda streams: None)
 
 

@@ -11,7 +11,7 @@ from neo_desktop.engine.schedule.policies import Policy
 class AsyncCase(Policy):
     """No prediction is asked; now and then, by the number of those who wait, nobody is taken along."""
 
-    def divide(self, builder: BatchBuilder) -> Partition:
+    def partition(self, builder: BatchBuilder) -> Partition:
         """Let all go at their own pace."""
         generator = CandidateGenerator(builder.cost, builder.shape, builder.queue, builder.moved_tokens)
         waiting = builder.queue.decodes(range(len(builder.queue)))
