@@ -7,64 +7,65 @@
 namespace neo_desktop {
 namespace {
 
-// Some columns of a head's state pass over some tokens: `count` vectors of them, the last of which may be
-// partial.
-template <class V, int count>
-inline void scan_columns(const ScanTask& task, int column, int last) {
+// Some columns of a head's state pass over some tokens: `count` vectors, or a part of one.
+template <class V, int count, bool is_part = false>
+inline void scan_columns(const ScanTask& task, int column, int length = 0) {
   const auto at = [&](const float* p, int c) {
-    return c + 1 < count ? V::load(p + c * V::kLanes) : load_some<V>(p + c * V::kLanes, last);
+    if constexpr (is_part) return load_some<V>(p, length);
+    return V::load(p + c * V::kLanes);
   };
   const auto put = [&](float* p, int c, typename V::Reg x) {
-    if (c + 1 < count) return V::store(p + c * V::kLanes, x);
-    store_some<V>(p + c * V::kLanes, x, last);
+    if constexpr (is_part) return store_some<V>(p, x, length);
+    V::store(p + c * V::kLanes, x);
   };
   for (int token = 0; token < task.tokens; ++token) {
     const float* q = task.q + token * task.key_dim;
     const float* k = task.k + token * task.key_dim;
     float* v = task.v + token * task.value_dim + column;
     const auto decay = V::broadcast(task.decay[token]);
-    typename V::Reg delta[count];
-    for (int c = 0; c < count; ++c) delta[c] = at(v, c);
+    typename V::Reg delta[count], out[count];
+#pragma GCC unroll 4
+    for (int c = 0; c < count; ++c) {
+      delta[c] = at(v, c);
+      out[c] = V::zero();
+    }
     if (task.beta) {
       typename V::Reg known[count];
+#pragma GCC unroll 4
       for (int c = 0; c < count; ++c) known[c] = V::zero();
       const float* row = task.state + column;
       for (int i = 0; i < task.key_dim; ++i, row += task.value_dim) {
         const auto key = V::broadcast(k[i]);
+#pragma GCC unroll 4
         for (int c = 0; c < count; ++c) known[c] = V::multiply_add(key, at(row, c), known[c]);
       }
       const auto beta = V::broadcast(task.beta[token]);
+#pragma GCC unroll 4
       for (int c = 0; c < count; ++c) {
         delta[c] = V::multiply(beta, V::subtract(delta[c], V::multiply(decay, known[c])));
       }
     }
-    typename V::Reg out[count];
-    for (int c = 0; c < count; ++c) out[c] = V::zero();
     float* row = task.state + column;
     for (int i = 0; i < task.key_dim; ++i, row += task.value_dim) {
       const auto key = V::broadcast(k[i]), query = V::broadcast(q[i]);
+#pragma GCC unroll 4
       for (int c = 0; c < count; ++c) {
         const auto state = V::multiply_add(key, delta[c], V::multiply(decay, at(row, c)));
         put(row, c, state);
         out[c] = V::multiply_add(query, state, out[c]);
       }
     }
+#pragma GCC unroll 4
     for (int c = 0; c < count; ++c) put(v, c, out[c]);
   }
 }
 
 template <class V>
 void scan(const ScanTask& task) {
-  constexpr int kVectors = 4;
-  for (int column = 0; column < task.value_dim; column += kVectors * V::kLanes) {
-    const int left = task.value_dim - column;
-    const int vectors = left < kVectors * V::kLanes ? (left + V::kLanes - 1) / V::kLanes : kVectors;
-    const int last = left - (vectors - 1) * V::kLanes;
-    if (vectors == 4) scan_columns<V, 4>(task, column, last);
-    if (vectors == 3) scan_columns<V, 3>(task, column, last);
-    if (vectors == 2) scan_columns<V, 2>(task, column, last);
-    if (vectors == 1) scan_columns<V, 1>(task, column, last);
-  }
+  int column = 0;
+  for (; column + 4 * V::kLanes <= task.value_dim; column += 4 * V::kLanes) scan_columns<V, 4>(task, column);
+  for (; column + V::kLanes <= task.value_dim; column += V::kLanes) scan_columns<V, 1>(task, column);
+  if (column < task.value_dim) scan_columns<V, 1, true>(task, column, task.value_dim - column);
 }
 
 template <class V, class T>
