@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from neo_desktop import native
 
@@ -36,7 +37,7 @@ def measure(name: str, threads: int) -> None:
     states = torch.randn(LAYERS, 1, heads, key_dim, value_dim)
     copy, slot = torch.empty_like(states), torch.zeros(1, dtype=torch.int32)
 
-    def rows(tokens: int) -> list[torch.Tensor]:
+    def rows(tokens: int) -> list[Tensor]:
         q, k = (torch.randn(tokens, key_heads, key_dim) * 0.1 for _ in "qk")
         return [q, k, torch.randn(tokens, heads, value_dim), *(-torch.rand(2, tokens, heads))]
 
@@ -52,9 +53,8 @@ def measure(name: str, threads: int) -> None:
     read_s = min(native.read_seconds(states.view(-1), threads) for _ in range(REPEATS))
     copy_s = best_s(lambda: copy.copy_(states))
     print(f"{name}: {states.nbytes / 2**20:.0f} MiB of states in {LAYERS} layers, {threads} threads")
-    print(
-        f"  one token {1e3 * update_s:.2f} ms; a plain read {1e3 * read_s:.2f} ms, a plain copy {1e3 * copy_s:.2f}"
-    )
+    times = f"a plain read {1e3 * read_s:.2f} ms, a plain copy {1e3 * copy_s:.2f} ms"
+    print(f"  one token {1e3 * update_s:.2f} ms; {times}")
     print(f"  a prompt of {PROMPT}: {1e6 * prompt_s:.1f} µs per token and layer")
 
 

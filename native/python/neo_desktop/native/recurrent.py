@@ -20,10 +20,10 @@ def scan_state(
     *,
     isa: str | None = None,
 ) -> None:
-    """Pass tokens through the state of each head: Gated DeltaNet, or Mamba-2 if there is no `beta`.
+    """Pass tokens through the states of heads: Gated DeltaNet, or Mamba-2 if there is no `beta`.
 
     With S the state of a head, for each token: S = exp(decay) * S; d = beta * (v - S^T k), or v without beta;
-    S = S + k d^T; out = S^T q. Computes in fp32. (Yang et al., arXiv:2412.06464; Dao and Gu, arXiv:2405.21060.)
+    S = S + k d^T; out = S^T q. Computes in fp32. (arXiv:2412.06464, arXiv:2405.21060.)
 
     Args:
         q: [tokens, key_heads, key_dim], fp32, fp16 or bf16, scaled and normalised already; may be strided.
