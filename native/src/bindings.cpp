@@ -21,6 +21,7 @@
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/prompt_attention.h"
 #include "neo_desktop/quantised_pack.h"
+#include "neo_desktop/recurrent.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/row_program.h"
 #include "neo_desktop/row_store.h"
@@ -266,6 +267,22 @@ void rope_of(const Tensor& heads, const Tensor& cos, const Tensor& sin, const st
        isa_from_name(isa));
 }
 
+void scan_state_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
+                   const std::optional<Tensor>& beta, const Tensor& state, const Tensor& starts,
+                   const Tensor& slots, const Tensor& out, int num_threads, const std::string& isa) {
+  scan_state(view("q", q), view("k", k), view("v", v), view("decay", decay), view("beta", beta),
+             view("state", state), {view("starts", starts), view("slots", slots)}, view("out", out),
+             num_threads, isa_from_name(isa));
+}
+
+void short_convolution_of(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                          bool has_silu, const Tensor& state, const Tensor& starts, const Tensor& slots,
+                          const Tensor& out, int num_threads, const std::string& isa) {
+  short_convolution(view("x", x), view("weight", weight), view("bias", bias), has_silu, view("state", state),
+                    {view("starts", starts), view("slots", slots)}, view("out", out), num_threads,
+                    isa_from_name(isa));
+}
+
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
 
 }  // namespace
@@ -340,6 +357,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("add_rms_norm", &add_rms_norm_of, without_gil);
   m.def("silu_mul", &silu_mul_of, without_gil);
   m.def("rope", &rope_of, without_gil);
+  m.def("scan_state", &scan_state_of, without_gil);
+  m.def("short_convolution", &short_convolution_of, without_gil);
   py::class_<RowProgram>(m, "RowProgram").def(py::init(&row_program));
   m.def("run_rows", &run_rows, without_gil);
   py::class_<PackedExperts>(m, "PackedExperts").def(py::init(&experts_of));

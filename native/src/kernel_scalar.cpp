@@ -9,6 +9,7 @@
 #include "neo_desktop/half.h"
 #include "neo_desktop/kernels.h"
 #include "operator_rows.h"
+#include "scan_rows.h"
 
 namespace neo_desktop {
 namespace {
@@ -180,6 +181,7 @@ constinit const Kernels kScalarKernels = {
     multiply_adds,
     make_row_operators<OneLane>(),
     make_dense_kernels<OneLane>(),
+    make_state_kernels<OneLane>(),
     {},
 };
 

@@ -8,6 +8,7 @@
 #include "merge_partials.h"
 #include "operator_rows.h"
 #include "pair_math.h"
+#include "scan_rows.h"
 
 namespace neo_desktop {
 namespace {
@@ -26,6 +27,7 @@ constexpr Kernels make_kernels() {
       multiply_adds<V>,
       make_row_operators<V>(),
       make_dense_kernels<V>(),
+      make_state_kernels<V>(),
       {},
   };
 }

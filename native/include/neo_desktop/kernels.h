@@ -146,6 +146,42 @@ struct DenseKernels {
   int rows_at_once;
 };
 
+// Some tokens of a head in `scan_state`, all fp32; see recurrent.h.
+struct ScanTask {
+  const float* q;      // [tokens, key_dim]
+  const float* k;      // [tokens, key_dim]
+  float* v;            // [tokens, value_dim], replaced by the output
+  const float* decay;  // [tokens], as a factor
+  const float* beta;   // [tokens]; may be null
+  float* state;        // [key_dim, value_dim]
+  int tokens;
+  int key_dim;
+  int value_dim;
+};
+
+constexpr int kMaxConvolution = 8;  // taps
+
+// Some channels of a request in `short_convolution`. Strides are in elements.
+struct ConvolutionTask {
+  const void* x;
+  void* out;
+  const float* weight;
+  const float* bias;  // may be null
+  float* state;
+  int64_t x_stride;
+  int64_t out_stride;
+  int64_t state_stride;  // between rows of weight and of state
+  int64_t tokens;
+  int channels;
+  int width;
+  bool has_silu;
+};
+
+struct StateKernels {
+  void (*scan)(const ScanTask& task);
+  void (*convolve[kFloatTypes])(const ConvolutionTask& task);
+};
+
 struct Kernels {
   // All are indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
@@ -167,6 +203,7 @@ struct Kernels {
 
   RowOperators operators;
   DenseKernels dense;
+  StateKernels states;
   Bf16Kernels bf16;
 };
 

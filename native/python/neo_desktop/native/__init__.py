@@ -57,6 +57,10 @@ from neo_desktop.native.packed import (
     packed_linear,
     unpack_quantised,
 )
+from neo_desktop.native.recurrent import (
+    scan_state,
+    short_convolution,
+)
 from neo_desktop.native.row_program import (
     Buffer,
     Columns,
@@ -99,7 +103,9 @@ __all__ = [
     "read_bandwidth",
     "read_seconds",
     "rope",
+    "scan_state",
     "set_default_num_threads",
+    "short_convolution",
     "silu_mul",
     "store_rows",
     "unpack_quantised",

@@ -100,6 +100,33 @@ def rope(
     isa: str,
     /,
 ) -> None: ...
+def scan_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    has_silu: bool,
+    state: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
 
 Columns = tuple[int, int, int]
 

@@ -1,0 +1,191 @@
+"""States and short convolutions of requests equal float64, and transformers' Gated DeltaNet and Mamba-2."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from neo_desktop import native
+
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+isas = st.sampled_from(native.available_isas())
+dtypes = st.sampled_from(list(TOLERANCES))
+lengths = st.lists(st.integers(0, 70), min_size=1, max_size=4)
+
+
+def starts_of(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def scanned(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One request in float64; returns its output and its state."""
+    shared = v.shape[1] // q.shape[1]
+    q, k = (x.double().repeat_interleave(shared, 1) for x in (q, k))
+    out, state = torch.zeros(v.shape, dtype=torch.float64), state.double()
+    for token in range(len(v)):
+        state = state * decay[token].double().exp()[:, None, None]
+        delta = v[token].double()
+        if beta is not None:
+            delta = (delta - torch.einsum("hkv,hk->hv", state, k[token])) * beta[token].double()[:, None]
+        state = state + k[token][:, :, None] * delta[:, None, :]
+        out[token] = torch.einsum("hkv,hk->hv", state, q[token])
+    return out, state
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=lengths,
+    key_heads=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    key_dim=st.sampled_from((1, 8, 20, 64, 128)),
+    value_dim=st.sampled_from((1, 7, 16, 33, 64, 100, 128)),
+    has_beta=st.booleans(),
+    dtype=dtypes,
+    isa=isas,
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_states_equal_float64(
+    counts: list[int],
+    key_heads: int,
+    shared: int,
+    key_dim: int,
+    value_dim: int,
+    has_beta: bool,
+    dtype: torch.dtype,
+    isa: str,
+    threads: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    tokens, heads = sum(counts), key_heads * shared
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(tokens, key_heads, key_dim), dim=-1).to(dtype) for _ in "qk"
+    )
+    v, decay = torch.randn(tokens, heads, value_dim).to(dtype), -torch.rand(tokens, heads)
+    beta = torch.rand(tokens, heads) if has_beta else None
+    state = torch.randn(len(counts) + 2, heads, key_dim, value_dim)
+    before, out = state.clone(), torch.full_like(v, torch.nan)
+    slots = torch.randperm(len(counts) + 2)[: len(counts)].int()
+    starts = starts_of(counts)
+    native.scan_state(q, k, v, decay, beta, state, starts, slots, out, threads, isa=isa)
+    for i, slot in enumerate(slots.tolist()):
+        own = slice(int(starts[i]), int(starts[i + 1]))
+        expected, after = scanned(
+            q[own], k[own], v[own], decay[own], None if beta is None else beta[own], before[slot]
+        )
+        scale = max(1.0, float(expected.abs().max()) if expected.numel() else 1.0)
+        torch.testing.assert_close(out[own].double(), expected, rtol=0, atol=TOLERANCES[dtype] * scale * 4)
+        torch.testing.assert_close(state[slot].double(), after, rtol=1e-4, atol=1e-4)
+    others = [slot for slot in range(len(state)) if slot not in slots.tolist()]
+    assert torch.equal(state[others], before[others])
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=5), isa=isas, seed=st.integers(0, 2**31))
+def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(cuts)
+    q, k, v = (torch.randn(tokens, 2, 24) * 0.3 for _ in "qkv")
+    decay, beta = -torch.rand(tokens, 2), torch.rand(tokens, 2)
+    whole, pieces = (torch.zeros(1, 2, 24, 24) for _ in "ab")
+    slot = torch.zeros(1, dtype=torch.int32)
+    out, parts = torch.empty_like(v), torch.empty_like(v)
+    native.scan_state(q, k, v, decay, beta, whole, starts_of([tokens]), slot, out, isa=isa)
+    first = 0
+    for count in cuts:
+        own = slice(first, first + count)
+        given_rows = (x[own] for x in (q, k, v, decay, beta))
+        native.scan_state(*given_rows, pieces, starts_of([count]), slot, parts[own], 1, isa=isa)
+        first += count
+    assert torch.equal(out, parts)
+    assert torch.equal(whole, pieces)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=lengths,
+    channels=st.sampled_from((1, 8, 30, 64, 65, 200)),
+    width=st.integers(2, 8),
+    has_bias=st.booleans(),
+    has_silu=st.booleans(),
+    in_place=st.booleans(),
+    dtype=dtypes,
+    isa=isas,
+    seed=st.integers(0, 2**31),
+)
+def test_convolutions_equal_float64(
+    counts: list[int],
+    channels: int,
+    width: int,
+    has_bias: bool,
+    has_silu: bool,
+    in_place: bool,
+    dtype: torch.dtype,
+    isa: str,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(sum(counts), channels).to(dtype)
+    weight, bias = torch.randn(width, channels), torch.randn(channels) if has_bias else None
+    state = torch.randn(len(counts), width - 1, channels).to(dtype).float()
+    before, starts = state.clone(), starts_of(counts)
+    out = x.clone() if in_place else torch.full_like(x, torch.nan)
+    slots = torch.arange(len(counts), dtype=torch.int32)
+    native.short_convolution(
+        out if in_place else x, weight, bias, state, starts, slots, out, has_silu=has_silu, isa=isa
+    )
+    for i in range(len(counts)):
+        own = slice(int(starts[i]), int(starts[i + 1]))
+        padded = torch.cat((before[i], x[own].float())).double()
+        sums = sum(weight[j].double() * padded[j : j + counts[i]] for j in range(width))
+        sums = sums if bias is None else sums + bias.double()
+        expected = torch.nn.functional.silu(sums) if has_silu else sums
+        torch.testing.assert_close(
+            out[own].double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 8
+        )
+        assert torch.equal(state[i], padded[counts[i] :].float())
+
+
+def test_it_is_the_gated_delta_rule_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 150, 4, 32), torch.randn(1, 150, 4, 32), torch.randn(1, 150, 8, 48)
+    decay, beta = -torch.rand(1, 150, 8), torch.rand(1, 150, 8)
+    expected, after = modeling.torch_chunk_gated_delta_rule(
+        q, k, v, decay, beta, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    q, k = (modeling.l2norm(x, dim=-1, eps=1e-6) for x in (q, k))
+    state, out = torch.zeros(1, 8, 32, 48), torch.empty(150, 8, 48)
+    one = torch.zeros(1, dtype=torch.int32)
+    native.scan_state(q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, starts_of([150]), one, out)
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"slots": torch.tensor([3], dtype=torch.int32)}, "not one of"),
+        ({"slots": torch.tensor([-1], dtype=torch.int32)}, "not one of"),
+        ({"starts": torch.tensor([0, 4], dtype=torch.int32)}, "expected 0 and 5"),
+        ({"state": torch.zeros(2, 2, 8, 9)}, "state"),
+        ({"decay": torch.zeros(5, 3)}, "decay"),
+        ({"k": torch.zeros(5, 2, 9)}, "q"),
+        ({"v": torch.zeros(5, 2, 8, dtype=torch.float16)}, "k"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Tensor], reason: str) -> None:
+    arguments = {name: torch.zeros(5, 2, 8) for name in ("q", "k", "v", "out")} | {
+        "decay": torch.zeros(5, 2),
+        "beta": torch.zeros(5, 2),
+        "state": torch.ones(2, 2, 8, 8),
+        "starts": torch.tensor([0, 5], dtype=torch.int32),
+        "slots": torch.tensor([1], dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=reason):
+        native.scan_state(**(arguments | change))
+    assert (arguments["state"] == 1).all()
