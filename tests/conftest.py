@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
+from quick_processes import quick_processes
 
 # Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
 if not torch.cuda.is_available():
@@ -40,9 +41,13 @@ settings.load_profile("any pace")  # the computer may be slow, or busy
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache() -> Iterator[None]:
-    """Keep measurements of this computer out of the user's cache, for child processes, too."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+def _surroundings() -> Iterator[None]:
+    """Keep measurements of this computer out of the user's cache, and start child processes quickly."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        quick_processes() if sys.platform == "linux" else nullcontext(),
+    ):
         patch.setenv("NEO_DESKTOP_CACHE", folder)
         patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # a GPU may be an imitated one, which child processes lack
         yield

@@ -33,12 +33,12 @@ class Endings:
     def without_endless(self, schema: Schema) -> Schema:
         """Return the schema with False in place of references to definitions without a finite value."""
         finite = set[str]()
-        while newly_finite := {
-            name
-            for name, one in self.definitions.items()
-            if name not in finite and self._prune(one, finite) is not False
-        }:
-            finite |= newly_finite
+        before = -1
+        while before < len(finite):
+            before = len(finite)
+            for name in reversed(self.definitions):  # most refer to later ones
+                if name not in finite and self._prune(self.definitions[name], finite) is not False:
+                    finite.add(name)
         self.definitions = {
             name: self._prune(one, finite) for name, one in self.definitions.items() if name in finite
         }

@@ -72,17 +72,20 @@ class Objects:
         additional, unevaluated = (
             self._given.get(f"{which}Properties") for which in ("additional", "unevaluated")
         )
-        names, is_open, is_certain = self._walk.document.names(schema)
         if additional is not None:
             return additional
-        if unevaluated is not None and unevaluated is not True:
+        is_bounded = unevaluated is not None and unevaluated is not True
+        if not is_bounded and not (place.closes and self._given.keys() & {"properties", "allOf"}):
+            return None
+        names, is_open, is_certain = self._walk.document.names(schema)
+        if is_bounded:
             if not is_certain:
                 self._walk.leave_out(self._path, "unevaluatedProperties")
             self._add(names)
             return unevaluated
-        has_names = "properties" in self._given or bool(names and "allOf" in self._given)
+        has_names = "properties" in self._given or bool(names)
         is_met = self._out.get("minProperties", 0) <= len(names)
-        if place.closes and not is_open and has_names and is_met:
+        if not is_open and has_names and is_met:
             self._add(names)
             return False
         return None

@@ -62,7 +62,7 @@ SCHEMA = schemathesis.openapi.from_dict(json.loads(document())).exclude(path="/m
 
 @SCHEMA.parametrize()
 @hypothesis.settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),

@@ -145,11 +145,9 @@ def test_a_page_that_stays_open_does_not_keep_the_server_up(
 
 
 @contextmanager
-def program(tmp_path: Path, prepare: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    file = tmp_path / "program.py"
-    tests = str(Path(__file__).parent.parent)
-    file.write_text(textwrap.dedent(PROGRAM).format(tests=tests, prepare=prepare))
-    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True) as process:
+def program(prepare: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    source = textwrap.dedent(PROGRAM).format(tests=str(Path(__file__).parent.parent), prepare=prepare)
+    with subprocess.Popen([sys.executable, "-P", "-c", source], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
@@ -157,12 +155,12 @@ def program(tmp_path: Path, prepare: str = "") -> Iterator[tuple[subprocess.Pope
             process.kill()
 
 
-def test_more_clients_than_the_usual_limit_on_open_files(tmp_path: Path) -> None:
+def test_more_clients_than_the_usual_limit_on_open_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     lower = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard})); executor.open.clear()"
     )
-    with program(tmp_path, lower) as (_, url), ExitStack() as connections:
+    with program(lower) as (_, url), ExitStack() as connections:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         for _ in range(150):  # they stay: the engine is held
             client = connections.enter_context(socket.create_connection(address, timeout=30))
@@ -178,7 +176,7 @@ def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) 
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); "
         f"import sys; sys.stderr = open({str(log)!r}, 'w', buffering=1)"
     )
-    with program(tmp_path, lower) as (_, url):
+    with program(lower) as (_, url):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         with ExitStack() as connections:
             for _ in range(5 * limit):
@@ -212,16 +210,16 @@ def test_a_message_of_one_kind_is_logged_once_a_second(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_program_cleanly(tmp_path: Path, number: signal.Signals) -> None:
-    with program(tmp_path) as (process, url):
+def test_a_signal_ends_the_program_cleanly(number: signal.Signals) -> None:
+    with program() as (process, url):
         assert httpx.get(f"{url}/health", trust_env=False).is_success
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
         assert (output, process.returncode) == ("the end\n", 0)
 
 
-def test_a_second_signal_ends_the_program_at_once(tmp_path: Path) -> None:
-    with program(tmp_path, "executor.open.clear()") as (process, url):
+def test_a_second_signal_ends_the_program_at_once() -> None:
+    with program("executor.open.clear()") as (process, url):
         body = {"prompt": "abc", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as stream:
             process.send_signal(signal.SIGINT)

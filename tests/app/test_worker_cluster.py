@@ -66,6 +66,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> None:
     process.wait(20)
 
 
+@pytest.mark.sample(0)
 @pytest.mark.timeout(900)
 def test_workers_join_die_and_come_back(checkpoint: Path, secret: Path, port: int) -> None:
     batch = prompts()

@@ -41,7 +41,9 @@ def _own_fallbacks() -> Iterator[None]:
 
 def begun() -> subprocess.Popen[bytes]:
     """A process in the middle of a start."""
-    process = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
     return process

@@ -1,18 +1,18 @@
-"""Small random checkpoints of every family, and the secret of workers."""
+"""Small random checkpoints, and the secret of workers."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import FAMILIES, save_checkpoint
+from checkpoints import Checkpoints
 from workers import SECRET
 
 from neo_desktop import Engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return Checkpoints(tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")

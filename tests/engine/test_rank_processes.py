@@ -77,6 +77,7 @@ def go_on(engine: Engine) -> None:
         engine.step()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "ranks", "policy"),
     [
@@ -167,7 +168,7 @@ time.sleep(600)
 
 def test_ranks_end_with_rank_0(folder: Path) -> None:
     """However it ended: their pipes do."""
-    command = [sys.executable, "-c", PROGRAM, str(folder / "llama")]
+    command = [sys.executable, "-P", "-c", PROGRAM, str(folder / "llama")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

@@ -37,7 +37,7 @@ print(json.dumps([tokens, dict(fallbacks.limits())]))
 def answer(policy: str, levels: Mapping[str, str]) -> tuple[list[list[int]], dict[str, str]]:
     """The tokens of an engine in a process of its own, and the levels below the highest that it ended on."""
     result = subprocess.run(
-        [sys.executable, "-c", ANSWER.replace("{policy}", policy)],
+        [sys.executable, "-P", "-c", ANSWER.replace("{policy}", policy)],
         env=os.environ | {variable(mechanism): level for mechanism, level in levels.items()},
         capture_output=True,
         text=True,

@@ -35,6 +35,7 @@ def model_in(folder: Path, device: str) -> Decoder:
     return model
 
 
+@pytest.mark.sample(1)
 def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
     model, backend = model_in(folder, "cpu"), ImitatedBackend(1, num_queues=2)
     executor, _ = make_executor(model, backend=backend)

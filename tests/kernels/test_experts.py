@@ -116,7 +116,7 @@ def test_experts_of_floats(n: int, k: int, dtype: torch.dtype, device: torch.dev
     check(*made(5, None, dtype, device), n, k, dtype)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limit", [0.5, 7.0])
 @pytest.mark.parametrize(("type_name", "n"), [(None, 1), (None, 9), ("Q8_0", 5)])
@@ -128,7 +128,7 @@ def test_gates_that_are_clamped(
     check(experts, exact, n, 3, dtype)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("type_name", "dtype"),
     [("Q8_0", torch.float32), ("Q4_1", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
@@ -157,7 +157,7 @@ def test_many_rows_are_put_into_blocks_by_sorting(
     check(*made(3, type_name, torch.float16, device), 25, 2, torch.float16)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("few", [8, 1024])
 @pytest.mark.parametrize("type_name", [None, "Q4_1"])
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (2, 1), (25, 2)])

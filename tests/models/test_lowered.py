@@ -54,6 +54,7 @@ def results(stages: TracedStages, rows: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", [*WHOLLY, "llama", "qwen3"])
 def test_programs_compute_what_the_code_does(folder: Path, family: str) -> None:
     """Few rows, those of several products' chunks, and more than are computed at once."""

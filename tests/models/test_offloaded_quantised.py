@@ -115,7 +115,7 @@ LARGE = {"vocab_size": 272, "hidden_size": 256, "intermediate_size": 256, "head_
 @pytest.mark.parametrize(
     ("level", "seed", "sizes", "types"),
     [
-        ("triton", 3, SMALL, ("Q4_1", "Q8_0", "Q5_0", "MXFP4")),
+        pytest.param("triton", 3, SMALL, ("Q4_1", "Q8_0", "Q5_0", "MXFP4"), marks=pytest.mark.sample(0)),
         ("torch", 1, LARGE, ("Q4_K", "Q6_K", "Q2_K", "MXFP4")),
         ("torch", 2, LARGE, ("Q5_K", "Q5_K", "IQ4_XS", "Q3_K")),
     ],

@@ -76,6 +76,7 @@ def reference(stored: dict[str, torch.Tensor]) -> Iterator[Any]:
     return model.eval()
 
 
+@pytest.mark.sample(0)
 def test_its_weights_are_dequantised_exactly(checkpoint: Checkpoint, reference: Any) -> None:
     tensors = checkpoint.weights().tensors
     parameters = dict(reference.named_parameters())
@@ -84,6 +85,7 @@ def test_its_weights_are_dequantised_exactly(checkpoint: Checkpoint, reference: 
     assert checkpoint.weights().stored_as == "Q4_1 and Q8_0"
 
 
+@pytest.mark.sample(0)
 def test_greedy_tokens_are_those_of_transformers(file: Path, reference: Any) -> None:
     settings = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with Engine.from_pretrained(
@@ -106,6 +108,7 @@ def test_greedy_tokens_are_those_of_transformers(file: Path, reference: Any) -> 
     assert "Paris" in outputs[0].text
 
 
+@pytest.mark.sample(0)
 def test_kept_as_it_is_stored_it_says_nearly_the_same(checkpoint: Checkpoint, reference: Any) -> None:
     """Rounding inputs to 8 bits costs thousandths of a nat per token."""
     config = checkpoint.config()
@@ -153,6 +156,7 @@ def test_its_tokens_are_those_of_llama_cpp_or_as_good(file: Path) -> None:
     assert sum(same) >= 0.9 * len(same)
 
 
+@pytest.mark.sample(0)
 def test_its_tokenizer_is_that_of_transformers(checkpoint: Checkpoint, file: Path) -> None:
     """Which does not know how this one cuts numerals that are no digits ("½"): such texts are left out."""
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -1,9 +1,12 @@
 """Random schemas, a small share of those that the script tries."""
 
+import pytest
+
 from benchmarks.json_schemas import Report, SchemaMaker, follow, why_invalid
 from neo_desktop import Engine
 
 
+@pytest.mark.sample(0)
 def test_sixty_random_schemas_are_followed() -> None:
     maker, report = SchemaMaker(seed=1), Report()
     with Engine.from_pretrained(device="cpu", policy="gpu-only", gpu_cache_tokens=32_000) as engine:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 
 from neo_desktop.engine.execute.lane import Lane, Launcher
@@ -65,6 +66,7 @@ def test_lanes_take_their_time_side_by_side() -> None:
     assert taken_s >= 0.06
 
 
+@pytest.mark.sample(0)
 def test_the_pipeline_is_measured_beside_prediction_and_bound() -> None:
     """Of the engine's own programs it knows how long each piece of work takes."""
     sizes = ["--shape", "smollm2-135m", "--layers", "1", "--weights", "0.3", "--rows", "1", "--repeats", "1"]

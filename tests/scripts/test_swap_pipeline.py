@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sample(0)
 def test_throttled_lanes_bring_kv_and_change_no_token() -> None:
     """Tokens are compared between the two; how long anything takes is for people to read."""
     sizes = ["--layer-ms", "1", "--bus", "400", "800", "--requests", "16", "--output", "40", "--warm-up", "5"]

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("more", [[], ["--in-turn", "--token-us", "1"]])
 def test_there_is_a_row_for_each_number_of_workers(more: list[str]) -> None:
     """How long anything takes is for people to read."""

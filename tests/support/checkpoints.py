@@ -1,6 +1,9 @@
 """Small random checkpoints of every family, written by transformers."""
 
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -116,14 +119,30 @@ def save_checkpoint(
     return folder
 
 
-@torch.inference_mode()
+class Checkpoints(dict[str, Path]):
+    """A checkpoint of each family, saved when a test first asks for it; no test changes one."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._make_folder = make_folder
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = save_checkpoint(self._make_folder(family), family)
+        return self[family]
+
+
 def transformers_greedy(
     folder: Path, prompt: list[int], num_tokens: int, attention: str | None = None
 ) -> list[int]:
     """Return what transformers chooses, in float32, with its own choice of attention or another of its."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return list(_greedy(folder, tuple(prompt), num_tokens, attention))
+
+
+@cache
+@torch.inference_mode()
+def _greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int, attention: str | None) -> tuple[int, ...]:
     token_ids = torch.tensor([prompt])
-    output = model.generate(
+    output = _model(folder, attention).generate(
         token_ids,
         attention_mask=torch.ones_like(token_ids),
         max_new_tokens=num_tokens,
@@ -132,7 +151,12 @@ def transformers_greedy(
         eos_token_id=None,
         pad_token_id=0,
     )
-    return output[0, len(prompt) :].tolist()
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@lru_cache(1)
+def _model(folder: Path, attention: str | None) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
 def save_tokenizer(folder: Path, with_template: bool = True) -> None:

@@ -43,7 +43,9 @@ def held_process(program: str, **fields: object) -> Iterator[HeldProcess]:
     """
     source = textwrap.dedent(program).format(tests=str(TESTS), **fields)
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", source], stdin=pipe, stdout=pipe, text=True
+    ) as process:
         try:
             yield HeldProcess(process)
         finally:
