@@ -33,7 +33,8 @@ _PRELOADED = (
 )  # fmt: skip
 # Libraries read these when they are imported.
 _READ_EARLY = (
-    "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH", "TRITON",
+    "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
+    "TRITON",
 )  # fmt: skip
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
