@@ -1,4 +1,4 @@
-"""Where this program keeps what is the user's: chats, models, reports."""
+"""The folder of the user's data: chats, models, reports."""
 
 import os
 from pathlib import Path

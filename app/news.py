@@ -32,7 +32,6 @@ class News:
                     del self._followers[topic]
 
     def tell(self, topic: str) -> None:
-        """Wake the followers of a topic."""
         for changed in self._followers.get(topic, ()):
             changed.set()
 

@@ -33,7 +33,7 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "Contracts: 4 kept" in result.stdout
+    assert "Contracts: 5 kept" in result.stdout
 
 
 def test_only_policies_and_set_up_name_a_tier() -> None:

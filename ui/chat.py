@@ -11,11 +11,9 @@ from pydantic import ValidationError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Chat, Message, Settings, branch, used_tokens
+from neo_desktop.app.errors import ApiError, NoModelError, ServiceError
 from neo_desktop.app.news import chat_topic, text_topic
-from neo_desktop.app.page_services import PageServices
-from neo_desktop.app.service_errors import ServiceError
-from neo_desktop.app.shelf.hosting import NoModelError
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN

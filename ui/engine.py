@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running, TimelineView
-from neo_desktop.app.page_services import PageServices
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
 from neo_desktop.ui.following import follow_panel

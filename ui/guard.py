@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

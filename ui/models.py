@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from neo_desktop.app.news import MODELS
-from neo_desktop.app.page_services import PageServices
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.engine_charts import figure

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.routing import Mount
 
 from neo_desktop.app.news import CHATS, MODELS
-from neo_desktop.app.page_services import PageServices
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.api import add_api
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.engine import engine_view

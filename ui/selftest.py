@@ -7,8 +7,8 @@ from typing import Any
 import gradio as gr
 
 from neo_desktop.app.news import SELFTEST
-from neo_desktop.app.page_services import PageServices
-from neo_desktop.app.selftest import SUITES, SelfTestError
+from neo_desktop.app.page.selftest import SUITES, SelfTestError
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag

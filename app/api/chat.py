@@ -22,14 +22,14 @@ from neo_desktop.app.api.fields import (
 )
 from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields
 from neo_desktop.app.generate.history import arguments_of
 from neo_desktop.app.generate.outputs import Answer, Call, Outputs, begin, collect
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, Tool, ToolChoice
-from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream, event
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -41,7 +41,7 @@ OWN_TEMPLATE_FIELDS = ("messages", "tools", "add_generation_prompt", "documents"
 
 
 class CalledFunction(Model):
-    """Which tool was called, and with what: JSON text."""
+    """A called tool, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
@@ -70,7 +70,7 @@ class Message(Model):
     tool_call_id: str | None = None
     tool_calls: list[Annotated[ToolCall, Tagged(ToolCall, refused=CUSTOM, default="function")]] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of it
+    reasoning: str | None = None  # another name
     # Parts of an answer that clients send back as they got it.
     refusal: Unsupported = None
     audio: Unsupported = None
@@ -99,8 +99,6 @@ class Message(Model):
 
 
 class Function(Model):
-    """What a tool does and takes."""
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Json | None = None  # JSON schema
@@ -108,8 +106,6 @@ class Function(Model):
 
 
 class FunctionTool(Model):
-    """A tool that the client runs."""
-
     type: Literal["function"]
     function: Function
     cache_control: Annotated[Json | None, HINT] = None
@@ -121,21 +117,15 @@ class FunctionTool(Model):
 
 
 class FunctionName(Model):
-    """The name of a tool."""
-
     name: str
 
 
 class NamedChoice(Model):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: FunctionName
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """Body of POST /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None  # OpenAI's newer name for max_tokens
     logprobs: bool | None = None
@@ -239,8 +229,9 @@ class ChatCompletionRequest(GenerationRequest):
         return {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
 
 
-async def answer(service: EngineService, body: ChatCompletionRequest, params: SamplingParams) -> Response:
+async def answer(service: EngineService, body: ChatCompletionRequest) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
+    params = body.sampling_params(service.sampling_defaults)
     outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
     shape = _Shape(service.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
     if body.stream:
@@ -254,7 +245,6 @@ async def answer(service: EngineService, body: ChatCompletionRequest, params: Sa
 
 
 async def _events(outputs: Outputs, shape: "_Shape", model: str, include_usage: bool) -> AsyncIterator[bytes]:
-    """Yield the outputs while they grow."""
     top = head("chatcmpl-", "chat.completion.chunk", model)
     top |= {"usage": None} if include_usage else {}
     begun: set[int] = set()
@@ -285,11 +275,10 @@ class _Shape:
         self._tokenizer = tokenizer
 
     def prompt(self, outputs: Outputs) -> Json:
-        """What is told of the prompt."""
+        """Return the prompt's token ids, if the client asked for them."""
         return {"prompt_token_ids": outputs.prompt_token_ids[0]} if self._with_token_ids else {}
 
     def whole(self, index: int, answer: Answer) -> Json:
-        """One message."""
         has_text = answer.text or not answer.calls
         message: Json = {
             "role": "assistant",
@@ -315,7 +304,6 @@ class _Shape:
         return choice | self._token_ids(tokens)
 
     def delta(self, piece: Piece) -> Json:
-        """One piece."""
         if isinstance(piece, Text):
             return {"content": piece.text}
         if isinstance(piece, Thought):

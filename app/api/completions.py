@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw text goes on."""
+"""POST /v1/completions: the model continues raw text."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -9,18 +9,18 @@ from fastapi.responses import JSONResponse, Response
 from neo_desktop.app.api.fields import Json, Only, Prompts
 from neo_desktop.app.api.replies import finite, head, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import special_id
 from neo_desktop.app.generate.outputs import Outputs, collect, submit, with_grammar
-from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream, event
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.tokenizer import Tokenizer
 
-MAX_TOKENS = 16  # OpenAI's default; chats go on until the context is full
+MAX_TOKENS = 16  # OpenAI's default; chats continue until the context is full
 
 # Marks of models that were trained to fill a gap: before the text, before what follows it, before the gap.
 FILL_MARKS = (
@@ -32,8 +32,6 @@ FILL_MARKS = (
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of POST /v1/completions."""
-
     prompt: Prompts  # one or several
     suffix: str | None = None  # what follows the gap; for models that were trained to fill one
     echo: bool | None = None  # begin with the prompt
@@ -50,11 +48,12 @@ class CompletionRequest(GenerationRequest):
         return self._sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
 
 
-async def answer(service: EngineService, body: CompletionRequest, params: SamplingParams) -> Response:
-    """Go on with each prompt, in one piece or as a stream of events."""
+async def answer(service: EngineService, body: CompletionRequest) -> Response:
+    """Continue each prompt, in one piece or as a stream of events."""
     if body.echo and body.logprobs is not None:
         message = "echo cannot go with logprobs: this server does not rate prompts; leave one of them out"
         raise ApiError(400, message, param="echo")
+    params = body.sampling_params(service.sampling_defaults)
     params, grammar_field = with_grammar(body.structure(), params)
     prompts = [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt]
     field = "suffix" if body.suffix else "prompt"
@@ -80,7 +79,6 @@ async def answer(service: EngineService, body: CompletionRequest, params: Sampli
 
 
 async def _events(outputs: Outputs, shape: "_Shape", model: str, include_usage: bool) -> AsyncIterator[bytes]:
-    """Yield the outputs while they grow."""
     top = head("cmpl-", "text_completion", model)
     top |= {"usage": None} if include_usage else {}
     begun: set[int] = set()
@@ -119,7 +117,7 @@ class _Shape:
         return self._echoed[index // self._n] if self._echoed else ""
 
     def choice(self, index: int, text: str, tokens: Sequence[SampledToken], end: str | None) -> Json:
-        """One text, or more of it."""
+        """Return one text, or its next part."""
         choice: Json = {
             "index": index,
             "text": text,

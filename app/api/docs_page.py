@@ -1,16 +1,20 @@
-"""/docs: the API on one page, made from /openapi.json; no scripts, nothing from elsewhere."""
+"""/openapi.json and /docs: FastAPI's description of the API, and a page without scripts."""
 
+import asyncio
 import json
-from functools import cache
-from html import escape
+from importlib.metadata import version
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from jinja2 import Environment
 
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.openapi import document
 
-_STYLE = """\
+_PAGE = """\
+<!doctype html><html lang='en'><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>neo-desktop: API</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem;
 color-scheme: light dark }
 h2 { margin-top: 3rem; overflow-wrap: anywhere }
@@ -19,94 +23,100 @@ pre { overflow-x: auto; padding: 0.75rem; border: 1px solid #8886; border-radius
 table { border-collapse: collapse; width: 100% }
 td { vertical-align: top; padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid #8883 }
 details { margin: 0.75rem 0 }
+</style>
+{% macro fields(title, schema) %}
+{% set of = resolved(schema) %}
+<details open><summary>{{ title }}</summary><table>
+{% for name, field in of.properties.items() if none not in (field.enum or ()) %}
+<tr><td><code>{{ name }}</code>{{ " (required)" if name in (of.required or ()) }}<td>{{ type(field) }}
+{% endfor %}
+</table>
+{% for name, field in of.properties.items() if none in (field.enum or ()) %}
+{{ "Accepted with the value that changes nothing: " if loop.first }}<code>{{ name }}</code>
+{% endfor %}
+</details>
+{% endmacro %}
+<h1>neo-desktop {{ api.info.version }}: API</h1>
+<p>{{ api.info.description }} The same for programs: <a href='openapi.json'>openapi.json</a>.</p>
+{% for path, methods in api.paths.items() %}{% for method, operation in methods.items() %}
+<h2><code>{{ method.upper() }} {{ path }}</code></h2><p>{{ operation.summary }}</p>
+{% if operation.requestBody %}
+{% set body = operation.requestBody.content["application/json"] %}
+{% for name, example in body.examples.items() %}
+<p>{{ name }}:</p><pre>{{ pretty(example.value) }}</pre>
+{% endfor %}
+{{ fields("Fields of the body", body.schema) }}
+{% endif %}
+{% set reply = operation.responses["200"].content["application/json"] %}
+{% if reply %}{{ fields("Fields of the answer", reply.schema) }}{% endif %}
+{% endfor %}{% endfor %}
 """
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
-def install(app: FastAPI) -> None:
-    """Let an app describe the API at /openapi.json and /docs."""
+def install(app: FastAPI, api: FastAPI) -> None:
+    """Let an app describe itself and the API that it mounts at /v1."""
+    built: list[Json] = []
 
-    @app.get("/openapi.json")
+    def document() -> Json:
+        if not built:
+            built.append(_document(app, api))
+        return built[0]
+
+    @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return Response(document(), media_type="application/json")
+        return JSONResponse(await asyncio.to_thread(document))
 
-    @app.get("/docs")
+    @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(page(), headers=_HEADERS)
+        return HTMLResponse(await asyncio.to_thread(lambda: page(document())), headers=_HEADERS)
 
 
-@cache
-def page() -> str:
-    """The page."""
-    api = json.loads(document())
+def _document(app: FastAPI, api: FastAPI) -> Json:
+    description = "The loaded model, for programs that speak OpenAI's or Anthropic's API."
+    whole, part = (
+        get_openapi(
+            title="neo-desktop",
+            version=version("neo-desktop"),
+            description=description,
+            routes=routes,
+            separate_input_output_schemas=False,
+        )
+        for routes in (app.routes, api.routes)
+    )
+    whole["paths"] = {f"/v1{path}": methods for path, methods in part["paths"].items()} | whole["paths"]
+    whole["components"]["schemas"] |= part["components"]["schemas"]
+    whole["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    whole["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
+    return whole
+
+
+def page(api: Json) -> str:
+    """Return the page of an OpenAPI description."""
     schemas = api["components"]["schemas"]
-    parts = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>neo-desktop: API</title><style>{_STYLE}</style>",
-        f"<h1>neo-desktop {escape(api['info']['version'])}: API</h1><p>{escape(api['info']['description'])} ",
-        "The same for programs: <a href='openapi.json'>openapi.json</a>.</p><ul>",
-    ]
-    operations = [
-        (method, path, operation)
-        for path, methods in api["paths"].items()
-        for method, operation in methods.items()
-    ]
-    parts += [
-        f"<li><a href='#{operation['operationId']}'><code>{method.upper()} {escape(path)}</code></a> "
-        f"{escape(operation['summary'])}</li>"
-        for method, path, operation in operations
-    ]
-    parts.append("</ul>")
-    for method, path, operation in operations:
-        title = f"<code>{method.upper()} {escape(path)}</code>"
-        parts.append(f"<h2 id='{operation['operationId']}'>{title}</h2><p>{escape(operation['summary'])}</p>")
-        if "requestBody" in operation:
-            body = operation["requestBody"]["content"]["application/json"]
-            for name, example in body["examples"].items():
-                text = json.dumps(example["value"], indent=2)
-                parts.append(f"<p>{escape(name)}:</p><pre>{escape(text)}</pre>")
-            parts.append(_fields("Fields of the body", body["schema"], schemas))
-        (reply, *_) = operation["responses"]["200"]["content"].values()
-        if "schema" in reply:
-            parts.append(_fields("Fields of the answer", reply["schema"], schemas))
-    return "\n".join(parts)
 
+    def resolved(schema: Json) -> Json:
+        return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
-def _fields(title: str, schema: Json, schemas: Json) -> str:
-    """A table of an object's fields; those that only accept a default are named below it."""
-    schema = _resolved(schema, schemas)
-    required = schema.get("required", ())
-    rows, defaults = [], []
-    for name, field in schema.get("properties", {}).items():
-        if "enum" in field and None in field["enum"]:
-            defaults.append(f"<code>{escape(name)}</code>")
-            continue
-        mark = " (required)" if name in required else ""
-        rows.append(f"<tr><td><code>{escape(name)}</code>{mark}<td>{escape(_type(field, schemas))}")
-    note = f"<p>Accepted with the value that changes nothing: {', '.join(defaults)}.</p>" if defaults else ""
-    return f"<details open><summary>{title}</summary><table>{''.join(rows)}</table>{note}</details>"
+    def type_of(field: Json) -> str:
+        if choices := field.get("anyOf") or field.get("oneOf"):
+            kinds = dict.fromkeys(map(type_of, choices))
+            return " or ".join(kind for kind in kinds if kind != "null")
+        if "$ref" in field:
+            inner = ", ".join(resolved(field).get("properties", {}))
+            return f"{field['$ref'].rpartition('/')[2]} {{{inner}}}"
+        if "const" in field or "enum" in field:
+            return " or ".join(map(json.dumps, field.get("enum") or [field["const"]]))
+        kind = field.get("type", "any")
+        if kind == "array":
+            return f"list of {type_of(field.get('items', {}))}"
+        return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
+    def pretty(value: Json) -> str:
+        return json.dumps(value, indent=2)
 
-def _type(field: Json, schemas: Json) -> str:
-    """A field's type in a few words."""
-    if "anyOf" in field or "oneOf" in field:
-        kinds = [_type(kind, schemas) for kind in field.get("anyOf") or field["oneOf"]]
-        return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null"))
-    if "$ref" in field:
-        name = field["$ref"].rpartition("/")[2]
-        inner = ", ".join(_resolved(field, schemas).get("properties", {}))
-        return f"{name} {{{inner}}}"
-    if "const" in field:
-        return json.dumps(field["const"])
-    if "enum" in field:
-        return " or ".join(map(json.dumps, field["enum"]))
-    kind = field.get("type", "any")
-    if kind == "array":
-        return f"list of {_type(field.get('items', {}), schemas)}"
-    return " or ".join(one for one in kind if one != "null") if isinstance(kind, list) else str(kind)
-
-
-def _resolved(schema: Json, schemas: Json) -> Json:
-    reference = schema.get("$ref")
-    return schemas[reference.rpartition("/")[2]] if reference else schema
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
+    return template.render(api=api, resolved=resolved, type=type_of, pretty=pretty)

@@ -8,14 +8,12 @@ import numpy as np
 from fastapi.responses import JSONResponse, Response
 
 from neo_desktop.app.api.fields import Label, Model, Only, Prompts, Unsupported
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
 
 
 class EmbeddingRequest(Model):
-    """Body of POST /v1/embeddings."""
-
     model: str | None = None
     input: Prompts  # one text or several
     encoding_format: Literal["float", "base64"] | None = None  # base64: of 32-bit floats, little-endian
@@ -33,7 +31,6 @@ class EmbeddingRequest(Model):
 
 
 async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
-    """Return one vector per text."""
     try:
         found = await service.embed(body.input, body.pooling or "mean")
     except ContextLengthError as error:

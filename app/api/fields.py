@@ -1,6 +1,6 @@
-"""What the bodies of all endpoints are made of.
+"""The parts of the endpoints' bodies.
 
-Each field is one of these, see `Kind` and `table`; any other one is an error that names it.
+Each field is one of these, see `Kind` and `table`; an unknown field is an error that names it.
 
     honoured   it does what its name says
     hint       it changes nothing that a client can see: labels, caching, display
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """How a field is treated."""
+    """The treatment of a field."""
 
     HONOURED = "honoured"
     HINT = "hint"
@@ -256,7 +256,6 @@ class RefusalPart(Model):
 
     @property
     def text(self) -> str:
-        """The same for every part."""
         return self.refusal
 
 
@@ -268,12 +267,12 @@ class Entry:
     """One field, or one type of a part, in the table."""
 
     kind: Kind
-    is_open: bool = False  # it is treated as a whole, whatever it holds
+    is_open: bool = False  # it is treated as a whole, with all its members
     annotation: Any = None  # of a hint: what it may be
 
 
 def table(model: type[Model]) -> dict[str, Entry]:
-    """All fields of a body, such as `messages[].content[]<text>.cache_control` → how each is treated."""
+    """Map all fields of a body, like `messages[].content[]<text>.cache_control`, to their treatment."""
     entries: dict[str, Entry] = {}
     _enter_fields(entries, "", model)
     return entries
@@ -353,5 +352,5 @@ Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSch
 
 
 def given(fields: Mapping[str, Any]) -> Json:
-    """The fields that are there: null counts as left out."""
+    """Drop the fields that are null."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send: messages made of blocks, and tools."""
+"""The input of Anthropic's clients: messages made of blocks, and tools."""
 
 import json
 import re
@@ -30,7 +30,7 @@ _NO_RESULT = "is left out: it tells of a tool of another server's"
 
 
 class CacheControl(Model):
-    """What to keep; prompts are always kept, as long as there is room."""
+    """A mark for the prompt cache; prompts are always kept while they fit."""
 
     type: str
     ttl: Label = None
@@ -38,30 +38,24 @@ class CacheControl(Model):
 
 
 class Cached(Model):
-    """What may be marked to be kept."""
+    """A part that may carry a mark for the prompt cache."""
 
     cache_control: Annotated[CacheControl | None, HINT] = None
 
 
 class TextBlock(Cached):
-    """Text."""
-
     type: Literal["text"]
     text: str
     citations: Annotated[list[Json] | None, HINT] = None  # where the assistant found it
 
 
 class ThinkingBlock(Cached):
-    """What the model thought before it answered."""
-
     type: Literal["thinking"]
     thinking: str
     signature: Label = None
 
 
 class ToolUseBlock(Cached):
-    """A call that the model made."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -78,7 +72,7 @@ class ToolReference(Cached):
 
     @property
     def text(self) -> str:
-        """What the model reads of the search."""
+        """The search as the model reads it."""
         return self.tool_name
 
 
@@ -93,13 +87,11 @@ class SearchResult(Cached):
 
     @property
     def text(self) -> str:
-        """All of it, as the model reads it."""
+        """The result as the model reads it."""
         return "\n".join([f"{self.title} ({self.source})", *(block.text for block in self.content)])
 
 
 class ToolResultBlock(Cached):
-    """What came of a call."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[str, Joined(TextBlock, ToolReference, SearchResult)] = ""
@@ -149,8 +141,6 @@ def system_text(blocks: list[TextBlock] | None) -> str:
 
 
 class AnthropicMessage(Model):
-    """One message: text, or blocks."""
-
     role: Literal["user", "assistant", "system"]
     content: list[Block]
     clear_at: Unsupported = None
@@ -189,8 +179,6 @@ class AnthropicMessage(Model):
 
 
 class ToolDefinition(Cached):
-    """A tool that the client runs."""
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: Json  # JSON schema of an object

@@ -1,4 +1,4 @@
-"""What Anthropic's clients get: a message in one piece, or the events that it grows by."""
+"""The output for Anthropic's clients: a message in one piece, or the events by which it grows."""
 
 import json
 from collections.abc import AsyncIterator
@@ -6,12 +6,11 @@ from typing import Any
 
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.replies import new_id
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.generate.json_stream import complete_members
 from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed
-from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
-from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service
 
 _EMPTY_TEXT: Json = {"type": "text", "text": "", "citations": None}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -56,14 +55,12 @@ async def message_events(outputs: Outputs, model: str) -> AsyncIterator[bytes]:
                 usage = {"output_tokens": outputs.usage.num_output_tokens}
                 yield _event("message_delta", delta=stop_reason(step.end, step.stopped_by), usage=usage)
                 yield _event("message_stop")
-    except ServiceError as error:
-        yield event(anthropic_body(from_service(error)), "error")
     except ApiError as error:
-        yield event(anthropic_body(error), "error")
+        yield event(error.anthropic_body, "error")
 
 
 class _BlockEvents:
-    """Which block of the answer is open, and the events that open and close it."""
+    """The open block of the answer, and the events that open and close it."""
 
     def __init__(self) -> None:
         self._index = -1
@@ -88,7 +85,6 @@ class _BlockEvents:
 
 
 def message_body(model: str, usage: TokensUsed) -> Json:
-    """Return a message without its content."""
     return {
         "id": new_id("msg_"),
         "type": "message",
@@ -114,7 +110,6 @@ def message_body(model: str, usage: TokensUsed) -> Json:
 
 
 def blocks_of(answer: Answer) -> list[Json]:
-    """Return the content of a message."""
     blocks: list[Json] = []
     if answer.thought:
         blocks.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
@@ -130,7 +125,7 @@ def _tool_use(call_id: str, name: str) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """Return the arguments as an object; of those that were cut, the members that are complete."""
+    """Return the arguments as an object; cut arguments keep their complete members."""
     value: Json = json.loads(complete_members(arguments))
     return value
 

@@ -17,14 +17,14 @@ from neo_desktop.app.api.message_blocks import (
     system_text,
 )
 from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields
 from neo_desktop.app.generate.outputs import begin, collect
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
-from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -33,7 +33,7 @@ KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents sen
 
 
 class Choice(Model):
-    """Whether a tool has to be called."""
+    """The obligation to call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -44,7 +44,7 @@ OTHER_THINKING = {"between_tools": "ask for adaptive"}
 
 
 class Thinking(Model):
-    """Whether the model thinks first; how long is up to it, a budget is no limit here."""
+    """A switch for thinking; the model decides the length, a budget is no limit here."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Annotated[int, Field(ge=1)] | None, HINT] = None
@@ -53,8 +53,6 @@ class Thinking(Model):
 
 
 class OutputFormat(Model):
-    """The schema of the answer."""
-
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
@@ -63,19 +61,15 @@ class OutputConfig(Model):
     """The answer's form, and how much thought goes into it."""
 
     format: OutputFormat | None = None
-    task_budget: Annotated[Json | None, HINT] = None  # of all requests of a task
+    task_budget: Annotated[Json | None, HINT] = None  # for all requests of a task
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a hint; not all models know it
 
 
 class Metadata(Model):
-    """Labels."""
-
     user_id: Label = None
 
 
 class CountTokensRequest(Model):
-    """Body of POST /v1/messages/count_tokens."""
-
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: list[SystemBlock] | None = None
@@ -130,7 +124,7 @@ class CountTokensRequest(Model):
         config = self.output_config or OutputConfig()
         structure = None
         if config.format is not None:
-            structure = ("output_config.format", Structure("json_schema", config.format.schema_))
+            structure = Structure("output_config.format", "json_schema", config.format.schema_)
         is_thinking = None
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_thinking = self.thinking.type == "enabled"
@@ -148,8 +142,6 @@ class CountTokensRequest(Model):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Body of POST /v1/messages."""
-
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -178,8 +170,9 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
-async def answer(service: EngineService, body: MessagesRequest, params: SamplingParams) -> Response:
+async def answer(service: EngineService, body: MessagesRequest) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
+    params = body.sampling_params(service.sampling_defaults)
     conversation = body.conversation(service.tokenizer.chat_template)
     try:
         outputs = await begin(service, conversation, params, cuts_max_tokens=True)
@@ -202,7 +195,7 @@ def _too_long(error: ContextLengthError) -> str:
 
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:
-    """Tell how many tokens the prompt of a chat has."""
+    """Count the tokens of a chat's prompt."""
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
     try:
         token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)

@@ -1,14 +1,13 @@
-"""What the answers of OpenAI's endpoints have in common."""
+"""The common parts of the answers of OpenAI's endpoints."""
 
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.outputs import TokensUsed
-from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
-from neo_desktop.app.web.errors import ApiError, from_service
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.models.tokenizer import Tokenizer
 
@@ -20,20 +19,17 @@ async def until_done(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
         async for one in events:
             yield one
-    except ServiceError as error:
-        yield event(from_service(error).body)
     except ApiError as error:
         yield event(error.body)
     yield DONE
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody else has."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
 def head(prefix: str, kind: str, model: str) -> Json:
-    """What every answer begins with."""
+    """Return the first fields of an answer."""
     return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 

@@ -1,4 +1,4 @@
-"""What the answers look like, for /openapi.json.
+"""Types of the answers, for /openapi.json.
 
 Answers are made as plain dicts, which a test checks against these. Models of pydantic's would take as long
 per chunk (8 µs) and as many lines, but refuse what a client may send and read back: half of a surrogate pair,
@@ -20,8 +20,6 @@ class ErrorDetail(TypedDict):
 
 
 class Error(TypedDict):
-    """Why a request was refused."""
-
     error: ErrorDetail
 
 
@@ -81,8 +79,6 @@ class ChatChoice(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """The answer of a chat."""
-
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -102,8 +98,6 @@ class TextChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """How texts go on."""
-
     id: str
     object: Literal["text_completion"]
     created: int
@@ -144,7 +138,7 @@ class DeletedResponse(TypedDict):
 
 
 class ItemList(TypedDict):
-    """What was new in a response's request."""
+    """The new items of a response's request."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
@@ -189,8 +183,6 @@ class EmbeddingUsage(TypedDict):
 
 
 class Embeddings(TypedDict):
-    """One vector per text."""
-
     object: Literal["list"]
     model: str
     data: list[Embedding]
@@ -198,13 +190,11 @@ class Embeddings(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model that is loaded."""
-
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str  # the model's own name; `id` may be an alias of it
+    root: str  # the model's own name; `id` may be an alias
     max_model_len: int
 
 
@@ -214,8 +204,6 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether requests are answered."""
-
     status: Literal["ok", "no model", "loading", "restarting", "stopping", "failed"]
     model: NotRequired[str]
     reason: NotRequired[str]

@@ -1,4 +1,4 @@
-"""A response while it grows: its items, and the events that tell of them."""
+"""A growing response: its items and their events."""
 
 import json
 import time
@@ -9,9 +9,9 @@ import pydantic_core
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.replies import new_id, token_logprobs
 from neo_desktop.app.api.response_tools import ResponseTools, shell_action
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text
 from neo_desktop.app.generate.outputs import Step, TokensUsed
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.models.tokenizer import Tokenizer
 
 # Kind of a call → the beginning of its id, and what it holds before its arguments.
@@ -30,8 +30,8 @@ class ResponseEvents:
 
     Args:
         response: as long as nothing has come; it is filled in place.
-        tools: of the request, which say how calls are told.
-        with_logprobs: tell how probable tokens were.
+        tools: the request's, which name the kinds of calls.
+        with_logprobs: add the log-probabilities of tokens.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class ResponseEvents:
         return [self._told("response.created"), self._told("response.in_progress")]
 
     def add(self, step: Step) -> list[Json]:
-        """Take in what came."""
         events = []
         logprobs = token_logprobs(self._tokenizer, step.tokens) if self._with_logprobs else []
         for piece in step.pieces:

@@ -25,8 +25,6 @@ _NO_RESULT = "is left out: it tells of a tool of another server's"
 
 
 class MessageItem(Model):
-    """One message."""
-
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -36,8 +34,6 @@ class MessageItem(Model):
 
 
 class ReasoningText(Model):
-    """What the model thought, or a summary of it."""
-
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -46,8 +42,6 @@ _Thoughts = list[Annotated[ReasoningText, Tagged(ReasoningText)]]
 
 
 class ReasoningItem(Model):
-    """What the model thought before it answered."""
-
     type: Literal["reasoning"]
     id: Label = None
     summary: _Thoughts | None = None
@@ -59,7 +53,7 @@ class ReasoningItem(Model):
 
 
 class CallItem(Model):
-    """What calls, and their results, have in common."""
+    """The common fields of calls and their results."""
 
     call_id: str
     id: Label = None
@@ -77,8 +71,6 @@ class NamedCallItem(CallItem):
 
 
 class FunctionCallItem(NamedCallItem):
-    """A call that the model made."""
-
     type: Literal["function_call"]
     arguments: str  # JSON
 
@@ -99,8 +91,6 @@ class CustomCallItem(NamedCallItem):
 
 
 class ShellAction(Model):
-    """A command."""
-
     type: Literal["exec"] = "exec"
     command: list[str]
     env: dict[str, str] | None = None
@@ -122,8 +112,6 @@ class LocalShellCallItem(CallItem):
 
 
 class OutputItem(CallItem):
-    """What came of a call."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     output: Content
     name: Annotated[str | None, HINT] = None
@@ -131,7 +119,7 @@ class OutputItem(CallItem):
 
 
 class ShellOutputItem(Model):
-    """What came of a command; OpenAI calls the call's id `id`."""
+    """The result of a command; OpenAI names the call's id `id`."""
 
     type: Literal["local_shell_call_output"]
     output: Content
@@ -141,8 +129,6 @@ class ShellOutputItem(Model):
 
 
 class ItemReference(Model):
-    """An item of a stored response."""
-
     type: Literal["item_reference"]
     id: str
 

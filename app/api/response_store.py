@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.response_items import Item
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 
 MAX_RESPONSES = 1000
 MAX_STORED_BYTES = 64 * 2**20
@@ -35,7 +35,6 @@ class ResponseStore:
         self._num_bytes = 0
 
     def add(self, response: StoredResponse) -> None:
-        """Keep a response, as long as there is room."""
         num_bytes = response.num_bytes
         self._responses[response.body["id"]] = (response, num_bytes)
         self._num_bytes += num_bytes

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from neo_desktop.app.api.fields import HINT, Json, Model, Only, Skipped, Tagged
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.tools import Tool
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 
 _HOSTED = "is left out: this server has no tools of its own"
@@ -31,7 +31,7 @@ CallKind = Literal["function_call", "custom_tool_call", "local_shell_call"]
 
 
 class Callable(Model):
-    """What tools that the client runs have in common."""
+    """The common fields of tools that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -42,8 +42,6 @@ class Callable(Model):
 
 
 class FunctionTool(Callable):
-    """A tool that takes JSON."""
-
     type: Literal["function"]
     parameters: Json | None = None  # JSON schema
     strict: bool | None = None  # a schema that cannot be enforced in full is refused
@@ -55,22 +53,16 @@ class FunctionTool(Callable):
 
 
 class TextInput(Model):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class GrammarInput(Model):
-    """Text of one form."""
-
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
     definition: str
 
 
 class CustomTool(Callable):
-    """A tool that takes text."""
-
     type: Literal["custom"]
     format: Annotated[TextInput | GrammarInput, Tagged(TextInput, GrammarInput)] | None = None
 
@@ -95,8 +87,6 @@ class CustomTool(Callable):
 
 
 class LocalShellTool(Model):
-    """Commands that the client runs."""
-
     type: Literal["local_shell"]
 
 
@@ -124,7 +114,7 @@ ResponseTool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a call of one tool is told to the client."""
+    """The form of a tool's calls for the client."""
 
     kind: CallKind
     name: str
@@ -152,7 +142,7 @@ class ResponseTools:
         return next((full for full, route in self._routes.items() if route.name == name), name)
 
     def route(self, name: str) -> Route:
-        """How to tell of a call; models may call what is not there."""
+        """Return the form of a call; models may call unknown tools."""
         return self._routes.get(name, Route("function_call", name))
 
 
@@ -182,7 +172,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def shell_action(arguments: Mapping[str, Any]) -> Json:
-    """What a call of the local shell asks for, as OpenAI's clients read it."""
+    """Return a call of the local shell as OpenAI's clients read it."""
     command = arguments.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else [str(command or "")]
     return {

@@ -25,15 +25,14 @@ from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, MessageItem, for_template
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.api.response_tools import FunctionTool, ResponseTool, ResponseTools
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields
 from neo_desktop.app.generate.outputs import Outputs, begin
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream, event
-from neo_desktop.app.web.errors import ApiError, from_service
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -62,21 +61,15 @@ Includable = Literal[
 
 
 class NamedTool(Model):
-    """The tool that must be called."""
-
     type: Literal["function", "custom"]
     name: str
 
 
 class TextFormat(Model):
-    """Any text, or any JSON."""
-
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Model):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     name: Label = None
     description: Label = None
@@ -85,14 +78,12 @@ class SchemaFormat(Model):
 
 
 class TextConfig(Model):
-    """How the answer is written."""
-
     format: Annotated[TextFormat | SchemaFormat, Tagged(TextFormat, SchemaFormat)] | None = None
     verbosity: Verbosity = None
 
 
 class Reasoning(Model):
-    """How much the model thinks; what it thinks is told as it is, without a summary."""
+    """The effort of thinking; the answer holds the thoughts without a summary."""
 
     # A hint; not all models know levels of thought.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -103,8 +94,6 @@ class Reasoning(Model):
 
 
 class ResponseStreamOptions(Model):
-    """Extras of a stream."""
-
     include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
 
 
@@ -113,12 +102,10 @@ def _as_items(value: object) -> object:
 
 
 class ResponsesRequest(Model):
-    """Body of POST /v1/responses."""
-
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
     instructions: str | None = None
-    previous_response_id: str | None = None  # whose conversation goes on
+    previous_response_id: str | None = None  # whose conversation continues
     store: bool | None = None  # unless false, the response can be asked for and gone on with
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -192,7 +179,7 @@ class ResponsesRequest(Model):
     def conversation_of(
         self, items: Sequence[Item], tools: ResponseTools, template: str | None
     ) -> Conversation:
-        """The conversation that goes on, for the model with this template.
+        """Return the continued conversation, for the model with this template.
 
         Raises:
             ApiError: the template cannot do what is asked for.
@@ -218,12 +205,12 @@ class ResponsesRequest(Model):
             field="input",
         )
 
-    def _structure(self) -> tuple[str, Structure] | None:
+    def _structure(self) -> Structure | None:
         form = self.text.format if self.text else None
         if isinstance(form, SchemaFormat):
-            return "text.format", Structure("json_schema", form.schema_, bool(form.strict))
+            return Structure("text.format", "json_schema", form.schema_, bool(form.strict))
         is_json = form is not None and form.type == "json_object"
-        return ("text.format", Structure("json")) if is_json else None
+        return Structure("text.format", "json") if is_json else None
 
     def head(self, model: str, params: SamplingParams) -> Json:
         """The response as long as nothing has come: what was asked for, with what was left open filled in."""
@@ -274,10 +261,9 @@ def _told(tool: Model) -> Json:
     return empty | tool.model_dump(exclude_none=True, by_alias=True)
 
 
-async def answer(
-    service: EngineService, store: ResponseStore, body: ResponsesRequest, params: SamplingParams
-) -> Response:
+async def answer(service: EngineService, store: ResponseStore, body: ResponsesRequest) -> Response:
     """Answer, in one piece or as a stream of events."""
+    params = body.sampling_params(service.sampling_defaults)
     earlier: Sequence[Item] = ()
     if body.previous_response_id is not None:
         earlier = store.get(body.previous_response_id, "previous_response_id").items
@@ -317,8 +303,6 @@ async def _streamed(
                 yield event(body, body["type"])
         last = events.end(outputs.usage)
         keep()
-    except ServiceError as error:
-        last = events.fail(from_service(error))
     except ApiError as error:
         last = events.fail(error)
     for body in last:
@@ -326,7 +310,7 @@ async def _streamed(
 
 
 def input_items(response: StoredResponse) -> Json:
-    """What was new in a response's request, as a list of items."""
+    """Return the new items of a response's request."""
     items = []
     for number, item in enumerate(response.input_items):
         fields = item.model_dump(exclude_none=True)

@@ -6,9 +6,9 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from neo_desktop.app.api.fields import HINT, Json, Label, Model, Only, Unsupported, described, given
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.sampling import sampling_params
-from neo_desktop.app.generate.structure import Structure, one_of
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.generate.structure import Kind, Source, Structure, one_of
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -56,16 +56,12 @@ class StructuredOutputs(Model):
 
 
 class StreamOptions(Model):
-    """Extras of a stream."""
-
     include_usage: bool | None = None
     include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
     continuous_usage_stats: Annotated[Any, Only(False)] = None
 
 
 class JsonSchemaFormat(Model):
-    """A JSON schema by name."""
-
     name: Label = None
     description: Label = None
     schema_: Json = Field(alias="schema")
@@ -81,7 +77,7 @@ class ResponseFormat(Model):
 
 
 class GenerationRequest(Model):
-    """What chats and raw completions have in common."""
+    """The common fields of chats and raw completions."""
 
     model: str | None = None  # None: the model that is served
     stream: bool | None = None
@@ -160,37 +156,32 @@ class GenerationRequest(Model):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True: a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def structure(self) -> tuple[str, Structure] | None:
-        """The form that the answer must have, and the field that says so; None: any.
+    def structure(self) -> Structure | None:
+        """Return the form that the answer must have; None: any.
 
         Raises:
-            ApiError: more than one is asked for.
+            ApiError: the body asks for more than one.
         """
         outputs = self.structured_outputs or StructuredOutputs()
-        schemas = {
-            "json_schema": self.json_schema,
-            "guided_json": self.guided_json,
-            "structured_outputs.json": outputs.json_,
-        }
-        regexes = {"guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}
-        choices = {"guided_choice": self.guided_choice, "structured_outputs.choice": outputs.choice}
-        grammars = {
-            "grammar": self.grammar,
-            "guided_grammar": self.guided_grammar,
-            "structured_outputs.grammar": outputs.grammar,
-        }
-        asked = {name: Structure("json_schema", schema) for name, schema in given(schemas).items()}
-        asked |= {name: Structure("regex", regex) for name, regex in given(regexes).items()}
-        asked |= {name: Structure.choice(texts) for name, texts in given(choices).items()}
-        asked |= {name: Structure("grammar", text) for name, text in given(grammars).items()}
-        if outputs.json_object:
-            asked["structured_outputs.json_object"] = Structure("json")
-        if self.response_format is not None:
-            asked |= given({"response_format": _structure_of(self.response_format)})
-        return one_of(asked)
+        sources: list[tuple[str, Kind, Source | None]] = [
+            ("json_schema", "json_schema", self.json_schema),
+            ("guided_json", "json_schema", self.guided_json),
+            ("structured_outputs.json", "json_schema", outputs.json_),
+            ("guided_regex", "regex", self.guided_regex),
+            ("structured_outputs.regex", "regex", outputs.regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("structured_outputs.choice", "choice", outputs.choice),
+            ("grammar", "grammar", self.grammar),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("structured_outputs.grammar", "grammar", outputs.grammar),
+            ("structured_outputs.json_object", "json", "" if outputs.json_object else None),
+        ]
+        asked = [Structure(field, kind, source) for field, kind, source in sources if source is not None]
+        form = None if self.response_format is None else _structure_of(self.response_format)
+        return one_of(asked if form is None else [*asked, form])
 
     def _sampling_params(
         self, defaults: GenerationDefaults, *, max_tokens: int | None, logprobs: int | None
@@ -223,7 +214,7 @@ class GenerationRequest(Model):
 
 
 def _structure_of(form: ResponseFormat) -> Structure | None:
-    """What OpenAI's clients ask for; None: any text."""
+    """Return the form that OpenAI's clients ask for; None: any text."""
     if form.schema_ is not None and form.json_schema is not None:
         message = "response_format has schema and json_schema: give one of them"
         raise ApiError(400, message, param="response_format")
@@ -234,7 +225,9 @@ def _structure_of(form: ResponseFormat) -> Structure | None:
     if form.type == "text":
         return None
     if schema is not None:
-        return Structure("json_schema", schema, bool(form.json_schema and form.json_schema.strict))
+        return Structure(
+            "response_format", "json_schema", schema, bool(form.json_schema and form.json_schema.strict)
+        )
     if form.type == "json_schema":
         raise ApiError(400, "response_format needs json_schema.schema", param="response_format")
-    return Structure("json")
+    return Structure("response_format", "json")

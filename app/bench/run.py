@@ -14,7 +14,7 @@ from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
 from neo_desktop.app.bench.words import say
-from neo_desktop.app.commands.sentences import sentence
+from neo_desktop.app.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.options import EngineOptions

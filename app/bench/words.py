@@ -11,7 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from neo_desktop.app.bench.section import number, size
-from neo_desktop.app.commands.sentences import duration
+from neo_desktop.app.sentences import duration
 
 
 def say(text: str, **figures: object) -> tuple[str, ...]:

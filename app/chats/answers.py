@@ -1,4 +1,4 @@
-"""Answers are the server's business: they go on whether or not a page looks, and are saved as they come.
+"""Answers belong to the server: it writes them without a page, and saves them while they grow.
 
 ask(), retry(), resume() ──→ a task per answer: prompt → engine → GrowingAnswer
                                  │ every half second: one transaction for all that grew ──→ store
@@ -17,13 +17,12 @@ from neo_desktop.app.chats.messages import Message, Settings, State, to_send
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.generate import outputs, sampling
 from neo_desktop.app.generate.conversation import Begun, Conversation
 from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -42,28 +41,25 @@ class Answers:
         host: has the model.
         store: where they are saved.
         worker: the store's thread.
-        growing: they are put here, by id, until their end is saved.
         news: wakes the pages.
     """
 
-    def __init__(
-        self,
-        host: ModelHost,
-        store: ChatStore,
-        worker: FunctionThread,
-        growing: dict[str, GrowingAnswer],
-        news: News,
-    ) -> None:
+    def __init__(self, host: ModelHost, store: ChatStore, worker: FunctionThread, news: News) -> None:
         self._host = host
         self._store = store
         self._worker = worker
-        self._growing = growing
+        self._growing: dict[str, GrowingAnswer] = {}  # by message id, until their end is saved
         self._news = news
         self._tasks: dict[str, asyncio.Task[None]] = {}  # message id → its writing
         self.notice = store.notice  # for people: trouble with the file
         self._saving: asyncio.Task[None] | None = None
         self._errands: set[asyncio.Future[Any]] = set()
         self._is_closed = False
+
+    def present(self, message: Message) -> Message:
+        """Return a message with the text that is not saved yet."""
+        growing = self._growing.get(message.id)
+        return message if growing is None else growing.message
 
     async def ask(
         self, chat_id: str, parent_id: str | None, text: str, attachment_ids: Sequence[str] = ()
@@ -95,7 +91,7 @@ class Answers:
         return await self._carry_out(begin)
 
     async def resume(self, answer_id: str) -> Message:
-        """Go on with an answer that has ended; see `ChatStore.reopen`."""
+        """Continue an answer that has ended; see `ChatStore.reopen`."""
 
         async def begin() -> Message:
             await self._save()
@@ -104,10 +100,10 @@ class Answers:
         return await self._carry_out(begin)
 
     async def stop(self, answer_id: str) -> Message:
-        """End an answer at once; one that has ended stays as it is.
+        """End an answer at once; an ended one does not change.
 
         Raises:
-            NotFoundError: there is no such message.
+            NotFoundError: the message does not exist.
             NotPossibleError: another process writes it.
         """
         if answer_id not in self._growing:
@@ -123,7 +119,6 @@ class Answers:
         return growing.message
 
     def stop_chat(self, chat_id: str) -> None:
-        """End all answers of a chat."""
         for growing in list(self._growing.values()):
             if growing.message.chat_id == chat_id:
                 self._end(growing, "stopped")
@@ -140,7 +135,7 @@ class Answers:
         await self._save()
 
     async def _carry_out(self, errand: Callable[[], Awaitable[T]]) -> T:
-        """Do all of it, even when the client that wants it goes away meanwhile."""
+        """Finish an errand even when its client leaves."""
         task = asyncio.ensure_future(errand())
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
@@ -158,7 +153,7 @@ class Answers:
         return answer
 
     def _end(self, growing: GrowingAnswer, state: State, error: str | None = None) -> None:
-        """Write no more of it; the engine is told first. Nothing happens to one that has ended."""
+        """Stop writing an answer and abort its request; an ended one does not change."""
         if not growing.message.is_live:
             return
         growing.end(state, error)
@@ -176,7 +171,6 @@ class Answers:
         saving.add_done_callback(self._errands.discard)
 
     async def _write(self, growing: GrowingAnswer) -> None:
-        """The task of an answer."""
         try:
             service = await self._service()
             question_id = growing.message.parent_id
@@ -197,7 +191,7 @@ class Answers:
         except ApiError as error:
             advice = ". Or start a new chat" if error.code == "context_length_exceeded" else ""
             self._end(growing, "failed", f"{error}{advice}")
-        except (ServiceError, NotFoundError, StoreError, ValueError) as error:
+        except (NotFoundError, StoreError, ValueError) as error:
             self._end(growing, "failed", str(error))
         except Exception:
             logger.exception("an answer failed")

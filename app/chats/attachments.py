@@ -5,10 +5,10 @@ import codecs
 import json
 import re
 import sys
-from typing import Literal
 
 from neo_desktop.app.chats.errors import NotPossibleError
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.chats.messages import Kind
+from neo_desktop.app.errors import ApiError
 
 MAX_FILE_BYTES = 20 * 2**20
 MAX_TEXT_CHARS = 2_000_000  # some 500,000 tokens: more than contexts hold
@@ -20,15 +20,13 @@ MAX_PDF_READERS = 2  # each is a process
 _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _BINARY = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # texts hold white space and, from terminals, escapes
 
-Kind = Literal["text", "pdf"]
-
 
 async def read_file(name: str, content: bytes, readers: asyncio.Semaphore) -> tuple[str, Kind, str]:
     """Return a file's name made fit, its kind and its text.
 
     Args:
         name: as its owner calls it.
-        content: all of it.
+        content: the whole file.
         readers: PDFs that may be read at the same time.
 
     Raises:

@@ -12,7 +12,6 @@ from neo_desktop.app.chats.attachments import MAX_PDF_READERS, check_length, rea
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
-from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -35,12 +34,11 @@ class Chats:
     """
 
     def __init__(self, host: ModelHost, news: News, folder: Path) -> None:
-        self._growing: dict[str, GrowingAnswer] = {}
         self._store = ChatStore(folder)
         self._worker = FunctionThread("chats")
         self._news = news
         self._readers = asyncio.Semaphore(MAX_PDF_READERS)
-        self.answers = Answers(host, self._store, self._worker, self._growing, news)
+        self.answers = Answers(host, self._store, self._worker, news)
 
     @property
     def notice(self) -> str | None:
@@ -63,9 +61,8 @@ class Chats:
         return replace(chat, messages=tuple(self.present(message) for message in chat.messages))
 
     def present(self, message: Message) -> Message:
-        """The message as far as it has come."""
-        growing = self._growing.get(message.id)
-        return message if growing is None else growing.message
+        """Return a message with the text that is not saved yet."""
+        return self.answers.present(message)
 
     async def version(self) -> int:
         """Another number when another process has changed the file."""
@@ -77,7 +74,6 @@ class Chats:
         return await self._change(self._store.create, settings)
 
     async def rename(self, chat_id: str, title: str) -> None:
-        """Give a chat a title."""
         await self._change(self._store.change, chat_id, title=title)
 
     async def set(self, chat_id: str, settings: Settings) -> None:
@@ -110,7 +106,6 @@ class Chats:
         return await self._worker(self._store.attach, name, kind, text)
 
     async def presets(self) -> dict[str, str]:
-        """System prompts, by name."""
         return dict(await self._worker(self._store.presets))
 
     async def set_preset(self, name: str, text: str) -> None:
@@ -122,7 +117,7 @@ class Chats:
             await self._worker(self._store.remove_preset, name)
 
     async def export(self, chat_id: str | None, *, as_markdown: bool = False) -> str:
-        """One chat, or all of them, as text for a file."""
+        """Return one chat, or all chats, as text for a file."""
         ids = [entry.id for entry in await self.entries()] if chat_id is None else [chat_id]
         chats = [await self._worker(self._store.chat, one) for one in ids]
         if as_markdown:
@@ -130,7 +125,7 @@ class Chats:
         return await asyncio.to_thread(transfer.to_json, chats)
 
     async def add(self, content: bytes) -> list[str]:
-        """Take in chats from a file that `export` wrote; ValidationError: it is no such file."""
+        """Take in chats from a file that `export` wrote; ValidationError: the file is another one."""
         chats = await asyncio.to_thread(transfer.from_json, content)
         ids = await self._worker(self._store.add_chats, chats)
         self._news.tell(CHATS)

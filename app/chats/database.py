@@ -1,4 +1,4 @@
-"""The file of all chats: opened, brought up to date, guarded; its errors in sentences."""
+"""The file of the chats: opened, migrated and guarded; its errors in sentences."""
 
 import contextlib
 import logging
@@ -72,7 +72,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
     file = folder / FILE_NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # chats are nobody else's business
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # chats are private
     except OSError as error:
         reason = error.strerror or error
         raise StoreError(
@@ -106,7 +106,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") -> str:
-    """What went wrong, in a sentence for the person whose chats they are."""
+    """Return the error as a sentence for the owner of the chats."""
     code = _code(error)
     if code == sqlite3.SQLITE_FULL:
         return f"{file} could not be written: the disk is full. Make room on it"
@@ -121,10 +121,10 @@ def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") ->
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All of it or nothing.
+    """Carry out all changes or none.
 
     Raises:
-        StoreError: it could not be carried out; nothing of it is left.
+        StoreError: they could not be carried out, and were undone.
     """
     try:
         with _transaction(connection):

@@ -1,12 +1,12 @@
-"""What a person asked of the chats and cannot have."""
+"""Errors of a user's requests to the chats."""
 
 
 class NotFoundError(LookupError):
-    """There is no such chat, message or file; the message says which."""
+    """A chat, a message or a file does not exist; the message names it."""
 
 
 class NotPossibleError(ValueError):
-    """What is asked for makes no sense for this message; the text says why."""
+    """A request that makes no sense for this message; the text says why."""
 
 
 class BeingAnsweredError(NotPossibleError):

@@ -1,31 +1,42 @@
-"""What a chat consists of.
+"""The parts of a chat.
 
 A chat is a tree of messages: questions and answers take turns on every way down from the root. Another
-answer to a question is a sibling of the first (a variant), another wording of a question likewise (a branch).
-What the page shows is the way from the root to one leaf.
+answer to a question is a sibling of the first (a variant), another wording of a question is a branch.
+The page shows the way from the root to one leaf.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 SHORT_TITLE_CHARS = 60  # of one that is made
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
+Kind = Literal["text", "pdf"]
+
+# Bounds of files that are read in.
+Text = Annotated[str, Field(max_length=8_000_000)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 LIVE: tuple[State, ...] = ("waiting", "streaming")  # an answer that is being written
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How an answer came; None: not known (yet)."""
+    """Figures of an answer; None: not known (yet)."""
 
-    first_token_s: float | None = None  # from the question to the first token
-    tokens_per_s: float | None = None  # while decoding: the wait for the first token is not in it
-    output_tokens: int | None = None
-    prompt_tokens: int | None = None
-    finish_reason: str | None = None
-    model: str | None = None
+    first_token_s: Number | None = None  # from the question to the first token
+    tokens_per_s: Number | None = None  # while decoding: the wait for the first token is not in it
+    output_tokens: Count | None = None
+    prompt_tokens: Count | None = None
+    finish_reason: Annotated[str, Field(max_length=100)] | None = None
+    model: Annotated[str, Field(max_length=1000)] | None = None
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     @property
     def num_tokens(self) -> int | None:
@@ -41,7 +52,7 @@ class Attachment:
 
     id: str
     name: str
-    kind: Literal["text", "pdf"]
+    kind: Kind
     text: str = field(repr=False)
 
 
@@ -64,27 +75,28 @@ class Message:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is being written."""
         return self.state in LIVE
 
     def prompt_text(self) -> str:
-        """What the model reads: the attached files, then the text."""
+        """The text for the model: the attached files, then the question."""
         files = [f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n" for one in self.attachments]
         return "".join(files) + self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a chat is answered; None: as the model's makers recommend."""
+    """The settings of a chat; None: the recommendation of the model's makers."""
 
-    system_prompt: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
+    system_prompt: Text | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Int64 | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    max_tokens: Int64 | None = None
+    seed: Int64 | None = None
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     def sampling(self) -> dict[str, Any]:
         """The fields of a request, those that are set."""
@@ -106,8 +118,6 @@ class ChatEntry:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A whole chat."""
-
     entry: ChatEntry
     settings: Settings
     leaf_id: str | None
@@ -133,7 +143,7 @@ def newest_leaf(messages: dict[str, Message], message_id: str) -> str:
 
 
 def used_tokens(way: list[Message]) -> int:
-    """How much of the context a branch takes: its last answer's prompt and output; 0 without one."""
+    """Count the tokens of a branch: its last answer's prompt and output; 0 without an answer."""
     counted = [message.figures.num_tokens for message in way if message.figures is not None]
     return next((count for count in reversed(counted) if count is not None), 0)
 

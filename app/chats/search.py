@@ -32,7 +32,6 @@ class Search:
         ).fetchall()
 
     def _in_texts(self, word: str) -> dict[str, str]:
-        """The newest hit of each chat."""
         if len(word) >= MIN_INDEXED_CHARS:
             quoted = '"' + word.replace('"', '""') + '"'
             rows = self._connection.execute(

@@ -7,53 +7,35 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Figures, Message, Settings, branch
+from neo_desktop.app.chats.messages import (
+    Attachment,
+    Chat,
+    ChatEntry,
+    Figures,
+    Kind,
+    Message,
+    Number,
+    Settings,
+    Text,
+    branch,
+)
 from neo_desktop.app.chats.store import new_id
 
 FORMAT = "neo-desktop chats"
 VERSION = 1
 MAX_CHATS = 20_000
 MAX_MESSAGES = 20_000  # of a chat
-MAX_TEXT_CHARS = 8_000_000
 
-Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FiguresPart(_Part):
-    """`Figures`."""
-
-    first_token_s: Number | None = None
-    tokens_per_s: Number | None = None
-    output_tokens: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    prompt_tokens: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    finish_reason: Annotated[str, Field(max_length=100)] | None = None
-    model: Annotated[str, Field(max_length=1000)] | None = None
-
-
-class SettingsPart(_Part):
-    """`Settings`; their ranges are checked when they are used."""
-
-    system_prompt: Text | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    max_tokens: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-
-
 class AttachmentPart(_Part):
-    """`Attachment`."""
-
     name: Annotated[str, Field(max_length=1000)]
-    kind: Literal["text", "pdf"]
+    kind: Kind
     text: Text
 
 
@@ -68,7 +50,7 @@ class MessagePart(_Part):
     thought_s: Number | None = None
     state: Literal["done", "stopped", "cut", "failed"] = "done"
     error: Annotated[str, Field(max_length=100_000)] | None = None
-    figures: FiguresPart | None = None
+    figures: Figures | None = None
     attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
 
 
@@ -78,7 +60,7 @@ class ChatPart(_Part):
     title: Annotated[str, Field(max_length=10_000)]
     created_s: Time
     updated_s: Time
-    settings: SettingsPart = SettingsPart()
+    settings: Settings = Settings()
     leaf: Annotated[int, Field(ge=0)] | None = None
     messages: Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)]
 
@@ -115,7 +97,7 @@ class ChatPart(_Part):
                 thought_s=part.thought_s,
                 state=part.state,
                 error=part.error,
-                figures=None if part.figures is None else Figures(**part.figures.model_dump()),
+                figures=part.figures,
                 attachments=tuple(
                     Attachment(new_id(), one.name, one.kind, one.text) for one in part.attachments
                 ),
@@ -124,12 +106,10 @@ class ChatPart(_Part):
         )
         entry = ChatEntry(chat_id, self.title, self.created_s, self.updated_s, is_streaming=False)
         leaf_id = None if self.leaf is None else ids[self.leaf]
-        return Chat(entry, Settings(**self.settings.model_dump()), leaf_id, messages)
+        return Chat(entry, self.settings, leaf_id, messages)
 
 
 class ChatsFile(_Part):
-    """The whole file."""
-
     format: Literal["neo-desktop chats"]
     version: Literal[1]
     chats: Annotated[list[ChatPart], Field(max_length=MAX_CHATS)]
@@ -139,7 +119,7 @@ def from_json(body: bytes) -> list[Chat]:
     """Chats as `to_json` wrote them, with new ids.
 
     Raises:
-        ValidationError: it is no such file.
+        ValidationError: the file is another one.
     """
     return [part.chat() for part in ChatsFile.model_validate_json(body).chats]
 

@@ -1,4 +1,4 @@
-"""Where the store's methods run: one thread, in order, so that the event loop never waits for a disk."""
+"""The thread of the store's methods: it runs them in order, and the event loop never waits for the file."""
 
 import asyncio
 from collections.abc import Callable

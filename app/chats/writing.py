@@ -38,7 +38,6 @@ class GrowingAnswer:
         self.message = replace(self.message, thought=thought, text=text, figures=figures)
 
     def add(self, step: Step) -> None:
-        """Take in what one iteration brought."""
         now_s = time.perf_counter()
         if step.tokens:
             self._first_s = self._first_s or now_s
@@ -48,7 +47,7 @@ class GrowingAnswer:
         self.message = replace(self.message, state="streaming", figures=self._figures(step))
 
     def end(self, state: State, error: str | None = None) -> None:
-        """Write no more; the engine is told at once."""
+        """Stop writing, and abort the request at once."""
         if self._outputs is not None:
             self._outputs.close()
             self._take(self._outputs.flush(), time.perf_counter())

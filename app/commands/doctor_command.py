@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from neo_desktop.app.commands.sentences import duration
 from neo_desktop.app.llamacpp.trial import TITLE, try_llamacpp
+from neo_desktop.app.sentences import duration
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved

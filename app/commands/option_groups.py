@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
+from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 

@@ -9,19 +9,19 @@ from functools import partial
 import typer
 from rich.markup import escape
 
+from neo_desktop.app.application import create_app
 from neo_desktop.app.commands.loading_bar import LoadingBar
 from neo_desktop.app.commands.option_groups import ServerOptions
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.selftest import reports_folder
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.page.selftest import reports_folder
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.web.addresses import urls
-from neo_desktop.app.web.origins import check_origin
-from neo_desktop.app.web.security import check_bind
-from neo_desktop.app.web.server import claim_port, create_app, serve
+from neo_desktop.app.web.security import check_bind, check_origin
+from neo_desktop.app.web.server import claim_port, serve
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
 
@@ -78,7 +78,7 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
             if open_browser and _has_screen():
                 webbrowser.open(url)
 
-        serve(web_app, socket, announce)
+        serve(web_app, socket, host.stop, announce)
     stdout.print("Stopped.")
 
 

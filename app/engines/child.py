@@ -1,9 +1,9 @@
 """The engine's process: loads a model, then runs the engine's loop between two pipes.
 
-    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, so this ends, too
+    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, and the child ends
     stdout  events, log messages
 
-Whatever prints finds stderr in the place of both.
+Prints go to stderr in place of both.
 """
 
 import faulthandler
@@ -43,7 +43,7 @@ _ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What holds in the parent and shall hold in the child."""
+    """Settings of the parent for the child."""
 
     sys_path: Sequence[str]
     log_level: int
@@ -100,18 +100,17 @@ def _run(frames: Iterator[Any], writer: "_Events") -> None:
 
 
 def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
-    """The thread that listens."""
     try:
         for command in frames:
             ready.result().take(command)
     finally:
-        # The parent is gone, killed perhaps. Nobody wants what is left, and memory is waited for.
+        # The parent is gone, killed perhaps. Its successor may be waiting for the memory.
         forgive(os.getpid())  # a start that is under way is not to blame
         os._exit(FAILED_STATUS)
 
 
 class _Events(FrameWriter):
-    """Ends the process when nobody reads any more."""
+    """Ends the process when its reader is gone."""
 
     def put(self, value: object) -> None:
         try:

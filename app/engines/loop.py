@@ -1,11 +1,11 @@
-"""The loop that owns an engine: commands in, steps while there is work, events out.
+"""The loop that owns an engine: commands in, steps while requests exist, events out.
 
-    take(command) ──→ inbox ──→  while there is work: engine.collect()     the iteration under way
+    take(command) ──→ inbox ──→  while it has work:   engine.collect()     the iteration under way.
       any thread                                      run the commands
-                                                      engine.launch()      the next one
+                                                      engine.launch()      the next one.
                        emit() ←─ one list of events per iteration, one per batch of commands
 
-It is the same one in a thread of this process and in a process of its own.
+The same loop runs in a thread of this process and in a process of its own.
 """
 
 import logging
@@ -36,7 +36,7 @@ from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
 logger = logging.getLogger(__name__)
 
 ADVICE = ": start the engine again"  # with which the engine ends its sentence of a lost GPU
-REST_S = 1.0  # between two looks at what is to be done while there is no work
+REST_S = 1.0  # between two calls of `rest` without work
 MAX_COMPILERS = 8  # threads that make grammars ready
 
 
@@ -44,7 +44,7 @@ class EngineLoop:
     """Carries out commands; only `run` calls the engine, its grammars excepted.
 
     Args:
-        engine: nobody else may call it until `run` has returned.
+        engine: the loop's alone until `run` has returned.
         emit: takes events, from any thread.
     """
 
@@ -141,7 +141,7 @@ class EngineLoop:
 
 
 def _told(error: Exception) -> Exception:
-    """Return what the caller is told; what is not his fault is logged here, where the traceback is."""
+    """Return the message for the caller; log an error that is not his fault, with its traceback."""
     if not isinstance(error, ValueError):
         logger.error("a request could not be taken", exc_info=error)
     return portable(error)

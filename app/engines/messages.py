@@ -1,4 +1,4 @@
-"""What goes to an engine and what comes back: plain values, since the border of a process may lie between.
+"""Commands to an engine and its events: plain values, since they may cross to another process.
 
 Commands that want an answer carry a ticket, and exactly one `Answered` with that ticket comes back, unless
 the engine ends.
@@ -38,14 +38,14 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Tell what the engine does right now: the answer's value is a LiveView."""
+    """Report the engine's present work: the answer's value is a LiveView."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request; nothing more is told of it."""
+    """End a request without further outputs."""
 
     request_id: str
 
@@ -57,7 +57,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Look whether the engine can go on: it gave an alarm."""
+    """Check the engine after its alarm."""
 
 
 Command = Add | Check | Compile | Look | Abort | Stop
@@ -65,8 +65,6 @@ Command = Add | Check | Compile | Look | Abort | Stop
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of a command."""
-
     ticket: int
     value: LiveView | None = None
     error: Exception | None = None
@@ -82,8 +80,6 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What one step of the engine brought."""
-
     outputs: Sequence[RequestOutput]
     seconds: float
     stats: EngineStats
@@ -91,8 +87,6 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the engine stands after commands."""
-
     stats: EngineStats
 
 
@@ -102,7 +96,6 @@ class CrashReason(str):
     signal: str
 
     def __new__(cls, reason: str, signal: str) -> Self:
-        """Make the sentence."""
         made = super().__new__(cls, reason)
         made.signal = signal
         return made
@@ -124,7 +117,7 @@ class EngineCrashError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of all."""
+    """The last event."""
 
     reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
 
@@ -135,16 +128,12 @@ Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engi
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """How far the loading is."""
-
     share: float
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What stays the same about an engine for as long as it lives."""
-
     model_name: str
     input_processor: InputProcessor
     sampling_defaults: GenerationDefaults
@@ -154,7 +143,6 @@ class EngineFacts:
 
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
-        """Ask an engine."""
         return cls(
             engine.model_name,
             engine.input_processor,
@@ -167,8 +155,6 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """There will be no engine."""
-
     error: Exception
 
 
@@ -186,11 +172,11 @@ class EngineLink(Protocol):
 
     @property
     def is_process(self) -> bool:
-        """Whether it has a process of its own, which can be ended at any time and started anew."""
+        """True: it has a process of its own, which can be ended at any time and started anew."""
 
     @property
     def timeout_s(self) -> float | None:
-        """How long it may have work and say nothing until it counts as hung; None: for ever."""
+        """Seconds of silence with work until it counts as hung; None: no limit."""
 
     def start(self, receive: Receiver) -> None:
         """Begin to work; events go to `receive`, `Ended` being the last one."""
@@ -199,18 +185,18 @@ class EngineLink(Protocol):
         """Have a command carried out, between two iterations; does nothing once the engine has ended."""
 
     def kill(self, reason: str) -> None:
-        """End it at once, whatever it does, with this reason; does nothing to a thread."""
+        """End its process at once with this reason; has no effect on a thread."""
 
     def close(self) -> None:
-        """Free weights and caches, once it was told to stop; a thread that goes on keeps them."""
+        """Free weights and caches after `Stop`; a thread that still runs keeps them."""
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error as another process can be told of it: itself, or its name and text."""
+    """Return an error that can be pickled: itself, or its name and text."""
     bare = error.with_traceback(None)
     try:
         if type(pickle.loads(pickle.dumps(bare))) is type(bare):
             return bare
-    except Exception:  # whatever its constructor wants
+    except Exception:  # its constructor may want anything
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -2,10 +2,10 @@
 
     this process                                     child: child.py
     ────────────                                     ───────────────
-    Beginning, the maker of the engine ─── stdin ──→ loads
-    commands, by a thread of their own ─── stdin ──→ EngineLoop
-    events, log messages ←──────────────── stdout ── (read here by a thread)
-    the end of this process ─── the end of stdin ──→ ends, too
+    Beginning, the maker of the engine ─── stdin ──→ loads.
+    commands, by a thread of their own ─── stdin ──→ EngineLoop.
+    events, log messages ←──────────────── stdout ── (read here by a thread).
+    the end of this process ─── the end of stdin ──→ ends.
     Ended ←─── the end of stdout, and exit status ── ended, however that came about
 
 The parent never asks CUDA for memory: what the GPU holds of a model ends with the child.
@@ -54,7 +54,7 @@ _PROGRAM = "from neo_desktop.app.engines.child import main; main()"
 
 
 class EngineProcess:
-    """See `EngineLink`; `load` makes one.
+    """An `EngineLink` to a process, made by `load`.
 
     Args:
         make: makes the engine, in the child.
@@ -114,7 +114,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property
@@ -134,10 +133,9 @@ class EngineProcess:
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
-                os.killpg(self._process.pid, signal.SIGKILL)  # its group: what it started ends, too
+                os.killpg(self._process.pid, signal.SIGKILL)  # its group, with all that it started
 
     def close(self) -> None:
-        """See `EngineLink`: all of its memory is free afterwards."""
         self.send(Stop())
         try:
             self._process.wait(CLOSE_S if self._is_over.is_set() else EXIT_S)

@@ -1,4 +1,4 @@
-"""What a service needs of an engine: few calls, all from one thread, `grammars.compile` excepted."""
+"""The calls of a service to an engine, all from one thread, `grammars.compile` excepted."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,19 +20,19 @@ class ServedEngine(Protocol):
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
-        """What the model's makers recommend."""
+        """The recommendation of the model's makers."""
 
     @property
     def note(self) -> str | None:
-        """What the owner of the computer should know."""
+        """A note for the owner of the computer."""
 
     @property
     def gpu_bytes(self) -> int:
-        """What it took of the GPU's memory."""
+        """The GPU memory that it took."""
 
     @property
     def has_work(self) -> bool:
-        """Whether another step would bring anything."""
+        """True while requests are unfinished."""
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
         """Queue a request."""
@@ -50,13 +50,13 @@ class ServedEngine(Protocol):
         """Return what requests gained since the last call."""
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """Have something called, by any thread, when `check` would raise though nobody asks anything."""
+        """Register a function that any thread calls when `check` would raise while the engine is idle."""
 
     def check(self) -> None:
-        """Raise why nothing can be computed any more, as far as it is known."""
+        """Raise the known reason why the engine cannot compute any more."""
 
     def rest(self) -> bool:
-        """Do what is to be done now and then while there is no work; return whether figures have changed."""
+        """Do occasional work of an idle engine; return True if figures have changed."""
 
     def stats(self) -> EngineStats:
         """Return how it stands."""

@@ -8,10 +8,10 @@ from neo_desktop.app.engines.served import ServedEngine
 
 
 class EngineThread:
-    """See `EngineLink`.
+    """An `EngineLink` to a thread.
 
     Args:
-        engine: nobody else may call it between `start` and the end of the thread.
+        engine: the thread's alone from `start` to its end.
     """
 
     is_process = False

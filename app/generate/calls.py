@@ -387,7 +387,7 @@ def _new_id(tool_format: ToolFormat) -> str:
 
 
 def short_id(call_id: str) -> str:
-    """An id of nine letters and digits, always the same for the same id; such an id stays as it is."""
+    """Return an id of nine letters and digits, the same for the same id; a short id does not change."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     digest = hashlib.sha256(call_id.encode("utf-8", "replace")).digest()

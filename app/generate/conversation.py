@@ -1,4 +1,4 @@
-"""A chat, whatever protocol it came in, on its way to the model.
+"""A chat of any protocol on its way to the model.
 
     messages, tools, settings ──template──→ prompt ──engine──→ text ──→ thoughts, answer, tool calls
 
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
 from neo_desktop.engine.json_schema.words import Json
 from neo_desktop.models import harmony
@@ -37,7 +37,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is to go on with.
+    """The input of the model.
 
     Args:
         begun: the answer so far; the model writes the rest.
@@ -46,8 +46,8 @@ class Conversation:
         choice: None: no tool is to be called.
         is_parallel: several calls may come in one answer.
         template_fields: for the template alone, like {"enable_thinking": False}.
-        structure: the form of the answer, and the field that asks for it.
-        continues_last: go on with the last message rather than answer it.
+        structure: the form of the answer.
+        continues_last: continue the last message rather than answer it.
         field: of the body, that holds the messages.
     """
 
@@ -56,7 +56,7 @@ class Conversation:
     choice: ToolChoice | None = AUTO
     is_parallel: bool = True
     template_fields: Mapping[str, Any] = field(default_factory=dict)
-    structure: tuple[str, Structure] | None = None
+    structure: Structure | None = None
     continues_last: bool = False
     begun: Begun | None = None
     field: str = "messages"
@@ -67,13 +67,13 @@ class Prepared(NamedTuple):
 
     prompt: ChatText
     tool_format: ToolFormat
-    tools: Sequence[Tool]  # that may be called
-    is_thinking: bool  # the template has begun a thought
-    begun: str  # what the model has written after it, as the model writes it
-    is_calling: bool  # the prompt has begun a call, which must come
+    tools: Sequence[Tool]  # those that may be called.
+    is_thinking: bool  # the template has begun a thought.
+    begun: str  # the model's text after the prompt.
+    is_calling: bool  # the prompt has begun a call, which must come.
     is_parallel: bool
     grammar: str | None
-    grammar_after: str | None  # text that the output holds before it follows the grammar
+    grammar_after: str | None  # text that precedes the grammar's.
 
 
 async def prepare(service: EngineService, conversation: Conversation) -> Prepared:
@@ -122,7 +122,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
             _grammar, service.tokenizer, conversation, tool_format, tools, is_thinking
         )
     except ValueError as error:
-        blamed = conversation.structure[0] if conversation.structure else "tools"
+        blamed = conversation.structure.field if conversation.structure else "tools"
         raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
@@ -133,7 +133,7 @@ def as_written(begun: Begun, is_thinking: bool, *, on_channels: bool = False) ->
 
     Args:
         is_thinking: the prompt ends within a thought.
-        on_channels: the model ends a thought before it goes on.
+        on_channels: the model ends a thought before its text.
     """
     thought, text = begun
     if not thought:
@@ -156,11 +156,11 @@ def _on_channels(begun: Begun) -> ChatText:
 def thinking_fields(
     template: str | None, effort: str | None, is_on: bool | None = None, *, is_hint: bool = False
 ) -> Json:
-    """What the template is told about thoughts.
+    """Return the template's fields about thoughts.
 
     Args:
-        effort: one of `EFFORTS`; None: as the model does it by itself.
-        is_on: whether to think at all; None: likewise.
+        effort: one of `EFFORTS`; None: the model's default.
+        is_on: False: do not think; None: the model's default.
         is_hint: agents always send it; a template that knows no levels takes no notice.
 
     Raises:
@@ -202,7 +202,7 @@ def _grammar(
     tools: Sequence[Tool],
     is_thinking: bool,
 ) -> tuple[str | None, str | None]:
-    """What the answer must follow, None: nothing; and after which text, None: from its beginning on."""
+    """Return the answer's grammar, or None; and the text before it, None: it holds from the beginning."""
     if tool_format.on_channels:
         return _grammar_on_channels(tokenizer, conversation, tool_format, tools)
     structure, after = conversation.structure, CLOSING if is_thinking else None
@@ -214,8 +214,8 @@ def _grammar(
     if structure is None:
         return None, None
     if not tools:
-        return structure[1].grammar(), after
-    schema = _schema(structure[1])
+        return structure.grammar(), after
+    schema = _schema(structure)
     mark = _in_lark(tokenizer, "[ARGS]")
     calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
     opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
@@ -229,7 +229,7 @@ def _grammar_on_channels(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
 ) -> tuple[str | None, str | None]:
-    """See `_grammar`: the model thinks first, in a message of its own, and then follows headers, too."""
+    """Do the same as `_grammar` for a model that thinks in a message of its own and writes headers."""
     structure = conversation.structure
     start, channel, message = (
         _in_lark(tokenizer, mark) for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
@@ -239,12 +239,12 @@ def _grammar_on_channels(
         if structure is None:
             return None, None
         if not tools:
-            return structure[1].grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+            return structure.grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}"
     calls = tool_format.grammar(tools, is_parallel=False, arguments_mark=message)
     called = json.dumps(f"commentary {harmony.TO_FUNCTION}")
     forms = f"{called} calls"
     if not must_call and structure is not None:
-        calls += f"\nanswer: %json {_schema(structure[1])}"
+        calls += f"\nanswer: %json {_schema(structure)}"
         forms += f' | "final" {message} answer'
     lark = f'start: {start} "assistant" {channel} ({forms})\n{calls}'
     return grammar.from_lark(lark), harmony.END
@@ -282,7 +282,7 @@ def _with_short_ids(message: Json) -> Json:
 def _shielded(
     tokenizer: Tokenizer, conversation: Conversation, tools: Sequence[Tool]
 ) -> tuple[Shield, list[Tool]]:
-    """What breaks the marks in a conversation, and the tools without marks."""
+    """Return a shield for a conversation's marks, and the tools without marks."""
     definitions = [(tool.name, tool.description, tool.parameters) for tool in tools]
     try:
         shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
@@ -295,7 +295,7 @@ def _shielded(
 
 
 def _check_continued(conversation: Conversation) -> None:
-    """Raise ApiError where the last message is not text that could go on."""
+    """Raise ApiError if the last message is not text that can be continued."""
     last = conversation.messages[-1]
     reason = None
     if last.get("tool_calls"):

@@ -61,7 +61,7 @@ def _turns(messages: Sequence[Json]) -> list[tuple[Json, list[Json]]]:
 
 
 def _matched(calls: Sequence[Json], results: Sequence[Json]) -> tuple[list[Json | None], list[Json]]:
-    """The result of each call, and the results that answer none."""
+    """Return each call's result, and the results without a call."""
     answers: list[Json | None] = [None] * len(calls)
 
     def take(result: Json, *, by_id: bool) -> bool:

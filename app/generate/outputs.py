@@ -1,4 +1,4 @@
-"""What the model writes, on its way to the client: thoughts, answer and tool calls, told apart."""
+"""The model's output on its way to the client: thoughts, answer and tool calls, separated."""
 
 import dataclasses
 from collections import defaultdict
@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError, DeadEndError
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import Tool
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import DeadEndError
-from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.grammar import from_enforceable
@@ -26,7 +25,7 @@ from neo_desktop.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one iteration brought to one output."""
+    """The progress of one output in one iteration."""
 
     index: int
     pieces: Sequence[Piece]
@@ -46,7 +45,7 @@ class TokensUsed:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Prompt tokens in total."""
         return sum(tokens for tokens, _ in self.prompts.values())
 
     @property
@@ -56,7 +55,7 @@ class TokensUsed:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all outputs."""
+        """Output tokens in total."""
         return sum(self.outputs.values())
 
     def add(self, index: int, output: RequestOutput) -> None:
@@ -66,7 +65,7 @@ class TokensUsed:
 
 
 class Outputs:
-    """What comes of a request, read; leaving the `async with` aborts what is open.
+    """The outputs of a request, read; leaving the `async with` aborts the open ones.
 
     Raises:
         ServiceError, ApiError: while iterating, when the rest will not come.
@@ -91,7 +90,7 @@ class Outputs:
 
     @property
     def prompt_token_ids(self) -> Sequence[Sequence[int]]:
-        """The tokens of each prompt."""
+        """Each prompt's tokens."""
         return self._generation.prompt_token_ids
 
     async def __aenter__(self) -> Self:
@@ -101,7 +100,6 @@ class Outputs:
         self.close()
 
     def close(self) -> None:
-        """Abort what is open, at once."""
         self._generation.close()
 
     def flush(self) -> list[Piece]:
@@ -191,7 +189,6 @@ class Answer:
     stopped_by: str | None = None
 
     def add(self, step: Step) -> None:
-        """Take in what came."""
         for piece in step.pieces:
             match piece:
                 case Text(text):
@@ -219,15 +216,15 @@ async def collect(outputs: Outputs) -> list[Answer]:
     return [answers[index] for index in sorted(answers)]
 
 
-def with_grammar(asked: tuple[str, Structure] | None, params: SamplingParams) -> tuple[SamplingParams, str]:
+def with_grammar(structure: Structure | None, params: SamplingParams) -> tuple[SamplingParams, str]:
     """Settings with the form that the text must have, and the field that asks for it.
 
     Raises:
         ApiError: it cannot be enforced.
     """
-    if asked is None:
+    if structure is None:
         return params, ""
-    field, structure = asked
+    field = structure.field
     try:
         grammar = structure.grammar()
     except ValueError as error:
@@ -261,7 +258,7 @@ async def begin(
         ServiceError: the service takes no requests.
     """
     prepared = await prepare(service, conversation)
-    forms = conversation.structure[0] if conversation.structure else "tools"
+    forms = conversation.structure.field if conversation.structure else "tools"
     if prepared.grammar is not None:
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)

@@ -1,4 +1,4 @@
-"""What a request asks for, over the model's own recommendations."""
+"""A request's settings, over the model's own recommendations."""
 
 from collections.abc import Mapping
 from typing import Any

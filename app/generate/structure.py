@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
@@ -18,20 +18,18 @@ _CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # the others are escaped in J
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
+Kind = Literal["json", "json_schema", "regex", "choice", "grammar"]
+Source = Json | str | list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One form, as a client asked for it."""
+    """One form, as a client asked for it in a field of the body."""
 
-    kind: Literal["json", "json_schema", "regex", "grammar"]
-    source: Json | str = ""
+    field: str
+    kind: Kind
+    source: Source = ""
     is_strict: bool = False  # refused rather than enforced in part
-
-    @classmethod
-    def choice(cls, texts: list[str]) -> "Structure":
-        """One of these texts."""
-        if not texts:
-            raise ApiError(400, "a choice needs at least one text", param="guided_choice")
-        return cls("grammar", f"start: {' | '.join(map(in_lark, texts))}")
 
     def schema(self) -> str | None:
         """JSON text of the enforceable part of the schema, for `%json` in Lark; None: the form is not JSON.
@@ -42,6 +40,7 @@ class Structure:
         if self.kind not in ("json", "json_schema"):
             return None
         source = {"type": "object"} if self.kind == "json" else self.source
+        assert not isinstance(source, list)
         schema = enforced(source, "", self.is_strict)
         return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
@@ -53,6 +52,10 @@ class Structure:
         """
         if self.kind == "json":
             return grammar.any_json()
+        if isinstance(self.source, list):
+            if not self.source:
+                raise ValueError("a choice needs at least one text")
+            return grammar.from_lark(f"start: {' | '.join(map(in_lark, self.source))}")
         if self.kind == "json_schema":
             return grammar.from_enforceable(enforced(self.source, "", self.is_strict))
         assert isinstance(self.source, str)
@@ -61,16 +64,17 @@ class Structure:
         return grammar.from_lark(_lark(self.source))
 
 
-def one_of(asked: Mapping[str, Structure]) -> tuple[str, Structure] | None:
-    """The one form that was asked for, and in which field.
+def one_of(asked: Sequence[Structure]) -> Structure | None:
+    """Return the only form.
 
     Raises:
-        ApiError: more than one was.
+        ApiError: the client asked for more than one.
     """
     if len(asked) > 1:
-        message = f"{' and '.join(asked)} each ask for a form of the answer: give one of them"
-        raise ApiError(400, message, param=list(asked)[1])
-    return next(iter(asked.items()), None)
+        fields = " and ".join(one.field for one in asked)
+        message = f"{fields} each ask for a form of the answer: give one of them"
+        raise ApiError(400, message, param=asked[1].field)
+    return asked[0] if asked else None
 
 
 def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:
@@ -101,12 +105,12 @@ def in_lark(text: str) -> str:
 
 
 def _lark(source: str) -> str:
-    """llama.cpp's GBNF as Lark; Lark as it is."""
+    """Translate llama.cpp's GBNF to Lark; Lark does not change."""
     if len(source) > grammar.MAX_GRAMMAR_CHARS:
         raise ValueError(f"it has more than {grammar.MAX_GRAMMAR_CHARS} characters: make it smaller")
     if _GBNF_RULE.search(source) is None:
         return source
     try:
         return gbnf_to_lark(source)
-    except Exception as error:  # the converter raises whatever it likes
+    except Exception as error:  # the converter raises any error
         raise ValueError(f"the GBNF cannot be read: {error}") from error

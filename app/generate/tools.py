@@ -43,7 +43,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model has to call a tool, and which."""
+    """The obligation to call a tool, or one certain tool."""
 
     is_required: bool = False
     name: str | None = None  # the only one that it may call
@@ -55,7 +55,7 @@ REQUIRED = ToolChoice(is_required=True)
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How one family writes calls: marks around JSON objects like {"name": "f", "arguments": {"a": 1}}.
+    """The form of one family's calls: marks around JSON objects like {"name": "f", "arguments": {"a": 1}}.
 
     A call that must come is begun in the prompt with `opening`; a grammar sees to the rest.
     """
@@ -67,13 +67,13 @@ class ToolFormat:
     in_list: bool = False  # the objects stand in one list after one mark
     is_bare: bool = False  # a text that begins with "{" is a call without any mark
     has_names: bool = False  # name, then the arguments alone: f[ARGS]{"a": 1}
-    in_template: bool = True  # the model's template shows tools, calls and results
-    short_ids: bool = False  # the template wants ids of nine letters and digits
-    single_calls: bool = False  # the template takes one call per message
+    in_template: bool = True  # the model's template shows tools, calls and results.
+    short_ids: bool = False  # the template wants ids of nine letters and digits.
+    single_calls: bool = False  # the template takes one call per message.
     on_channels: bool = False  # headers tell calls, thoughts and answers: see `models.harmony`
 
     def prompt_end(self) -> str:
-        """What stands in the prompt before a call that must come."""
+        """Return the end of a prompt before a call that must come."""
         return "" if self.is_bare else self.opening + ("\n" if self.closing else "")
 
     def grammar(self, tools: Sequence[Tool], *, is_parallel: bool, arguments_mark: str = '"[ARGS]"') -> str:

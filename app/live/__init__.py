@@ -1,7 +1,7 @@
-"""What the engine does right now, for the page: as JSON, in plain words, pushed while somebody looks.
+"""The engine's present work for the page: as JSON, in plain words, sent while a page is open.
 
 words.py   the sentences
-schema.py  EngineView, what is sent
+schema.py  EngineView, the JSON
 view.py    from the engine's view of itself to that
-feed.py    asks the engine, at most once a second; the route
+feed.py    asks the engine, at most once a second
 """

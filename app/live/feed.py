@@ -1,17 +1,17 @@
-"""Asks the engine what it does, at most once a second, and only while somebody wants to know."""
+"""Asks the engine for its present work, at most once a second, and only for a viewer."""
 
 import asyncio
 import time
 
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import NoModelError, ServiceError
 from neo_desktop.app.live.schema import EngineState, EngineView
 from neo_desktop.app.live.view import engine_view
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import ServiceError
-from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.live import LiveView
 
 PERIOD_S = 1.0  # between two looks
-TIMEOUT_S = 1.0  # for an answer; then what was seen last is told again, with its age
+TIMEOUT_S = 1.0  # for an answer; then the last one is shown again, with its age
 RESTING = (
     "The model rests: nobody asked it anything for a while, so it gave its memory back. "
     "The next question loads it again."

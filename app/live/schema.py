@@ -7,10 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class EngineState(StrEnum):
-    """What can be told."""
-
     NO_MODEL = "no-model"  # none is loaded, or one is being loaded
-    RESTING = "resting"  # the model gave its memory back, since nobody used it
+    RESTING = "resting"  # the unused model gave its memory back
     IDLE = "idle"
     WORKING = "working"
     STOPPED = "stopped"  # the engine ended, or failed
@@ -21,8 +19,6 @@ class _Json(BaseModel):
 
 
 class Cache(_Json):
-    """KV of one tier."""
-
     total_tokens: int
     used_tokens: int = Field(description="in blocks that requests own")
     leftover_tokens: int = Field(
@@ -31,8 +27,6 @@ class Cache(_Json):
 
 
 class WorkerLine(_Json):
-    """An attention worker: another computer."""
-
     name: str
     address: str
     total_tokens: int = Field(description="0 while it is lost")
@@ -42,8 +36,6 @@ class WorkerLine(_Json):
 
 
 class RequestLine(_Json):
-    """A request that owns KV."""
-
     number: int = Field(description="stays the same for as long as the request lives")
     tier: str = Field(description="gpu, cpu or worker: which cache holds its KV; attention is computed there")
     progress: str = Field(description="prefilling or decoding")
@@ -53,8 +45,6 @@ class RequestLine(_Json):
 
 
 class Batch(_Json):
-    """What the last iteration did."""
-
     requests: int
     gpu_decodes: int
     cpu_decodes: int
@@ -83,7 +73,7 @@ class LaneSpanView(_Json):
 
 
 class LaneView(_Json):
-    """What carries out work in order: device, to-host, cpu, to-device, swap."""
+    """A lane, which works in order: device, to-host, cpu, to-device, swap."""
 
     name: str
     busy: float = Field(description="share of the iteration, 0 to 1")
@@ -91,7 +81,7 @@ class LaneView(_Json):
 
 
 class TimelineView(_Json):
-    """Who was busy when in one iteration."""
+    """The lanes' busy times in one iteration."""
 
     total_ms: float
     age_s: float = Field(description="since its end")
@@ -122,8 +112,6 @@ class BoundView(_Json):
 
 
 class WeightsView(_Json):
-    """Where the model's weights are."""
-
     tier: str = Field(description="gpu or host")
     bytes: int
     dtype: str
@@ -173,8 +161,6 @@ class Running(_Json):
 
 
 class EngineView(_Json):
-    """What the engine does right now."""
-
     state: EngineState
     sentence: str = Field(description="the same in plain words")
     notes: list[str] = Field(description="what a reader must know beside it")

@@ -107,7 +107,7 @@ def _worker(view: LiveView, tier: KVTier, state: WorkerState) -> WorkerLine:
 
 
 def _word(tier: KVTier) -> str:
-    """What the page calls a tier: one word for all workers."""
+    """Return the page's word for a tier: one for all workers."""
     return "worker" if tier.is_remote else tier.label
 
 

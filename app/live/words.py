@@ -1,12 +1,9 @@
 """In plain words: what offloading does right now."""
 
+from neo_desktop.app.llamacpp import LLAMACPP_NOTE
 from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 
-LLAMACPP_NOTE = (
-    "llama.cpp computes this model, not neo-desktop's own engine: there is no offloading by NEO, requests "
-    "are answered one after the other, and the scheduler has no figures."
-)
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 
 
@@ -27,14 +24,13 @@ def sentence(view: LiveView) -> str:
 
 
 def notes(view: LiveView) -> list[str]:
-    """What a reader must know beside it."""
     if view.stats.backend == LLAMACPP:
         return [LLAMACPP_NOTE]
     return [*([IMITATED] if view.is_gpu_imitated else []), *_given_back(view), *_of_workers(view)]
 
 
 def _given_back(view: LiveView) -> list[str]:
-    """Which caches are smaller than they were, each in a sentence."""
+    """Name the shrunken caches, each in a sentence."""
     return [
         f"Other programs need main memory: the {tier.title} has room for "
         f"{pool.num_blocks * view.stats.block_size:,} tokens for now, and gave back that of "
@@ -45,7 +41,7 @@ def _given_back(view: LiveView) -> list[str]:
 
 
 def _of_workers(view: LiveView) -> list[str]:
-    """What is to be said of workers, each in a sentence."""
+    """Describe the workers, each in a sentence."""
     said = []
     for tier, state in view.workers.items():
         who = f"{tier} at {state.address}"
@@ -122,7 +118,7 @@ def _doing(request: LiveRequest) -> str:
 
 
 def _alone(view: LiveView) -> str:
-    """What GPU memory alone would allow."""
+    """Say what GPU memory alone would allow."""
     held, num = view.num_gpu_alone, len(view.requests)
     if held is None:
         return ""
@@ -142,7 +138,6 @@ def _waiting(view: LiveView) -> str:
 
 
 def _room(view: LiveView) -> str:
-    """How many tokens there is room for."""
     gpu, cpu = (view.capacity_tokens(in_host) for in_host in (False, True))
     on_gpu, on_cpu = f"{gpu:,} tokens on {_gpu(view)}", f"{cpu:,} in main memory"
     if gpu and cpu:

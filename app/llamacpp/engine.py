@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from neo_desktop.app.live.words import LLAMACPP_NOTE
+from neo_desktop.app.llamacpp import LLAMACPP_NOTE
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.engine.engine import new_requests

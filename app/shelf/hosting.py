@@ -20,8 +20,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import ServiceError, ServiceStoppedError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import (
+    EngineGoneError,
+    EngineRestartingError,
+    HostBusyError,
+    LoadFailedError,
+    ModelLoadingError,
+    NoModelError,
+    ServiceStoppedError,
+)
 from neo_desktop.app.shelf.load_thread import (
     Loader,
     LoadStoppedError,
@@ -39,42 +47,6 @@ logger = logging.getLogger(__name__)
 NO_MODEL = "no model is loaded: load one on the page, or start the server with --model"
 STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
 SMALLEST_STEP = 0.01  # of progress that is worth telling
-
-
-class NoModelError(ServiceError):
-    """No model is loaded at present."""
-
-    code = "no_model"
-
-
-class ModelLoadingError(NoModelError):
-    """A model is being loaded; the same request may succeed later."""
-
-    code = "model_loading"
-
-
-class RestartingError(ModelLoadingError):
-    """The engine ended by itself and is being started again; the same request may succeed later."""
-
-    code = "engine_restarting"
-
-
-class EngineGoneError(NoModelError):
-    """The engine ended by itself too often."""
-
-    code = "engine_failed"
-
-
-class HostBusyError(ServiceError):
-    """Another model is being loaded."""
-
-    code = "model_loading"
-
-
-class LoadFailedError(ServiceError):
-    """A model could not be loaded; the message says why."""
-
-    code = "load_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +106,7 @@ class ModelHost:
         if self._service is not None:
             return self._service
         if self.loading is not None and self.loading.reason is not None:
-            raise RestartingError(
+            raise EngineRestartingError(
                 f"{self.loading.reason}. {self.loading.name} is being started again: try again in a moment"
             )
         if self.loading is not None:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.engine.progress import Progress
 
 Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own

@@ -10,11 +10,11 @@ import torch
 
 from neo_desktop.app.engines.messages import EngineLink, EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.crash import load_llamacpp
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
-from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.recipe import EngineRecipe

@@ -6,11 +6,12 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from neo_desktop.app.errors import HostBusyError, LoadFailedError
 from neo_desktop.app.news import MODELS, News
 from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_folder
 from neo_desktop.app.shelf.fits import Fit
-from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelHost
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import check_name, pull
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from neo_desktop.app.commands.sentences import duration
+from neo_desktop.app.sentences import duration
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 

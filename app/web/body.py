@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web import errors
-from neo_desktop.app.web.errors import ApiError
 
 _OTHER_FORMS = ("multipart/", "application/x-www-form-urlencoded", "application/xml", "text/xml")
 SHORT_BYTES = 16_384  # validated in less time than the way to a thread and back takes

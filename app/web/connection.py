@@ -10,10 +10,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.inflate import inflate
 
-BODY_TIMEOUT_S = 20.0  # until a body is there ...
+BODY_TIMEOUT_S = 20.0  # until a body is complete ...
 MIN_BYTES_PER_S = 16_384  # ... and this much longer for large ones
 KEEP_ALIVE_S = 10.0  # between two signs of life of a stream
 MAX_EXCESS_BYTES = 64 * 2**20  # of a body that is too long, read so that its sender sees the answer
@@ -31,7 +31,6 @@ class ClientConnection:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -105,7 +104,7 @@ class ClientConnection:
 
 
 class _HeadOnly:
-    """Sends the head of an answer; whatever can be got can be asked about with HEAD."""
+    """Sends the head of an answer: HEAD works on every route with GET."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -117,16 +116,15 @@ class _HeadOnly:
 
 
 def event(body: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    # Half a character may come from a client, such as in the name of a tool. JSON without spaces holds no
+    # Half a character may come from a client, for example in the name of a tool. JSON without spaces holds no
     # line breaks: one `data` line is enough.
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     return head + b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events; `resource` is left when the stream ends, for whatever reason.
+    """Server-sent events; `resource` is left when the stream ends, for any reason.
 
     Its head is sent at once, and comments while there is nothing to tell: clients and proxies give up silent
     connections. (FastAPI's own events are for functions that do nothing else: ours find out from the body
@@ -143,7 +141,6 @@ class EventStream(Response):
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come."""
         async with self._resource:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             beating = asyncio.create_task(self._beat(send))

@@ -1,9 +1,9 @@
-"""Errors in the shapes that OpenAI's and Anthropic's clients understand."""
+"""Turns what fails while a request is answered into `ApiError`."""
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -12,66 +12,9 @@ from pydantic_core.core_schema import ErrorType
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from neo_desktop.app.service_errors import EngineFailedError, EngineRestartingError, ServiceError
+from neo_desktop.app.errors import ApiError
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1
-
-
-_ANTHROPIC_PATH = "/v1/messages"
-_ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-
-
-class ApiError(Exception):
-    """An answer other than 200.
-
-    Args:
-        status: HTTP status.
-        message: what went wrong and what to do.
-        param: the field of the body that is to blame.
-        code: for programs.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error object."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self, path: str = "") -> JSONResponse:
-        """The error object as a response, in the shape that clients of this path understand."""
-        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-        return JSONResponse(anthropic_body(self) if is_anthropic else self.body, self.status, self.headers)
-
-
-def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """The error object for Anthropic's clients."""
-    kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
 
 _OWN_WORDS = {
     "missing": "is missing",
@@ -92,6 +35,7 @@ _OWN_WORDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "extra_forbidden": "is not a field that this server knows; leave it out",
+    "unexpected_keyword_argument": "is not a field that this server knows; leave it out",
 }
 _PYDANTICS = frozenset(get_args(ErrorType))
 _MAX_FIELD_CHARS = 200
@@ -122,15 +66,8 @@ def _is_tag(part: int | str) -> bool:
     return isinstance(part, str) and _TAG.fullmatch(part) is not None
 
 
-def from_service(error: ServiceError) -> ApiError:
-    """Say why the service could not answer."""
-    if isinstance(error, EngineFailedError) and not isinstance(error, EngineRestartingError):
-        return ApiError(500, str(error), code=error.code)
-    return ApiError(503, str(error), code=error.code, headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
 def _allowed(app: FastAPI, request: Request) -> str:
-    """Return the methods of a path's routes; HEAD is one of them if GET is."""
+    """Return the methods of a path's routes; GET implies HEAD."""
     found: set[str] = set()
     for route in app.router.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -144,10 +81,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
         return error.response(request.url.path)
-
-    @app.exception_handler(ServiceError)
-    async def service_error(request: Request, error: ServiceError) -> JSONResponse:
-        return from_service(error).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

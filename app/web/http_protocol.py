@@ -1,8 +1,6 @@
-"""What one connection may take: the limits to timeout that uvicorn's own protocol does not have."""
+"""Limits of one connection that uvicorn's own protocol does not have."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -10,11 +8,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from neo_desktop.app.web.open_files import allow_open_files, num_open_files
 
-MAX_CONNECTIONS = 16_384  # enough to answer 503 to those that the queue has no room for
-ACCEPTS_PER_TURN = 16  # of the event loop at most, so that it sees to others as well
-SLICE_S = 0.004  # of each turn of the event loop for reading requests
+MAX_CONNECTIONS = 16_384  # enough to answer 503 beyond the queue's length.
+ACCEPTS_PER_TURN = 16  # of the event loop at most, so that it serves others as well.
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
-_URGENT = (b"GET /health ", b"HEAD /health ")
 _BUSY = (
     b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":null}}'
 )
@@ -24,57 +20,12 @@ _BUSY_ANSWER = (
 )
 
 
-class Turnstile:
-    """Lets a little work through in each turn of the event loop, and the rest in the next ones.
-
-    Thousands of requests that arrive at the same moment would otherwise be read in one turn, and all else
-    would have to wait for as long.
-
-    Args:
-        slice_s: the time for such work in one turn.
-    """
-
-    def __init__(self, slice_s: float = SLICE_S) -> None:
-        self._slice_s = slice_s
-        self._ends_s: float | None = None  # of this turn's slice; None: nothing was done in this turn
-        self._waiting: deque[Callable[[], None]] = deque()
-
-    def enter(self, work: Callable[[], None]) -> bool:
-        """Do this now if there is time left, otherwise later; return whether it was done."""
-        if self._ends_s is None:
-            self._begin_slice()
-        elif self._waiting or self._is_over():
-            self._waiting.append(work)
-            return False
-        work()
-        return True
-
-    def _begin_slice(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._ends_s = loop.time() + self._slice_s
-        loop.call_soon(self._next_turn)
-
-    def _is_over(self) -> bool:
-        return self._ends_s is None or asyncio.get_running_loop().time() >= self._ends_s
-
-    def _next_turn(self) -> None:
-        self._ends_s = None
-        if self._waiting:
-            self._begin_slice()
-            self._waiting.popleft()()
-            while self._waiting and not self._is_over():
-                self._waiting.popleft()()
-
-
 class LimitedProtocol(H11Protocol):
     """HTTP/1.1 for clients that may be slow, but not for ever, and not in any number.
 
     A request's head must arrive within `head_timeout_s`. A client that does not read its answer is cut off
-    after `stall_timeout_s`; one that was answered in the middle of its body may go on sending for `linger_s`.
+    after `stall_timeout_s`; one that was answered within its body may send for `linger_s` more.
     The body itself is timed by `ClientConnection`, which can still answer.
-
-    Requests are read in turns, see `Turnstile`, except those for /health: they ask whether the server is
-    alive, not how busy it is.
     """
 
     head_timeout_s = 15.0
@@ -82,14 +33,12 @@ class LimitedProtocol(H11Protocol):
     linger_s = 3.0
     max_connections = MAX_CONNECTIONS
 
-    def __init__(self, turnstile: Turnstile, **uvicorns: Any) -> None:
+    def __init__(self, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
-        self._turnstile = turnstile
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             transport.write(_BUSY_ANSWER)
@@ -98,19 +47,11 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in a part of a request."""
-        if data.startswith(_URGENT):
-            self._read(data)
-        elif not self._turnstile.enter(lambda: self._read(data)):
-            self.transport.pause_reading()  # what comes next must not overtake
-
-    def _read(self, data: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.resume_reading()
             super().data_received(data)
             self._watch_head()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.loop.call_later(self.linger_s, self.transport.abort)
@@ -121,13 +62,11 @@ class LimitedProtocol(H11Protocol):
         self._stall_timer = self.loop.call_later(self.stall_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         for timer in (self._head_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
@@ -142,14 +81,11 @@ class LimitedProtocol(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Answer it as plain HTTP; no client may fill the log."""
-
 
 def allow_connections() -> tuple[int, int]:
     """Let this process have many connections, as far as the system lets it.
 
-    Of the files that may still be opened, connections leave `OTHER_FILES` to all else, or half of them.
+    Of the files that may still be opened, connections leave `OTHER_FILES`, or half, to all else.
 
     Returns:
         How many connections are kept; and how many are accepted in one turn of the event loop. One that is

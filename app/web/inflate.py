@@ -2,7 +2,7 @@
 
 import zlib
 
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 
 ENCODINGS = ("gzip", "deflate")
 _ANY_FORM = 32 + zlib.MAX_WBITS  # gzip and zlib

@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open, and what the log says when there are no more."""
+"""The limit of open files and connections of this process, and its line in the log."""
 
 import errno
 import logging
@@ -55,7 +55,6 @@ class OncePerSecond(logging.Filter):
         self._last_s: dict[tuple[object, ...], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the message is shown."""
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         number = error.errno if isinstance(error, OSError) else None
         kind = (record.name, record.msg) if error is None else (record.name, type(error), number)

@@ -17,7 +17,6 @@ class RequestTarget:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         await self._app(_plain(scope) if scope["type"] == "http" else scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Which clients may talk to the server: programs and pages of this computer, unless its owner says more."""
+"""Access to the server: for programs and pages of this computer, unless its owner allows more."""
 
 import ipaddress
 import re
@@ -7,10 +7,10 @@ from collections.abc import Collection
 from secrets import compare_digest
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from neo_desktop.app.web.errors import ApiError
-from neo_desktop.app.web.origins import AllowedOrigins, Header
+from neo_desktop.app.errors import ApiError
 
 _SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in the Host header
 _OPEN_PATHS = ("/health",)
@@ -18,8 +18,13 @@ _API_PATHS = ("/v1", "/api", "/stats", "/metrics", "/openapi.json")
 _POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d+|:\*)?")
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_EXPOSED = ("Retry-After", "X-Request-Id", "X-Neo-Desktop-Warning")
+
+
 def is_loopback(host: str) -> bool:
-    """Whether a host, by name or address, is this computer and nothing else."""
+    """Return True if a host, by name or address, is this computer and nothing else."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -38,6 +43,47 @@ def check_bind(host: str, api_key: str | None) -> None:
         )
 
 
+def check_origin(origin: str) -> str:
+    """Return an origin that may be allowed, in lower case.
+
+    Raises:
+        ValueError: the text is no origin; "*" would let every page of the internet in.
+    """
+    if not _ORIGIN.fullmatch(origin.lower()):
+        raise ValueError(
+            f"{origin!r} is not an origin: give scheme and host, such as http://localhost:3000, "
+            "http://localhost:* for any port, or app://obsidian.md"
+        )
+    return origin.lower()
+
+
+def origins_pattern(origins: Collection[str]) -> str:
+    """Return a regular expression for origins: each is exact, of any scheme; its port may be `*`."""
+    patterns = [re.escape(check_origin(origin)).replace(r":\*", r"(?::\d+)?") for origin in origins]
+    return f"(?i:{'|'.join(patterns) or '(?!)'})"
+
+
+def guarded(
+    app: ASGIApp,
+    *,
+    api_key: str | None = None,
+    allowed_hosts: Collection[str] = (),
+    allowed_origins: Collection[str] = (),
+) -> ASGIApp:
+    """Put an `AccessGuard` before an app, and CORS before that: allowed pages can read refusals as well."""
+    guard = AccessGuard(app, api_key, allowed_hosts, allowed_origins)
+    if not allowed_origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origin_regex=origins_pattern(allowed_origins),
+        allow_methods=_METHODS,
+        allow_headers=("*",),
+        expose_headers=_EXPOSED,
+        allow_private_network=True,
+    )
+
+
 class AccessGuard:
     """ASGI middleware that checks where a request comes from.
 
@@ -51,7 +97,7 @@ class AccessGuard:
         api_key: the key; with one, the server may also be addressed by any numeric address, since rebinding
             needs a name.
         allowed_hosts: names and addresses, without port, that count like loopback ones.
-        allowed_origins: sites whose pages may use the server and read its answers, see `AllowedOrigins`.
+        allowed_origins: sites whose pages may use the server, see `origins_pattern`.
     """
 
     def __init__(
@@ -64,21 +110,11 @@ class AccessGuard:
         self._app = app
         self._api_key = api_key.encode() if api_key else None
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
-        self._allowed_origins = AllowedOrigins(allowed_origins)
+        self._allowed_origins = re.compile(origins_pattern(allowed_origins))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with the refusal."""
-        is_http = scope["type"] == "http"
-        refusal = self._refusal(scope) if is_http or scope["type"] == "websocket" else None
-        if is_http and self._allowed_origins:
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            send = _adding(self._allowed_origins.headers(origin), send)
-            if refusal is None and self._is_preflight(scope["method"], headers):
-                answer = self._allowed_origins.preflight(headers)
-                await send({"type": "http.response.start", "status": 204, "headers": answer})
-                await send({"type": "http.response.body"})
-                return
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -106,8 +142,7 @@ class AccessGuard:
                 code="origin_not_allowed",
             )
         path = scope["path"]
-        is_open = path in _OPEN_PATHS or self._is_preflight(scope.get("method"), headers)
-        if self._api_key is not None and not is_open:
+        if self._api_key is not None and path not in _OPEN_PATHS:
             given = headers.get("x-api-key", "").encode("latin-1")  # what Anthropic's clients send
             given = given or _given_key(headers.get("authorization", ""))
             if not compare_digest(given, self._api_key):
@@ -123,25 +158,11 @@ class AccessGuard:
 
     def _may_use(self, origin: str, host: str) -> bool:
         site = origin.partition("://")[2]  # nothing is left of "null"
-        return site == host or self._is_known(site) or origin in self._allowed_origins
-
-    def _is_preflight(self, method: str | None, headers: Headers) -> bool:
-        """Whether a browser asks for a page of an allowed origin; it never sends the key with that."""
-        is_asked = method == "OPTIONS" and "access-control-request-method" in headers
-        return is_asked and headers.get("origin", "") in self._allowed_origins
+        return site == host or self._is_known(site) or self._allowed_origins.fullmatch(origin) is not None
 
     def _is_known(self, site: str) -> bool:
         host = _host_of(site)
         return host is not None and (is_loopback(host) or host in self._allowed_hosts)
-
-
-def _adding(headers: list[Header], send: Send) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *headers]}
-        await send(message)
-
-    return send_with_headers
 
 
 def _host_of(site: str) -> str | None:

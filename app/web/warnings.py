@@ -42,7 +42,6 @@ class Warnings:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         told: list[str] = []
 
         async def send_with_warnings(message: Message) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Chat, Settings, branch, used_tokens
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.errors import SettingError
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Wait

@@ -12,11 +12,12 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from neo_desktop.app.application import create_app
+from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.messages import EngineLink
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.limits import ServerLimits
-from neo_desktop.app.web.server import Server, claim_port, create_app
+from neo_desktop.app.web.server import Server, claim_port
 from neo_desktop.engine.engine import Engine
 
 from . import chat_client
@@ -51,7 +52,7 @@ def start(app: FastAPI) -> tuple[Server, threading.Thread, int]:
     """Serve an app from a thread; the port is the last."""
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
-    server = Server(app, is_ready.set)
+    server = Server(app, app.state.host.stop, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     assert is_ready.wait(30)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from neo_desktop.app.chat_template import ChatTemplate, ChatTemplateError
+from neo_desktop.app.templates.chat_template import ChatTemplate, ChatTemplateError
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from neo_desktop.app.application import create_app
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.server import create_app
 
 from .chat_client import ChatClient, RefusedError, install
 from .conftest import RunningServer, eventually, is_idle, running, served

@@ -13,7 +13,7 @@ import pytest
 from pypdf import PdfWriter
 
 from neo_desktop.app.chats import attachments
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 
 from .chat_client import ChatClient, RefusedError
 from .conftest import running

@@ -19,8 +19,9 @@ PROGRAM = """
     from app import chat_client
     from app.fake_engine import FakeExecutor, make_engine
     from neo_desktop.app.shelf.hosting import ModelHost
-    from neo_desktop.app.web.server import claim_port, create_app, serve
-    from neo_desktop.app.service import EngineService
+    from neo_desktop.app.application import create_app
+    from neo_desktop.app.web.server import claim_port, serve
+    from neo_desktop.app.engines.service import EngineService
 
     executor = FakeExecutor()
     executor.open.clear()
@@ -34,7 +35,7 @@ PROGRAM = """
     service = EngineService(make_engine(executor, num_blocks=512))
     app = create_app(ModelHost(service), data_folder=Path({folder!r}))
     chat_client.install(app)
-    serve(app, sock, lambda: print(sock.getsockname()[1], flush=True))
+    serve(app, sock, app.state.host.stop, lambda: print(sock.getsockname()[1], flush=True))
     print("the end", flush=True)
 """
 

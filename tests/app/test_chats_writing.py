@@ -6,10 +6,10 @@ import pytest
 
 from neo_desktop.app.chats.messages import Message
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.generate.conversation import Begun, Prepared, as_written
 from neo_desktop.app.generate.outputs import Outputs
 from neo_desktop.app.generate.tools import HERMES
-from neo_desktop.app.generation import Generation
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.models.marks import ChatText

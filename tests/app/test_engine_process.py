@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.grammar import from_regex

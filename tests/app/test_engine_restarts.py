@@ -9,17 +9,17 @@ import httpx
 import psutil
 import pytest
 
+from neo_desktop.app.application import create_app
 from neo_desktop.app.engines import process as processes
+from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.process import what_ended
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineRestartingError, ServiceStoppedError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import EngineGoneError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.catalogue import Catalogue
-from neo_desktop.app.shelf.hosting import EngineGoneError, ModelHost, RestartingError
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.restarts import Restarts
-from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.doctor.safe_start import careful_levels
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import BUILTIN_NAME
@@ -84,7 +84,7 @@ async def test_a_killed_process_is_told_to_everybody_and_started_again(loader: F
     for stream in streams:
         with pytest.raises(EngineRestartingError, match=r"was killed \(SIGKILL.*started again: send"):
             await text_of(stream)
-    with pytest.raises(RestartingError, match=r"SIGKILL.*alpha is being started again"):
+    with pytest.raises(EngineRestartingError, match=r"SIGKILL.*alpha is being started again"):
         _ = host.service
     loader.now("hold", is_so=False)
     await loaded(host)

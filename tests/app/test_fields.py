@@ -27,7 +27,8 @@ from neo_desktop.app.api.fields import Entry, Kind, Model, table
 from neo_desktop.app.api.messages import CountTokensRequest, MessagesRequest
 from neo_desktop.app.api.response_tools import ResponseTools
 from neo_desktop.app.api.responses import ResponsesRequest
-from neo_desktop.app.web.errors import ApiError, from_validation
+from neo_desktop.app.errors import ApiError
+from neo_desktop.app.web.errors import from_validation
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.models.config import GenerationDefaults
 

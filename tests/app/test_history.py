@@ -7,9 +7,9 @@ from chat_families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.app.chat_template import ChatTemplate
 from neo_desktop.app.generate.history import arguments_of, explained, paired, with_thinking
 from neo_desktop.app.generate.tools import EXPLAINED, HARMONY, HERMES, LLAMA, MISTRAL, ToolFormat, format_of
+from neo_desktop.app.templates.chat_template import ChatTemplate
 
 FORMATS = {
     "ChatML": HERMES,

@@ -9,17 +9,18 @@ import httpx
 import pytest
 
 from neo_desktop import Engine
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import ServiceError, ServiceStoppedError
-from neo_desktop.app.shelf.hosting import (
+from neo_desktop.app.application import create_app
+from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import (
     HostBusyError,
     LoadFailedError,
-    ModelHost,
     ModelLoadingError,
     NoModelError,
+    ServiceError,
+    ServiceStoppedError,
 )
-from neo_desktop.app.web.server import create_app
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up

@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-import neo_desktop.app.generation
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import UnreadError
+import neo_desktop.app.engines.generation
+from neo_desktop.app.engines.limits import ServerLimits
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import UnreadError
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.http_protocol import LimitedProtocol
-from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import RunningServer, eventually, is_idle, running
@@ -131,7 +131,7 @@ def test_who_does_not_read_stalls_alone_and_is_cut_off(server: RunningServer, ht
 def test_what_nobody_reads_is_not_kept_for_ever(
     executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neo_desktop.app.generation, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(neo_desktop.app.engines.generation, "MAX_UNREAD_OUTPUTS", 50)
 
     async def scenario() -> int:
         engine_service = EngineService(make_engine(executor))

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.live import feed as feeds
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.live.schema import EngineView
 from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.live.words import IMITATED, notes, sentence
-from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from neo_desktop.app.chat_template import ChatTemplate
 from neo_desktop.app.generate.history import paired, with_thinking
 from neo_desktop.app.generate.tools import format_of
+from neo_desktop.app.templates.chat_template import ChatTemplate
 from neo_desktop.models.marks import SIGNS, ChatText, Marks, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 

@@ -13,15 +13,15 @@ import pytest
 from checkpoints import save_checkpoint
 from fastapi import FastAPI
 
+from neo_desktop.app.application import create_app
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.news import MODELS, SELFTEST
-from neo_desktop.app.page_services import PageServices
-from neo_desktop.app.service import EngineService
+from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.app.shelf.pull_errors import PullError
-from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
 
@@ -181,7 +181,7 @@ folder.mkdir(parents=True)
 async def test_the_self_test_leaves_the_memory_to_what_is_measured(
     loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neo_desktop.app.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
+    monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
     async with page(loader, tmp_path) as (services, client):
         selftest = services.selftest
         await until(services, lambda view: view["loading"] is None)

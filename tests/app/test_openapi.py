@@ -9,10 +9,9 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
-from starlette.routing import Route
+from starlette.testclient import TestClient
 
-from neo_desktop.app.api import create_api
-from neo_desktop.app.api.openapi import ROUTES, document
+from neo_desktop.app.application import create_app
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.engine import Engine
 
@@ -28,36 +27,62 @@ def server() -> Iterator[RunningServer]:
         yield shared
 
 
-def test_it_describes_exactly_the_routes_that_there_are() -> None:
-    described = {(route.method.upper(), route.path.replace("{name}", "{name:path}")) for route in ROUTES}
-    there_are = {
-        (method, f"/v1{route.path}")
-        for route in create_api(ModelHost()).routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
-        if method != "HEAD"
+APP = create_app(ModelHost())
+DOCUMENT: dict[str, Any] = TestClient(APP, base_url="http://127.0.0.1").get("/openapi.json").json()
+OPERATIONS = [
+    (method.upper(), path, operation)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+]
+
+
+def test_it_describes_every_endpoint() -> None:
+    assert {(method, path) for method, path, _ in OPERATIONS} == {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/{response_id}"),
+        ("DELETE", "/v1/responses/{response_id}"),
+        ("GET", "/v1/responses/{response_id}/input_items"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{name}"),
+        ("GET", "/health"),
+        ("GET", "/metrics"),
     }
-    hidden = {("POST", "/v1/responses/{name}")}  # answers 404
-    assert there_are - hidden == {pair for pair in described if pair[1].startswith("/v1")}
+    for method, path, operation in OPERATIONS:
+        assert operation["summary"]
+        assert ("requestBody" in operation) == (method == "POST")
+        if path.startswith("/v1"):
+            assert operation["responses"]["200"]["content"]["application/json"]["schema"]
+            assert operation["responses"]["default"]["content"]["application/json"]["schema"]
 
 
 def test_its_examples_are_answered(server: RunningServer, http: httpx.Client) -> None:
-    for route in ROUTES:
-        for _, example in route.examples:
-            body = example | ({"model": server.service.model_name} if "model" in example else {})
-            answer = http.request(route.method, route.path, json=body)
-            assert answer.status_code == 200, answer.text
+    examples = [
+        (method, path, example["value"])
+        for method, path, operation in OPERATIONS
+        if "requestBody" in operation
+        for example in operation["requestBody"]["content"]["application/json"]["examples"].values()
+    ]
+    assert len(examples) == 8
+    for method, path, example in examples:
+        answer = http.request(method, path, json=example)
+        assert answer.status_code == 200, answer.text
 
 
 def test_the_documents_are_served_and_fetch_nothing_else(http: httpx.Client) -> None:
-    assert http.get("/openapi.json").json() == json.loads(document())
+    assert http.get("/openapi.json").json() == DOCUMENT
     page = http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert all(f"{route.path}</code></h2>" in page.text for route in ROUTES)
+    assert all(f"{path}</code></h2>" in page.text for _, path, _ in OPERATIONS)
+    assert "<code>messages</code> (required)" in page.text
     assert not re.search(r"<script|src=|https?://|<link", page.text)
 
 
-SCHEMA = schemathesis.openapi.from_dict(json.loads(document())).exclude(path="/metrics")
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path="/metrics")
 
 
 @SCHEMA.parametrize()

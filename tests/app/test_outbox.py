@@ -2,8 +2,7 @@
 
 import asyncio
 
-from neo_desktop.app.outbox import CALLS_PER_TURN, Outbox
-from neo_desktop.app.web.http_protocol import Turnstile
+from neo_desktop.app.engines.outbox import CALLS_PER_TURN, Outbox
 
 
 async def turns() -> None:
@@ -34,29 +33,3 @@ def test_calls_for_a_loop_that_is_closed_are_dropped() -> None:
     outbox = Outbox(loop)
     loop.close()
     outbox.put([lambda: None])
-
-
-def test_the_turnstile_lets_all_through_in_order_over_several_turns() -> None:
-    async def scenario() -> tuple[list[int], int]:
-        turnstile = Turnstile(slice_s=0.0)  # nothing fits, but what a turn begins with
-        done: list[int] = []
-        for i in range(50):
-            turnstile.enter(lambda i=i: done.append(i))
-        first = len(done)
-        while len(done) < 50:
-            await asyncio.sleep(0)
-        return done, first
-
-    done, first = asyncio.run(scenario())
-    assert done == list(range(50))
-    assert first < 50
-
-
-def test_an_open_turnstile_does_not_keep_anybody_waiting() -> None:
-    async def scenario() -> list[bool]:
-        turnstile = Turnstile(slice_s=60.0)
-        entered = [turnstile.enter(lambda: None) for _ in range(3)]
-        await turns()
-        return [*entered, turnstile.enter(lambda: None)]
-
-    assert asyncio.run(scenario()) == [True] * 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from neo_desktop.app.chat_template import ChatTemplate
+from neo_desktop.app.templates.chat_template import ChatTemplate
 from neo_desktop.models.marks import Marks, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from neo_desktop.app.api import response_store
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
-from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.warnings import HEADER
 
 from .conftest import RunningServer, running

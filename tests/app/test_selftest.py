@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from neo_desktop.app.news import SELFTEST, News
-from neo_desktop.app.selftest import MAX_REPORTS, SUITES, SelfTest, SelfTestError, reports_folder
+from neo_desktop.app.page.selftest import MAX_REPORTS, SUITES, SelfTest, SelfTestError, reports_folder
 
 from .conftest import until
 
@@ -122,7 +122,7 @@ async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> N
 
 
 async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neo_desktop.app.selftest.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("neo_desktop.app.page.selftest.STOP_TIMEOUT_S", 0.2)
     selftest = fake("deaf")
     async with ended(selftest):
         selftest.start(None)

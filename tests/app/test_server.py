@@ -32,14 +32,15 @@ PROGRAM = """
     sys.path.insert(0, {tests!r})
     from app.fake_engine import FakeExecutor, make_engine
     from neo_desktop.app.shelf.hosting import ModelHost
-    from neo_desktop.app.web.server import claim_port, create_app, serve
-    from neo_desktop.app.service import EngineService
+    from neo_desktop.app.application import create_app
+    from neo_desktop.app.web.server import claim_port, serve
+    from neo_desktop.app.engines.service import EngineService
 
     executor = FakeExecutor()
     {prepare}
     sock = claim_port("127.0.0.1", 0)
     app = create_app(ModelHost(EngineService(make_engine(executor))))
-    serve(app, sock, lambda: print(sock.getsockname()[1], flush=True))
+    serve(app, sock, app.state.host.stop, lambda: print(sock.getsockname()[1], flush=True))
     print("the end", flush=True)
 """
 

@@ -10,17 +10,17 @@ from typing import cast
 
 import pytest
 
-from neo_desktop.app.generate.outputs import Outputs
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.service import SHORT_PROMPTS, EngineService
-from neo_desktop.app.service_errors import (
+from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.limits import ServerLimits
+from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService
+from neo_desktop.app.errors import (
+    ApiError,
     EngineFailedError,
     RequestTimeoutError,
     ServiceBusyError,
     ServiceStoppedError,
 )
-from neo_desktop.app.web.errors import ApiError
-from neo_desktop.app.web.limits import ServerLimits
+from neo_desktop.app.generate.outputs import Outputs
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.input_processor import PreparedRequest
@@ -374,14 +374,14 @@ def test_a_defect_that_keeps_one_request_out_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize(
-    ("reason", "error", "said"),
+    ("reason", "status", "param", "said"),
     [
-        (FinishReason.DEAD_END, ApiError, "the answer's words"),
-        (FinishReason.ERROR, EngineFailedError, "grammar words"),
+        (FinishReason.DEAD_END, 400, "guided_regex", "the answer's words"),
+        (FinishReason.ERROR, 500, None, "grammar words"),
     ],
 )
 def test_the_class_of_an_error_decides_and_not_its_words(
-    reason: FinishReason, error: type[Exception], said: str
+    reason: FinishReason, status: int, param: str | None, said: str
 ) -> None:
     text = said.removeprefix("the answer's ")
 
@@ -389,9 +389,9 @@ def test_the_class_of_an_error_decides_and_not_its_words(
         generation = Generation(["0"], 1, lambda _: None)
         generation.put(RequestOutput("0", 0, "", (), reason, text, 1, 0, 0, None))
         outputs = Outputs(generation, ByteTokenizer(), None, "guided_regex")
-        with pytest.raises(error, match=said) as raised:
+        with pytest.raises(ApiError, match=said) as raised:
             async for _ in outputs:
                 pass
-        assert getattr(raised.value, "param", "guided_regex") == "guided_regex"
+        assert (raised.value.status, raised.value.param) == (status, param)
 
     asyncio.run(scenario())

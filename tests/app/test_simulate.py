@@ -13,8 +13,8 @@ from checkpoints import save_checkpoint
 from rich.console import Console
 
 from neo_desktop.app.cli import main
-from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
+from neo_desktop.app.sentences import sentence
 from neo_desktop.app.simulate.answer import answer
 from neo_desktop.app.simulate.run import run_simulation
 from neo_desktop.engine.schedule.policies import POLICIES

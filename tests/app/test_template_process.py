@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from neo_desktop.app import template_process
-from neo_desktop.app.chat_template import MAX_MEMORY_BYTES, ChatTemplate, ChatTemplateError
-from neo_desktop.app.template_process import TemplateProcess
+from neo_desktop.app.templates import template_process
+from neo_desktop.app.templates.chat_template import MAX_MEMORY_BYTES, ChatTemplate, ChatTemplateError
+from neo_desktop.app.templates.template_process import TemplateProcess
 
 from .conftest import running
 from .fake_engine import FakeExecutor, make_engine
@@ -151,7 +151,7 @@ def test_many_at_once_get_their_own() -> None:
 def test_it_ends_when_the_server_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import asyncio
-        from neo_desktop.app.template_process import TemplateProcess
+        from neo_desktop.app.templates.template_process import TemplateProcess
 
         async def main():
             process = TemplateProcess("x", {})

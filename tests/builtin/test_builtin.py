@@ -94,7 +94,7 @@ def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:
 def test_held_out_questions_are_answered() -> None:
     """The engine's greedy answers, all in one batch: at least 90 % are right (the card has the figure)."""
     from neo_desktop import Engine, SamplingParams  # noqa: PLC0415 - needs the built package
-    from neo_desktop.app.chat_template import ChatTemplate  # noqa: PLC0415
+    from neo_desktop.app.templates.chat_template import ChatTemplate  # noqa: PLC0415
 
     cases = load_cases(HELD_OUT)
     settings = read_json("tokenizer_config.json")

@@ -8,8 +8,8 @@ from imitated_device import needs_imitated_gpu
 from tiny_engine import PARAMS, PROMPTS, DyingAtFirst, engine, tokens_of
 
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineRestartingError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import EngineRestartingError
 from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.progress import Progress

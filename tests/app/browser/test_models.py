@@ -10,10 +10,10 @@ from checkpoints import save_checkpoint
 from fake_hub import FakeHub, serve_hub
 from playwright.sync_api import Locator, expect
 
+from neo_desktop.app.application import create_app
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, own_folder
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.ui.page import mount
 
@@ -40,7 +40,7 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     data = tmp_path / "data"
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(data))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("neo_desktop.app.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
+    monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
     remote = save_checkpoint(tmp_path / "remote", "llama")
     save_checkpoint(tmp_path / "mine" / "torn", "llama")
     (tmp_path / "mine" / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)

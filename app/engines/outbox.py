@@ -1,4 +1,4 @@
-"""Calls from a thread to the event loop, which makes a few of them in each of its turns."""
+"""Calls from a thread to the event loop, which makes a few in each of its turns."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ class Outbox:
     """Hands calls over, in order.
 
     One iteration of the engine may end hundreds of requests. If all that wait for them woke up in the same
-    turn of the event loop, nobody else would be heard until the last one has written its answer.
+    turn of the event loop, all other clients would wait until the last one has written its answer.
 
     Args:
         loop: makes the calls.

@@ -1,11 +1,11 @@
-"""What clients may take of this computer."""
+"""Limits of clients."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Each limit is told to the client that meets it."""
+    """A client that exceeds a limit gets its value in the error."""
 
     max_body_bytes: int = 32 * 2**20  # of a request
     max_messages: int = 10_000  # of a chat

@@ -44,8 +44,6 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The run that is under way."""
-
     report: str  # the name of its folder
     suites: tuple[str, ...]
     share: float  # done, 0 to 1
@@ -246,9 +244,9 @@ def _reports(folder: Path) -> list[Path]:
     return sorted((path for path in found if (path / "report.html").is_file()), reverse=True)
 
 
-@lru_cache(4 * MAX_REPORTS)  # a report does not change once its page is there; the view is told many times
+@lru_cache(4 * MAX_REPORTS)  # a finished report does not change; the view asks often
 def _about(folder: Path) -> dict[str, Any]:
-    """What the list of reports shows of one."""
+    """Return a report's entry in the list."""
     about: dict[str, Any] = {"name": folder.name, "started": None, "suites": [], "interrupted": False}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ itself twice never ends, and neither can be interrupted within this process. The
     source, special tokens ─── stdin ────────────→ kept
     [messages, extra]      ─── stdin ────────────→ rendered, within processor time and memory
     the prompt, or why not ←── stdout ───────────  {"text": …} or {"error": …}
-    (end of this process)  ─── end of stdin ─────→ ends, too
+    (end of this process)  ─── end of stdin ─────→ ends
 """
 
 import asyncio
@@ -23,8 +23,8 @@ import jinja2
 import markupsafe
 import psutil
 
-from neo_desktop.app import chat_template
-from neo_desktop.app.chat_template import FRAME_HEAD, MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
+from neo_desktop.app.templates import chat_template
+from neo_desktop.app.templates.chat_template import FRAME_HEAD, MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
 
 MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
 MEMORY_POLL_S = 0.05  # how often its memory is looked at, where the system does not bound it

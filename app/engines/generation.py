@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
-from neo_desktop.app.service_errors import (
+from neo_desktop.app.errors import (
     DeadEndError,
     EngineFailedError,
     RequestTimeoutError,
@@ -13,7 +13,7 @@ from neo_desktop.app.service_errors import (
 )
 from neo_desktop.engine.request import FinishReason, RequestOutput
 
-MAX_UNREAD_OUTPUTS = 16_384  # of one generation; nobody reads it then
+MAX_UNREAD_OUTPUTS = 16_384  # of one generation; beyond that, its reader counts as gone
 
 
 class Generation:
@@ -29,7 +29,7 @@ class Generation:
     def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
         self.request_ids = tuple(request_ids)
         self.n = n
-        self.prompt_token_ids: Sequence[Sequence[int]] = ()  # of each prompt, once it was prepared
+        self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
         self.failure: ServiceError | None = None  # why the rest will not come
         self._close = close
         self._num_open = len(self.request_ids) * n
@@ -47,11 +47,11 @@ class Generation:
         while self._num_open:
             output = await self._arrived.get()
             if isinstance(output, ServiceError):
-                raise output.with_traceback(None)  # one error is told to many
+                raise output.with_traceback(None)  # many readers get the same error
             if output.finish_reason is FinishReason.DEAD_END:
-                raise DeadEndError(output.error)
+                raise DeadEndError(output.error or "")
             if output.finish_reason is FinishReason.ERROR:
-                raise EngineFailedError(output.error)
+                raise EngineFailedError(output.error or "")
             if output.finish_reason is not None:
                 self._num_open -= 1
             yield first_index[output.request_id] + output.choice, output
@@ -63,7 +63,6 @@ class Generation:
         self._close(self)
 
     def put(self, output: RequestOutput) -> None:
-        """Take in what one iteration brought."""
         self._arrived.put_nowait(output)
         if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
             self.give_up(UnreadError("the answer was not read for too long"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.news import News
-from neo_desktop.app.selftest import SelfTest
+from neo_desktop.app.page.selftest import SelfTest
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 

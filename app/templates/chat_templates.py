@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from neo_desktop.app.chat_template import ChatTemplateError
-from neo_desktop.app.template_process import TemplateProcess
+from neo_desktop.app.templates.chat_template import ChatTemplateError
+from neo_desktop.app.templates.template_process import TemplateProcess
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 

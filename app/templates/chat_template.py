@@ -123,12 +123,12 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(body: bytes) -> Any:
-    """What a frame holds, without its length."""
+    """Return the content of a frame without its length."""
     return json.loads(body.decode("utf-8", "surrogatepass"))
 
 
 def main() -> None:
-    """Answer [messages, extra] with {"text": …} or {"error": …}, until nobody asks any more."""
+    """Answer [messages, extra] with {"text": …} or {"error": …} until stdin ends."""
     with contextlib.suppress(ValueError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
@@ -157,5 +157,5 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def _limit_time(seconds: float) -> None:
-    """End this process when it goes on for longer, wherever it is then; 0: no limit any more."""
+    """End this process after this time; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; the signal has no handler

@@ -2,9 +2,9 @@
 
     event loop                          engine: a thread, or a process of its own (app/engines)
     ──────────                          ──────
-    submit() checks, tokenises, hashes
-               ── commands ──────────→  carried out before an iteration is planned
-    Generation ←─ one wake-up per step ── outputs of all requests, and how the engine stands
+    submit() checks, tokenises, hashes.
+               ── commands ──────────→  carried out before an iteration is planned.
+    Generation ←─ one wake-up per step ── outputs, and the engine's figures
 
 Everything here, the generations included, belongs to the event loop; events are brought to it by an `Outbox`.
 """
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from neo_desktop.app.chat_template import ChatTemplateError
-from neo_desktop.app.chat_templates import ChatTemplates
+from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.messages import (
     Abort,
     Add,
@@ -34,20 +34,20 @@ from neo_desktop.app.engines.messages import (
     Stepped,
     Stop,
 )
+from neo_desktop.app.engines.metrics import ServiceMetrics
+from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.thread import EngineThread
-from neo_desktop.app.generation import Generation
-from neo_desktop.app.outbox import Call, Outbox
-from neo_desktop.app.service_errors import (
+from neo_desktop.app.errors import (
     EngineFailedError,
     EngineRestartingError,
     ServiceBusyError,
     ServiceError,
     ServiceStoppedError,
 )
-from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
-from neo_desktop.app.web.metrics import ServiceMetrics
+from neo_desktop.app.templates.chat_template import ChatTemplateError
+from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.input_processor import PreparedRequest, Prompt
+from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
@@ -56,20 +56,19 @@ from neo_desktop.models.marks import ChatText, Shield
 
 logger = logging.getLogger(__name__)
 
-SHORT_PROMPTS = 2000  # characters or token ids, of all prompts of a request
+SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 
-WATCH_TICKS = 10  # in a timeout: a program that was halted for hours has missed one of them, not all
+WATCH_TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 
-Supervisor = Callable[[str], str]  # what happened → what those who wait are told
+Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
 
 class EngineService:
     """Runs an engine for many clients of one event loop.
 
     Args:
-        engine: one that works beside the event loop already, or one that a thread is made for; nobody else
-            may call it between `start` and the end of `stop`.
+        engine: a link, or an engine for a thread; the service's alone from `start` to the end of `stop`.
         limits: what requests may take.
     """
 
@@ -118,7 +117,7 @@ class EngineService:
         """End all requests with a reason, free what they hold and end the engine; a second call does nothing.
 
         Args:
-            reason: what their clients are told.
+            reason: the message for their clients.
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
             successor: brings the service that takes what is submitted from now on; None: it is refused.
@@ -144,7 +143,7 @@ class EngineService:
 
     @property
     def is_process(self) -> bool:
-        """Whether the engine has a process of its own."""
+        """True: the engine has a process of its own."""
         return self._link.is_process
 
     @property
@@ -159,7 +158,7 @@ class EngineService:
 
     @property
     def idle_since_s(self) -> float | None:
-        """Since when nobody waits for anything, on the monotonic clock; None while somebody does."""
+        """The time since which no request is open, on the monotonic clock; None while one is."""
         return self._idle_since_s
 
     async def render_chat(
@@ -186,17 +185,14 @@ class EngineService:
             raise ChatTemplateError(
                 f"the chat has {len(messages)} messages, but {self._limits.max_messages} is the limit"
             )
-        if self._successor is not None:
-            return await (await self._successor()).render_chat(
-                messages, extra, shield, is_continued=is_continued
-            )
-        return await self._templates.render(messages, extra, shield, is_continued=is_continued)
+        templates = (await self._awake())._templates
+        return await templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
         """Ask the engine what it does right now; it answers between two iterations.
 
         Raises:
-            ServiceStoppedError, EngineFailedError: there is no engine any more.
+            ServiceStoppedError, EngineFailedError: the engine has ended.
         """
         view: LiveView = await self._ask(Look(next(self._ordinals)))
         return view
@@ -247,7 +243,16 @@ class EngineService:
         self._idle_since_s = None
         self._queued |= _choices(generation)
         try:
-            prepared = await self._prepare(prompts, params, add_special_tokens, cuts_max_tokens)
+            prepare = partial(
+                self._input_processor.prepare,
+                params=params,
+                add_special_tokens=add_special_tokens,
+                cuts_max_tokens=cuts_max_tokens,
+            )
+            if sum(map(len, prompts)) <= SHORT_PROMPTS:  # takes less than the way to a thread and back
+                prepared = list(map(prepare, prompts))
+            else:
+                prepared = await asyncio.to_thread(lambda: list(map(prepare, prompts)))
             generation.prompt_token_ids = [each.token_ids for each in prepared]
             if params.grammar is not None:  # so that the engine finds it ready
                 await self._ask(Compile(next(self._ordinals), params.grammar))
@@ -264,12 +269,10 @@ class EngineService:
 
         Raises:
             SettingError: it cannot be used.
-            ServiceStoppedError, EngineFailedError: there is no engine any more.
+            ServiceStoppedError, EngineFailedError: the engine has ended.
         """
-        if self._successor is not None:
-            await (await self._successor()).compile(grammar)
-        else:
-            await self._ask(Compile(next(self._ordinals), grammar))
+        service = await self._awake()
+        await service._ask(Compile(next(service._ordinals), grammar))
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
@@ -281,24 +284,9 @@ class EngineService:
             if (embedding := found[index].embedding) is not None
         ]
 
-    async def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        add_special_tokens: bool,
-        cuts_max_tokens: bool,
-    ) -> list[PreparedRequest]:
-        def prepare() -> list[PreparedRequest]:
-            return [
-                self._input_processor.prepare(
-                    prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
-                )
-                for prompt in prompts
-            ]
-
-        if sum(map(len, prompts)) <= SHORT_PROMPTS:  # takes less than the way to a thread and back
-            return prepare()
-        return await asyncio.to_thread(prepare)  # long texts take seconds
+    async def _awake(self) -> "EngineService":
+        """Return the service that takes requests: this one, or the successor of a resting one."""
+        return self if self._successor is None else await (await self._successor())._awake()
 
     def _close(self, generation: Generation) -> None:
         self._queued -= _choices(generation)

@@ -1,0 +1,140 @@
+"""The composition root: builds the server of a model host out of its parts, and runs it."""
+
+import contextlib
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
+from prometheus_client.registry import Collector
+
+from neo_desktop.app.api import create_api, docs_page
+from neo_desktop.app.api.reply_schemas import Health
+from neo_desktop.app.chats.chats import Chats
+from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
+from neo_desktop.app.engines.metrics import EngineCollector
+from neo_desktop.app.errors import NoModelError, ServiceError
+from neo_desktop.app.live.feed import EngineFeed
+from neo_desktop.app.news import News
+from neo_desktop.app.page.selftest import SelfTest, reports_folder
+from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.model_shelf import ModelShelf
+from neo_desktop.app.web import errors
+from neo_desktop.app.web.connection import ClientConnection
+from neo_desktop.app.web.metrics import HttpMetrics, exposition
+from neo_desktop.app.web.request_target import RequestTarget
+from neo_desktop.app.web.security import guarded
+from neo_desktop.app.web.warnings import Warnings
+
+COUNTED_PATHS = (
+    *(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "embeddings")),
+    *("/v1/models", "/gradio_api", "/", "/health", "/stats", "/metrics", "/docs"),
+    "/openapi.json",
+)
+
+
+def create_app(
+    host: ModelHost,
+    *,
+    api_key: str | None = None,
+    allowed_hosts: Collection[str] = (),
+    allowed_origins: Collection[str] = (),
+    model_aliases: Collection[str] = (),
+    limits: ServerLimits = DEFAULT_LIMITS,
+    data_folder: Path | None = None,
+    loader: ModelLoader | None = None,
+    trouble: str | None = None,
+) -> FastAPI:
+    """Return the REST API; its start and end start and stop the service of the loaded model.
+
+    Args:
+        host: not started yet.
+        api_key: needed for /v1 and /stats when given.
+        allowed_hosts: names, beside those of loopback, under which the server may be addressed.
+        allowed_origins: sites whose pages may use the server, see `origins_pattern`.
+        model_aliases: further names of the loaded model, see `create_api`.
+        limits: what requests may take; those of the service are its own.
+        data_folder: where chats are kept, for the page; None: there is no page.
+        loader: the host's, for the page to choose models; None: it cannot.
+        trouble: what keeps this computer's GPU from being used, for the page to show.
+
+    Raises:
+        StoreError: chats cannot be kept there.
+    """
+    page = None
+    if data_folder is not None:
+        news = News()
+        page = PageServices(
+            host,
+            news,
+            Chats(host, news, data_folder),
+            EngineFeed(host),
+            ModelShelf(host, loader, news),
+            SelfTest(news, reports_folder(data_folder)),
+            data_folder,
+            trouble,
+        )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await host.start()
+        try:
+            yield
+        finally:
+            if page is not None:
+                await page.shelf.close()
+                await page.selftest.close()
+            await host.stop()
+            if page is not None:
+                await page.chats.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    errors.install(app)
+    app.state.host = host
+    app.state.page = page
+    http_registry = CollectorRegistry()
+    ProcessCollector(registry=http_registry)
+    # A request passes the layer added last first.
+    app.add_middleware(Warnings)
+    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
+    app.add_middleware(HttpMetrics, registry=http_registry, paths=COUNTED_PATHS)
+    app.add_middleware(RequestTarget)
+    api = create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases)
+    app.mount("/v1", api)
+    docs_page.install(app, api)
+
+    @app.get(
+        "/health",
+        response_model=Health,
+        summary="The server's state",
+        responses={503: {"model": Health, "description": "Requests are not answered at present."}},
+    )
+    async def health() -> JSONResponse:
+        try:
+            service = host.service
+            if service.refusal is not None:
+                raise service.refusal.with_traceback(None)
+        except ServiceError as reason:
+            status = 200 if reason.health == "no model" else 503
+            return JSONResponse({"status": reason.health, "reason": str(reason)}, status)
+        facts = {"status": "ok", "model": service.model_name, "backend": service.stats.backend}
+        return JSONResponse(facts if service.note is None else facts | {"note": service.note})
+
+    @app.get("/metrics", response_class=PlainTextResponse, summary="Figures for Prometheus")
+    async def metrics() -> Response:
+        sources: list[Collector] = [http_registry]
+        with contextlib.suppress(NoModelError):
+            service = host.service
+            sources += [service.metrics.registry, EngineCollector(service.stats, service.num_queued)]
+        return Response(exposition(sources), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats", include_in_schema=False)
+    async def stats() -> dict[str, Any]:
+        return host.service.stats.to_json()
+
+    return app

@@ -1,0 +1,152 @@
+"""The errors that answer a request: each class has its HTTP status and its code for programs."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from starlette.responses import JSONResponse
+
+RETRY_AFTER_S = 1
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP status.
+        message: the reason, and a way out.
+        param: the field of the body that is to blame.
+        code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object of OpenAI's clients."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error object of Anthropic's clients."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_KINDS.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the error object in the shape that clients of this path understand."""
+        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+        return JSONResponse(self.anthropic_body if is_anthropic else self.body, self.status, self.headers)
+
+
+class ServiceError(ApiError):
+    """A request that the service could not take or could not finish."""
+
+    http_status: ClassVar = 503
+    kind: ClassVar = "unavailable"  # `code` of all its errors
+    health: ClassVar = "failed"  # the server's state while new requests meet this error
+
+    def __init__(self, message: str) -> None:
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.http_status == 503 else None
+        super().__init__(self.http_status, message, code=self.kind, headers=headers)
+
+
+class ServiceBusyError(ServiceError):
+    """The queue is full; the same request may succeed later."""
+
+    kind = "queue_full"
+
+
+class ServiceStoppedError(ServiceError):
+    """The service is stopping or has stopped."""
+
+    kind = "shutting_down"
+    health = "stopping"
+
+
+class EngineFailedError(ServiceError):
+    """The engine gave the request up."""
+
+    http_status = 500
+    kind = "engine_failed"
+
+
+class DeadEndError(EngineFailedError):
+    """The grammar that the answer must follow allows nothing more."""
+
+    kind = "grammar_dead_end"
+
+
+class RequestTimeoutError(ServiceError):
+    """The request took longer than the limit."""
+
+    kind = "timeout"
+
+
+class UnreadError(ServiceError):
+    """The client did not read its answer."""
+
+    kind = "unread"
+
+
+class NoModelError(ServiceError):
+    """No model is loaded at present."""
+
+    kind = "no_model"
+    health = "no model"
+
+
+class ModelLoadingError(NoModelError):
+    """A model is being loaded; the same request may succeed later."""
+
+    kind = "model_loading"
+    health = "loading"
+
+
+class EngineRestartingError(ModelLoadingError):
+    """The engine ended and is being started again; the same request may succeed later."""
+
+    kind = "engine_restarting"
+    health = "restarting"
+
+
+class EngineGoneError(NoModelError):
+    """The engine ended too often to be started again."""
+
+    kind = "engine_failed"
+    health = "failed"
+
+
+class HostBusyError(ServiceError):
+    """Another model is being loaded."""
+
+    kind = "model_loading"
+
+
+class LoadFailedError(ServiceError):
+    """A model could not be loaded; the message has the reason."""
+
+    kind = "load_failed"
