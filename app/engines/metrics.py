@@ -23,19 +23,19 @@ class ServiceMetrics:
         self._first_token_s = Histogram(
             "neo_desktop_time_to_first_token_seconds",
             "From a request's arrival to the first token of an output",
-            graph_keys=TTFT_S,
+            buckets=TTFT_S,
             registry=self.registry,
         )
         self._per_token_s = Histogram(
             "neo_desktop_time_per_output_token_seconds",
             "Of an output, without its first token",
-            graph_keys=TPOT_S,
+            buckets=TPOT_S,
             registry=self.registry,
         )
         self._iteration_s = Histogram(
             "neo_desktop_iteration_seconds",
             "Of the engine, from one iteration's results to the next one's",
-            graph_keys=TPOT_S,
+            buckets=TPOT_S,
             registry=self.registry,
         )
         self._finished = Counter(

@@ -28,8 +28,8 @@ from typing import Any
 
 PROGRAM = Path(sys.executable).with_name("neo-desktop")
 _PRELOADED = (
-    "torch", "neo_desktop.app.engines.child", "neo_desktop.app.engines.service", "fastapi", "gradio", "h11", "jinja2",
-    "typer", "uvicorn",
+    "torch", "neo_desktop.app.engines.child", "neo_desktop.app.engines.service", "fastapi", "gradio", "h11",
+    "jinja2", "typer", "uvicorn",
 )  # fmt: skip
 # Libraries read these when they are imported.
 _READ_EARLY = (
