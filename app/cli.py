@@ -18,8 +18,9 @@ from neo_desktop.app.commands.option_groups import ServerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stderr, stdout
+from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.commands.worker_options import WorkerOptions
-from neo_desktop.app.sentences import sentence
+from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
 DEFAULT_COMMAND = "chat"
@@ -27,6 +28,7 @@ DEFAULT_COMMAND = "chat"
 
 app = typer.Typer(
     name="neo-desktop",
+    cls=Program,
     help="Run large language models beyond what your GPU's memory should allow, at full accuracy.",
     epilog="Without a command, the chat opens in your browser.",
     add_completion=False,
@@ -50,10 +52,7 @@ def main() -> None:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        # Errors that a person can mend have a sentence of ours; anything else at least gets its name.
-        is_expected = isinstance(error, ValueError | MemoryError | OSError | RuntimeError)
-        text = sentence(error) if is_expected else f"{type(error).__name__}: {error}"
-        stderr.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        stderr.print(f"[bold red]error:[/] {escape(error_text(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

@@ -23,15 +23,15 @@ from benchmarks.device_limit_report import DeviceReport, Measured, decode_figure
 from benchmarks.rig import Iteration, Rig, iteration_work
 from benchmarks.shown import model_arguments, progress, show
 from neo_desktop import native
-from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
-from neo_desktop.app.bench.hardware.host import Host
 from neo_desktop.app.bench.section import Spread
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
+from neo_desktop.engine.profiling.device_rates import CudaTimer, matrix_rate, read_rate
 from neo_desktop.engine.profiling.hardware import cpu_name, last_level_cache_bytes
+from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.progress import Progress
 
 TRACED_ITERATIONS = 4  # per batch and round, with a timeline, which costs a little

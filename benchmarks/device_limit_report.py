@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.rig import Iteration
-from neo_desktop.app.bench.section import Column, Section, Spread, Table, size
+from neo_desktop.app.bench.section import Column, Section, Spread, Table
+from neo_desktop.app.words import binary_size
 
 Bound = Literal["memory", "arithmetic"]
 
@@ -62,7 +63,9 @@ class DeviceReport:
         memory: dict[str, Column] = {
             "weights read by an iteration": "weight_bytes:size",
             "GPU memory, at most": lambda report: (
-                "not measured: no GPU" if report.peak_gpu_bytes is None else size(report.peak_gpu_bytes)
+                "not measured: no GPU"
+                if report.peak_gpu_bytes is None
+                else binary_size(report.peak_gpu_bytes)
             ),
             "host memory of the process, at most": "process_bytes:size",
             f"large matrix products in {self.dtype}": "matrix_gflop_per_s: GFLOP/s",

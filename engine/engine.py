@@ -52,7 +52,7 @@ WEIGHTS_SHARE = 0.5  # share of the loading progress; the rest is profiling, whi
 class Engine:
     """Continuous batching over one model.
 
-    Not thread-safe: one thread makes the engine's calls (`app.service` owns a suitable thread).
+    Not thread-safe: one thread makes the engine's calls (`app.engines.service` owns a suitable thread).
 
     Use `from_pretrained` to make an engine; the constructor takes parts, so that tests can use fakes.
     """

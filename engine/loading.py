@@ -1,6 +1,7 @@
 """Loading: from a model's name to an engine's parts: device, dtype, weights, tokenizer, memory."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -182,7 +183,7 @@ def model_path(model: str | Path) -> Path:
     """Return the path of a checkpoint, or of the built-in model; it need not exist."""
     if model == BUILTIN:
         return Path(neo_desktop.models.__file__).parent / BUILTIN
-    return Path(model).expanduser()
+    return Path(os.path.expanduser(model))
 
 
 def open_model(model: str | Path) -> Checkpoint:
@@ -205,9 +206,10 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device {name!r} is unknown; choose one of: auto, cpu, cuda")
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        advice = "check the driver with nvidia-smi" if torch.version.cuda else "install a CUDA build of torch"
         raise ValueError(
             f"device 'cuda' was requested, but torch {torch.__version__} (built for {built_for}) finds no "
-            f"usable GPU: {why_unusable() or 'check the driver with nvidia-smi'}, or use device 'cpu'"
+            f"usable GPU: {why_unusable() or advice}, or use device 'cpu'"
         )
     limit_kernels()
     return torch.device("cuda")

@@ -4,7 +4,7 @@ Command line, Python API, self-test and profiler read the same fields. Heavy mod
 `neo-desktop --help` must not wait for torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, TypedDict, get_args, get_type_hints
 from neo_desktop.engine.option_values import joined, stated
 
 BUILTIN = "builtin"  # the model that ships with the program
+EVERYDAY = "Options"  # the first panel of `--help`
 MAX_BATCH_REQUESTS = 256
 MOST = 2**53  # limit for all numbers: floats represent every integer up to it
 MAX_TOKEN_MS = 2000.0  # see `EngineOptions`
@@ -32,9 +33,15 @@ class Option:
     flag: str | None = None  # on the command line; None: no flag
     metavar: str | None = None
     least: float | None = None
-    choices: tuple[str, ...] = ()
+    fixed_choices: tuple[str, ...] = ()
+    choices_of: Callable[[], tuple[str, ...]] | None = None  # names them where they are registered
     is_list: bool = False  # comma-separated text, or a list in Python
     panel: str = "Engine"  # of `--help`
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values, where only some are possible; empty: there is no list."""
+        return self.fixed_choices if self.choices_of is None else self.choices_of()
 
     def check(self, name: str, value: object) -> None:
         """Validate a value.
@@ -48,6 +55,13 @@ class Option:
             bound = f"at most {MOST}" if value > MOST else f"at least {self.least:g}"
             got = f"{value:g}" if isinstance(value, float) else str(value)
             raise ValueError(f"{name} must be {'finite' if value == inf else bound}, got {got}")
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names of all policies; imports numpy, for which `--help` must not wait."""
+    from neo_desktop.engine.schedule.policies import POLICIES  # noqa: PLC0415
+
+    return tuple(POLICIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +86,22 @@ class EngineOptions:
         str,
         Option(
             flag="--policy",
-            choices=("auto", "neo", "apex", "pie", "fastdecode", "gpu-only"),
+            metavar="NAME",
+            choices_of=policy_names,
             help="Location of the KV cache: GPU memory (gpu-only), host memory (fastdecode), both "
             "(neo, apex), or both, with all attention on the GPU, layer by layer (pie); auto does what is "
             "predicted to be fastest.",
+            panel=EVERYDAY,
         ),
     ] = "auto"
     device: Annotated[
         str,
-        Option(flag="--device", choices=("auto", "cpu", "cuda"), help="Device of the linear layers."),
+        Option(
+            flag="--device",
+            fixed_choices=("auto", "cpu", "cuda"),
+            help="Device of the linear layers.",
+            panel=EVERYDAY,
+        ),
     ] = "auto"
     tensor_parallel: Annotated[
         int,
@@ -96,7 +117,7 @@ class EngineOptions:
         str,
         Option(
             flag="--dtype",
-            choices=("auto", "float32", "float16", "bfloat16"),
+            fixed_choices=("auto", "float32", "float16", "bfloat16"),
             help="Number format of weights and KV.",
         ),
     ] = "auto"
@@ -104,7 +125,7 @@ class EngineOptions:
         str,
         Option(
             flag="--weights-dtype",
-            choices=("auto", "float32", "float16", "bfloat16"),
+            fixed_choices=("auto", "float32", "float16", "bfloat16"),
             help="Number format of quantised weights in memory: as stored, if the device has "
             "a kernel for it (auto), or dequantised to this format, which KV then uses as well.",
         ),
@@ -138,6 +159,7 @@ class EngineOptions:
             least=0.001,
             help="Limit on GPU memory: weights, activations, KV and a reserve; without a GPU, KV of "
             "the imitated GPU-cache. Default: what is free.",
+            panel=EVERYDAY,
         ),
     ] = None
     gpu_weights_gib: Annotated[
@@ -185,7 +207,7 @@ class EngineOptions:
         str,
         Option(
             flag="--cpu-cache-dtype",
-            choices=("auto", "int8"),
+            fixed_choices=("auto", "int8"),
             help="Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly "
             "twice the tokens of 16 bits in the same memory; answers may then differ slightly.",
         ),
@@ -205,7 +227,7 @@ class EngineOptions:
         str,
         Option(
             flag="--worker-partition",
-            choices=("requests", "heads"),
+            fixed_choices=("requests", "heads"),
             help="Division of work among workers: by requests, each on one worker; or by the KV "
             "heads of every request: all workers then attend for it, and the loss of one loses all KV.",
             panel="Workers",

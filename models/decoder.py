@@ -163,12 +163,6 @@ class Decoder:
         """True if some matrices are partly in host memory."""
         return any(isinstance(linear, OffloadedLinear) for linear in self.linears())
 
-    @property
-    def has_offloaded_experts(self) -> bool:
-        """True if some experts are in host memory."""
-        moe_layers = (weights.mlp for weights in self.layers if isinstance(weights.mlp, Experts))
-        return any(isinstance(moe.gate, OffloadedLinear) for moe in moe_layers)
-
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices of linear layers, the head included."""
         for weights in self.layers:

@@ -24,7 +24,7 @@ def why_missing(name: str, known: Sequence[str] = ()) -> str:
     if not name.strip():
         return "the model's name is empty: name a folder, a GGUF file or 'builtin'"
     if _is_path(name):
-        return _no_path(Path(name).expanduser())
+        return _no_path(Path(os.path.expanduser(name)))
     reason = f"no model named {name!r} is on this computer"
     if near := _near(name, known):
         return f"{reason}: did you mean {' or '.join(map(repr, near))}?"

@@ -54,9 +54,10 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         ("key-value heads", kv_heads, kv_heads % count == 0 or count % kv_heads == 0),
     ):
         if not can_be:
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
             raise ModelError(
-                f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
-                "for --tensor-parallel."
+                f"the model's {size} {what} cannot be divided among {count} processes: choose "
+                f"--tensor-parallel from {', '.join(map(str, fitting))}."
             )
     inner = rank.inner_part(config.intermediate_size)
     sizes = [inner.stop - inner.start]

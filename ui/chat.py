@@ -41,7 +41,7 @@ EXAMPLES = (
     "Help me write a friendly message that declines an invitation.",
 )
 
-# What a person can cause; the message is shown as it is.
+# What a person can cause; the page shows its message.
 REFUSALS = (
     ApiError,
     NotFoundError,
@@ -228,7 +228,7 @@ class ChatView:
         await self._carry_out(lambda: self.ask(look, str(event.value["text"]), []))
 
     async def show_more(self, look: Look) -> None:
-        """Show earlier messages, too."""
+        """Show earlier messages as well."""
         look.window += 3 * WINDOW
         self.services.news.tell(look.topic)
 

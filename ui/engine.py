@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running, TimelineView
 from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.words import number
 from neo_desktop.engine.stats import LLAMACPP
-from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
+from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline
 from neo_desktop.ui.following import follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, panel, tag
 
@@ -171,14 +172,14 @@ def _rates(rates: list[tuple[float, float]]) -> Markup:
     parts = []
     for tier, name in enumerate(("written", "prompts read")):
         values = [rate[tier] for rate in rates]
-        label = f"{figure(round(values[-1]))} {name}, at most {figure(round(max(values)))}"
+        label = f"{number(round(values[-1]))} {name}, at most {number(round(max(values)))}"
         parts += [tag("p", tag("strong", label)), curves({"real": values}, f"Tokens per second: {label}")]
     return _card("Tokens per second", parts)
 
 
 def _iteration(view: TimelineView, device: str) -> Markup:
     busy = {lane.name: lane.busy for lane in view.lanes}
-    parts = [f"{figure(view.total_ms)} ms"]
+    parts = [f"{number(view.total_ms)} ms"]
     if "device" in busy:
         parts.append(f"the {device} was busy for {busy['device']:.0%}")
     if "cpu" in busy:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from neo_desktop.app.live.schema import BoundView, LaneSpanView, LaneView, PredictionView, TimelineView
+from neo_desktop.app.words import number
 from neo_desktop.ui.html import Markup, tag
 
 WIDTH, LEFT = 1000, 110  # of the timeline
@@ -18,11 +19,6 @@ LANE_NAMES = {
 }
 
 
-def figure(value: float) -> str:
-    """Return a number with three digits at most behind the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def timeline(view: TimelineView, device: str) -> Markup:
     """Draw one iteration: a line per lane, a box per stage, and below where device and CPU overlap."""
     total = max(view.total_ms, 1e-6)
@@ -32,7 +28,7 @@ def timeline(view: TimelineView, device: str) -> Markup:
         name = device if lane.name == "device" else LANE_NAMES.get(lane.name, lane.name)
         batch = "" if span.sub_batch is None else f", sub-batch {span.sub_batch}"
         took = span.end_ms - span.start_ms
-        title = f"{name}: {span.stage}, layer {span.layer}{batch}, {figure(took)} ms"
+        title = f"{name}: {span.stage}, layer {span.layer}{batch}, {number(took)} ms"
         return tag(
             "rect",
             tag("title", title),
@@ -56,9 +52,9 @@ def timeline(view: TimelineView, device: str) -> Markup:
         )  # fmt: skip
     for step in range(5):
         at = total * step / 4
-        parts.append(tag("text", f"{figure(at)} ms", x=round(LEFT + at * scale), y=bottom + 20,
+        parts.append(tag("text", f"{number(at)} ms", x=round(LEFT + at * scale), y=bottom + 20,
                          text_anchor="start" if step == 0 else "end" if step == 4 else "middle"))  # fmt: skip
-    label = f"One iteration of {figure(view.total_ms)} ms on {len(view.lanes)} lanes"
+    label = f"One iteration of {number(view.total_ms)} ms on {len(view.lanes)} lanes"
     return tag(
         "svg", parts, viewBox=f"0 0 {WIDTH} {bottom + 26}", class_="timeline", role="img", aria_label=label
     )
@@ -111,7 +107,7 @@ def _points(values: Sequence[float], most: float) -> str:
 def prediction(view: PredictionView) -> list[Markup]:
     """Draw predicted beside real times of iterations."""
     text = (
-        f"Last iteration: predicted {figure(view.predicted_ms[-1])} ms, took {figure(view.real_ms[-1])} ms. "
+        f"Last iteration: predicted {number(view.predicted_ms[-1])} ms, took {number(view.real_ms[-1])} ms. "
         f"Off by {view.mean_error:.0%} on average over {len(view.real_ms)} iterations."
     )
     keys = tag("p", tag("span", "took", class_="key real"), tag("span", "predicted", class_="key predicted"))
@@ -141,7 +137,7 @@ def bars(rows: Sequence[tuple[str, float, str]], unit: str = "") -> Markup:
             tag(
                 "dd",
                 tag("meter", min=0, max=1, value=round(value / most, 4), class_=kind),
-                tag("span", f"{figure(value)} {unit}".strip()),
+                tag("span", f"{number(value)} {unit}".strip()),
             ),
         )
         for name, value, kind in rows

@@ -1,4 +1,4 @@
-"""Generators that write parts of a page as long as it is seen and read."""
+"""Generators that write parts of a page while a person looks at it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -10,7 +10,7 @@ _numbers = itertools.count()
 
 @dataclass(slots=True)
 class Look:
-    """What one page shows; its events share it."""
+    """The state of one page, which its events share."""
 
     chat_id: str | None = None
     query: str = ""

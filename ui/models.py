@@ -8,8 +8,8 @@ import gradio as gr
 from neo_desktop.app.news import MODELS
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.model_shelf import ShelfError
+from neo_desktop.app.words import large_count, number, size
 from neo_desktop.ui.chat import told
-from neo_desktop.ui.engine_charts import figure
 from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
 
@@ -171,7 +171,7 @@ def _facts(model: dict[str, Any]) -> list[str]:
     if model["dtype"]:
         facts.append(model["dtype"])
     if model["parameters"]:
-        facts.append(f"{_short(model['parameters'])} parameters")
+        facts.append(f"{large_count(model['parameters'])} parameters")
     if model["runnable"] and model["backend"] == "llamacpp":
         facts.append("computed by llama.cpp")
     if model["runnable"] and model["is_by_transformers"]:
@@ -204,9 +204,9 @@ def _figures(fit: dict[str, Any]) -> list[tuple[str, str]]:
     speed = fit["speed"]
     if speed is None:
         return [*rows, ("Speed", f"not known: {fit['speed_reason']}")]
-    rows.append(("One chat", f"about {figure(speed['one_chat_tokens_per_s'])} tokens/s (predicted)"))
+    rows.append(("One chat", f"about {number(speed['one_chat_tokens_per_s'])} tokens/s (predicted)"))
     if speed["best_chats"] > 1:
-        together = f"about {figure(speed['best_tokens_per_s'])} tokens/s together"
+        together = f"about {number(speed['best_tokens_per_s'])} tokens/s together"
         rows.append((f"{speed['best_chats']} chats", together))
     return rows
 
@@ -220,24 +220,3 @@ def _note(models: list[dict[str, Any]]) -> str:
     )
     speed = next((fit["speed"] for fit in fits if fit["speed"]), None)
     return imitated + (f"Speeds are {speed['assumption'].split(';')[0]}." if speed else "")
-
-
-def size(count: float) -> str:
-    """Return bytes in words."""
-    return (
-        f"{count / 1e9:.1f} GB"
-        if count >= 1e9
-        else f"{count / 1e6:.0f} MB"
-        if count >= 1e6
-        else f"{max(count / 1e3, 1):.0f} kB"
-    )
-
-
-def _short(count: float) -> str:
-    return (
-        f"{count / 1e9:.1f} billion"
-        if count >= 1e9
-        else f"{count / 1e6:.0f} million"
-        if count >= 1e6
-        else f"{count:,.0f}"
-    )

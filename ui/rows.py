@@ -8,11 +8,11 @@ from typing import Any
 from neo_desktop.app.chats.messages import Attachment, Message, branch
 
 MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch
-WINDOW = 40  # messages that are shown at first: gr.Chatbot draws all of them at each update
+WINDOW = 40  # messages that are shown at first: gr.Chatbot draws every message at each update
 
 Row = dict[str, Any]
 
-# Code is shown as it is; elsewhere a `<` begins no element, and a picture is a link: none is fetched.
+# Code is shown unchanged; elsewhere a `<` begins no element, and a picture is a link: none is fetched.
 _CODE = re.compile(r"(`{3,}[^`]*(?:`{3,}|\Z)|~{3,}.*?(?:~{3,}|\Z)|`[^`\n]+`)", re.DOTALL)
 _ENDED = {
     "stopped": "Stopped",

@@ -58,7 +58,7 @@ class Sidebar:
         self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
-        """Return the list as it is now."""
+        """Return the present list."""
         entries = await self._chats.entries(look.query)
         parts: list[Markup] = []
         if look.deleted is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from neo_desktop.app.bench.section import number
+from neo_desktop.app.words import number
 
 COLOURS = ("blue", "orange", "green", "red")
 WIDTH, HEIGHT = 380, 230

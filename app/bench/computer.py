@@ -23,7 +23,7 @@ _LEAST_PROBE_BYTES, _LEAST_BYTES = 1 << 28, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the CPU and its memory reached at one time, with all threads; the best of a few tries."""
+    """Rates of the CPU and its memory at one time, with all threads; the best of a few tries."""
 
     gflop_per_s: float
     read_gb_per_s: float
@@ -46,7 +46,7 @@ class Prober:
 
 
 def is_steady(probes: Sequence[Probe]) -> bool:
-    """Whether neither figure changed by more than `STEADY`."""
+    """True if neither figure changed by more than `STEADY`."""
     return all(high <= STEADY * low for low, high in _ranges(probes))
 
 
@@ -60,7 +60,7 @@ def describe(probes: Sequence[Probe]) -> str | None:
 
 
 def bytes_beyond_caches() -> int:
-    """Return so much host memory that caches do not matter, within a quarter of what is free."""
+    """Return a size of host memory far beyond the caches, within a quarter of what is free."""
     return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""What one run of the self-test found, as plain data: it can be written, and shown."""
+"""The result of one run of the self-test, as plain data."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -42,7 +42,7 @@ class Report:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a suite could not be run, or an answer was changed or given up."""
+        """True if a suite could not be run, or an answer was changed or given up."""
         throughputs = [suite for suite in self.suites if isinstance(suite, ThroughputReport)]
         return bool(self.failures) or any(suite.has_failed for suite in throughputs)
 

@@ -14,7 +14,7 @@ from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
 from neo_desktop.app.bench.words import say
-from neo_desktop.app.sentences import sentence
+from neo_desktop.app.words import EXPECTED, error_text
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.options import EngineOptions
@@ -23,18 +23,15 @@ from neo_desktop.engine.profiling.hardware import host_memory, machine_info
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.shapes import shape
 
-# What a person can mend: memory, files, settings. Anything else is a defect, and its traceback is wanted.
-_EXPECTED = (ValueError, MemoryError, OSError, RuntimeError)
-
 
 @dataclass(frozen=True, slots=True)
 class SuiteOptions:
-    """What each suite is asked to do."""
+    """The options per suite."""
 
     hardware: HardwareOptions = field(default_factory=HardwareOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
-    gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: all of them
+    gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: every one
     model_note: str = ""  # which model was chosen and why, for the page
 
 
@@ -50,7 +47,7 @@ SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
 def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions | None = None) -> Report:
     """Run suites one after the other.
 
-    A suite that cannot be run is reported as a failure, and the next one goes on. Ctrl-C ends the run: what
+    A suite that cannot be run is reported as a failure, and the next one runs. Ctrl-C ends the run: what
     was measured until then is in the report.
 
     Args:
@@ -86,8 +83,8 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         except KeyboardInterrupt:
             interrupted = name
             break
-        except _EXPECTED as error:
-            failures.append(Failure(name, sentence(error) or type(error).__name__))
+        except EXPECTED as error:  # anything else is a defect, and its traceback is wanted
+            failures.append(Failure(name, error_text(error)))
         give_back_memory()
         probes.append(prober.probe())
     return Report(
@@ -106,7 +103,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
 # The largest whose weights leave room is measured: offloading is for models that nearly fill a GPU.
 _GPU_SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-135m")
 _GPU_SHARE = 0.75  # of the free memory, for weights
-# On a CPU alone, the largest that answers this request alone, at best in so many seconds:
+# On a CPU alone, the largest that answers this request alone, at best in this time:
 # then the whole self-test takes a few minutes.
 _CPU_SHAPES = ("llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-360m", "smollm2-135m")
 _PROMPT_TOKENS, _OUTPUT_TOKENS, _MOST_SECONDS = 128, 32, 4.0
@@ -160,9 +157,9 @@ def suite_options(
 
     Args:
         model: for all suites that need one.
-        quick: for a self-test of all suites, in about two minutes.
+        quick: for a whole self-test in about two minutes.
         throughput: settings that differ from the defaults.
-        load: likewise.
+        load: the same for the suite load.
         model_note: which model was chosen and why.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a suite has to say, in a form that terminal and page can show."""
+"""The text and tables of a suite, for the terminal and the page."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
+
+from neo_desktop.app.words import binary_size, number
 
 # What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%", "n:size")
 # and a unit ("power:.0f W"), or what a function makes of the row.
@@ -28,7 +30,7 @@ class Table:
         columns: Mapping[str, Column] | Mapping[str, str],
         missing: str = "",
     ) -> "Table":
-        """Make a row of each item; numbers get about three digits, `missing` stands for None."""
+        """Make a row per item; numbers get about three digits, `missing` stands for None."""
         cells = tuple(tuple(_cell(row, column, missing) for column in columns.values()) for row in rows)
         return cls(tuple(columns), cells, title)
 
@@ -36,7 +38,7 @@ class Table:
     def listing(
         cls, title: str, columns: tuple[str, str], item: object, figures: Mapping[str, Column]
     ) -> "Table":
-        """Make a row of each figure of one item."""
+        """Make a row per figure of one item."""
         rows = tuple((name, _cell(item, figure, "not measured")) for name, figure in figures.items())
         return cls(columns, rows, title)
 
@@ -71,7 +73,7 @@ def _cell(row: object, column: Column, missing: str) -> str:
     if value is None:
         return missing
     if how == "size":
-        return size(value) + unit
+        return binary_size(value) + unit
     if how:
         return format(value, how) + unit
     return (number(value) if isinstance(value, float) else str(value)) + unit
@@ -79,7 +81,7 @@ def _cell(row: object, column: Column, missing: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of some repetitions, and where four fifths of them lie."""
+    """The median of repetitions, and the range of four fifths."""
 
     median: float
     p10: float
@@ -98,19 +100,3 @@ class Spread:
     def __str__(self) -> str:
         """The median, and the 10th and 90th percentile in brackets."""
         return f"{number(self.median)} ({number(self.p10)} - {number(self.p90)})"
-
-
-def number(value: float) -> str:
-    """A number with about three digits."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
-
-
-def size(nbytes: float) -> str:
-    """Bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 999.5:  # more would be 1e+03 in three digits
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"

@@ -1,4 +1,4 @@
-"""What suites and page say: paragraphs of templates in `texts`, with figures in their places.
+"""The sentences of suites and page: paragraphs of templates in `texts`, with figures in their places.
 
 Paragraphs are separated by empty lines. Lines of one are joined by spaces, before punctuation by nothing, so
 that conditions can stand on lines of their own. Floats get about three digits.
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from neo_desktop.app.bench.section import number, size
-from neo_desktop.app.sentences import duration
+from neo_desktop.app.words import binary_size, duration, number
 
 
 def say(text: str, **figures: object) -> tuple[str, ...]:
@@ -52,5 +51,11 @@ def _environment() -> Environment:
         finalize=_printed,
         autoescape=False,
     )
-    found.filters |= {"format": format, "many": many, "size": size, "no_gpu": no_gpu, "duration": duration}
+    found.filters |= {
+        "format": format,
+        "many": many,
+        "size": binary_size,
+        "no_gpu": no_gpu,
+        "duration": duration,
+    }
     return found

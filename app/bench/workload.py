@@ -1,4 +1,4 @@
-"""What is asked of the engine, under which policies; and one run of requests."""
+"""The requests to the engine, and one run."""
 
 import math
 import random
@@ -65,7 +65,7 @@ class Record:
     arrival_ms: float  # when it was due
     answer: list[SampledToken] = field(default_factory=list)
     chunks_ms: list[float] = field(default_factory=list)
-    error: str = ""  # why it has no answer, or not all of it
+    error: str = ""  # why its answer is missing or incomplete
 
     @property
     def ttft_ms(self) -> float:
@@ -86,21 +86,21 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run brought."""
+    """The result of a run."""
 
     seconds: float
-    records: tuple[Record, ...]  # of each request
+    records: tuple[Record, ...]  # per request
     before: EngineStats
     after: EngineStats
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """Of each request."""
+        """The answers, in the order of requests."""
         return tuple(tuple(record.answer) for record in self.records)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Tokens of every answer together."""
         return sum(len(record.answer) for record in self.records)
 
     def counted(self, counter: str) -> float:
@@ -123,7 +123,7 @@ def run(
     engine would get less to do.
 
     Args:
-        progress: gets the share of the tokens that are there.
+        progress: gets the share of the tokens so far.
         arrivals_ms: rising; empty: all at once.
         drain_s: after the last arrival; what is open then is ended with an error.
     """
@@ -200,7 +200,7 @@ def compare(answers: Sequence[Answer], reference: Sequence[Answer], tolerance: f
 
 
 def _is_near_tie(token: SampledToken, expected: SampledToken, tolerance: float) -> bool:
-    """Whether both runs gave either token nearly the same probability."""
+    """True if both runs gave either token nearly the same probability."""
     for chosen, other in ((token, expected.token_id), (expected, token.token_id)):
         probabilities = {top.token_id: top.logprob for top in chosen.top_logprobs}
         if chosen.logprob is None or other not in probabilities:

@@ -21,9 +21,9 @@ from neo_desktop.app.commands.bench_flags import (
     SuiteName,
     ThroughputFlags,
 )
-from neo_desktop.app.commands.flags import Without, given, with_flags
+from neo_desktop.app.commands.flags import Without, flag_of, given, with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.options import OPTIONS, EngineOptions
 
 if TYPE_CHECKING:
     from neo_desktop.app.bench.report import Report
@@ -73,6 +73,10 @@ def bench(
         )
     if requests.trace is not None and (requests.input_tokens, requests.output_tokens) != (None, None):
         raise typer.BadParameter("give either --trace or --input and --output, not both")
+    for policy in requests.policies or ():
+        if policy not in OPTIONS["policy"].choices:
+            known = ", ".join(OPTIONS["policy"].choices)
+            raise typer.BadParameter(f"{policy!r} is unknown; choose from: {known}", param_hint="--policy")
     if engine.tensor_parallel > 1 and names != [SuiteName.LOAD]:
         raise typer.BadParameter(
             "divided models are measured by --suite load alone", param_hint="--tensor-parallel"
@@ -94,31 +98,19 @@ def _suite_options(
     from neo_desktop.engine.cuda.streams import open_streams
     from neo_desktop.engine.loading import choose_device
 
-    # What cannot be is told before anything is made.
+    # Fail before anything is made.
     open_streams(choose_device(engine.device), engine.gpu_slice)
     note = ""
     if names != [SuiteName.HARDWARE] and model is None and engine.shape is None:
         suitable = default_model(engine.device, engine.gpu_memory_gib)
         engine, note = replace(engine, shape=suitable.shape), suitable.note
-    asked = _given(
-        trace=requests.trace,
-        input_tokens=requests.input_tokens,
-        output_tokens=requests.output_tokens,
-        num_requests=requests.num_requests,
-        policies=None if requests.policy is None else tuple(map(str, requests.policy)),
-        seed=requests.seed,
-    )
+    asked = given(requests)
     return suite_options(
         engine if model is None else with_model(engine, model),
         model_note=note,
         quick=len(names) > 1,
-        throughput=asked | _given(repeats=throughput.repeats),
-        load=asked
-        | _given(
-            rates=None if load.rates is None else tuple(load.rates),
-            ttft_limit_ms=load.ttft_limit,
-            tpot_limit_ms=load.tpot_limit,
-        ),
+        throughput=asked | given(throughput),
+        load=asked | given(load),
     )
 
 
@@ -161,20 +153,15 @@ def _chosen(suites: Sequence[SuiteName] | None, groups: tuple[Any, ...]) -> list
     ]
     for group in groups:
         belongs = _SUITES_OF_FLAGS[type(group)]
-        for flag in given(group):
+        for name in given(group):
             if not set(belongs) & set(chosen):
-                raise typer.BadParameter(f"{flag} belongs to --suite {' or '.join(belongs)}")
+                raise typer.BadParameter(f"{flag_of(group, name)} belongs to --suite {' or '.join(belongs)}")
     return chosen
-
-
-def _given(**settings: object) -> dict[str, object]:
-    """Leave out what was not given."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 @contextmanager
 def _progress(json_file: str | None) -> Iterator[Callable[[float, str], None]]:
-    """Tell how far the run is: a bar for people, JSON lines for a program."""
+    """Show the progress: a bar for people, JSON lines for a program."""
     if json_file == "-":
         yield json_progress(sys.stderr)
     elif json_file is not None:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.engine.options import OPTIONS
 
 
 class SuiteName(StrEnum):
@@ -36,23 +35,24 @@ Model = Annotated[
     ),
 ]
 RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="What --shape means, to say it.", rich_help_panel=_MODEL)
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Confirm that --shape takes random weights; it always does.",
+        rich_help_panel=_MODEL,
+    ),
 ]
-
-if TYPE_CHECKING:
-    _Policy = str
-else:  # typer has no lists of literals
-    _Policy = StrEnum("_Policy", {name: name for name in OPTIONS["policy"].choices})
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """What is asked of the model; for the suites throughput and load."""
+    """The requests of the suites throughput and load."""
 
-    policy: Annotated[
-        list[_Policy] | None,
+    policies: Annotated[
+        list[str] | None,
         typer.Option(
             "--policy",
+            metavar="NAME",
             help="Policies to set side by side; repeatable. Default: gpu-only and auto, where they differ.",
             rich_help_panel=_WORKLOAD,
         ),
@@ -65,7 +65,7 @@ class RequestFlags:
         typer.Option(
             "--requests",
             min=1,
-            help="How many. Default: as many as the time allows.",
+            help="Number of requests. Default: as many as the time allows.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None
@@ -97,19 +97,31 @@ class LoadFlags:
             rich_help_panel=_LOAD,
         ),
     ] = None
-    ttft_limit: Annotated[
+    ttft_limit_ms: Annotated[
         float | None,
-        typer.Option(min=0, help="For goodput: ms to the first token. Default: 2000.", rich_help_panel=_LOAD),
+        typer.Option(
+            "--ttft-limit",
+            min=0,
+            metavar="MS",
+            help="The longest time to the first token, for goodput. Default: 2000.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None
-    tpot_limit: Annotated[
+    tpot_limit_ms: Annotated[
         float | None,
-        typer.Option(min=0, help="For goodput: ms per further token. Default: 200.", rich_help_panel=_LOAD),
+        typer.Option(
+            "--tpot-limit",
+            min=0,
+            metavar="MS",
+            help="The longest time per further token, for goodput. Default: 200.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFlags:
-    """Where the result goes."""
+    """The files of the result."""
 
     out: Annotated[
         Path | None,
@@ -126,7 +138,7 @@ class ResultFlags:
             "--json",
             metavar="FILE",
             callback=opt.in_existing_folder,
-            help="Write the figures to this file and nothing else, unless --out is given, too.",
+            help="Write the figures to this file and nothing else, unless --out is given as well.",
             rich_help_panel=_RESULT,
         ),
     ] = None

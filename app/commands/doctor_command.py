@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.llamacpp.trial import TITLE, try_llamacpp
-from neo_desktop.app.sentences import duration
+from neo_desktop.app.words import duration
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
@@ -31,14 +31,14 @@ _PRIVATE = ("package_folder",)  # of what `info` tells: paths may hold a user's 
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """What was found, now or before."""
+    """The result of the checks, of now or before."""
 
     verdict: Verdict
     is_kept: bool  # from before
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing failed."""
+        """True if nothing failed."""
         return not self.verdict.failed
 
     def print(self, console: Console) -> None:
@@ -76,7 +76,7 @@ class DoctorReport:
                 "and check again. The next start does by itself."
             )
         if self.is_well and not num_left:
-            yield f"All {total} checks are well: everything is used as it is meant to be."
+            yield f"All {total} checks passed. Nothing fell back."
         elif failed:
             yield f"{failed} of {total} checks failed."
         for limit in limits_of(self.verdict.outcomes):
@@ -127,7 +127,7 @@ def run_doctor(
 
     Args:
         subject: what is checked.
-        refresh: check in any case, and start in full again, whatever starts before have led to.
+        refresh: check in any case, and start in full again, also after crashes.
         progress: told what is being checked.
         child: the command of the child process.
 

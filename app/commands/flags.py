@@ -9,6 +9,8 @@ import typer
 
 from neo_desktop.engine.options import Option
 
+WIDEST_CHOICES = 18  # characters: the column of `--help` would cut more
+
 
 @dataclass(frozen=True)
 class Without:
@@ -21,16 +23,21 @@ class Without:
 
 
 def flag(option: Option, kind: Any, **overrides: Any) -> Any:
-    """Return what typer makes an option of, from what the engine says of it.
+    """Return typer's form of one of the engine's options.
 
     Args:
         kind: type of the value.
         overrides: of `typer.Option`, where a command says something else.
     """
-    values = Literal[option.choices] if option.choices else kind
+    # Choices that are registered elsewhere are checked when the options are made.
+    values = Literal[option.fixed_choices] if option.fixed_choices else kind
+    help_text, metavar = option.help, option.metavar
+    if len("|".join(option.fixed_choices)) > WIDEST_CHOICES:
+        metavar = "NAME"
+        help_text += f" One of: {', '.join(option.fixed_choices)}."
     stated = {
-        "help": option.help,
-        "metavar": option.metavar,
+        "help": help_text,
+        "metavar": metavar,
         "min": option.least,
         "rich_help_panel": option.panel,
     }
@@ -38,18 +45,14 @@ def flag(option: Option, kind: Any, **overrides: Any) -> Any:
 
 
 def given(group: Any) -> dict[str, Any]:
-    """Return `option -> value` of the fields that differ from their defaults: `{"--rate": [1.0]}`."""
-    types = get_type_hints(type(group), include_extras=True)
-    return {
-        _option(field.name, types[field.name]): getattr(group, field.name)
-        for field in fields(group)
-        if getattr(group, field.name) != field.default
-    }
+    """Return `field -> value` of the fields that differ from their defaults."""
+    values = {field.name: getattr(group, field.name) for field in fields(group)}
+    return {field.name: values[field.name] for field in fields(group) if values[field.name] != field.default}
 
 
-def _option(name: str, annotation: Any) -> str:
-    """A long name that is stated comes first; else it is the field's."""
-    (info,) = annotation.__metadata__
+def flag_of(group: Any, name: str) -> str:
+    """Return the flag of a field: the first long one that is stated, else the field's name."""
+    (info,) = get_type_hints(type(group), include_extras=True)[name].__metadata__
     stated = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
     return next((each for each in stated if each.startswith("--")), f"--{name.replace('_', '-')}")
 
@@ -57,8 +60,8 @@ def _option(name: str, annotation: Any) -> str:
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Make a typer command of a function that takes dataclasses.
 
-    A field of such a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default, or
-    `Annotated[type, Option(...)]` as in `EngineOptions`, unless that has no flag. A field may be such a
+    A field of a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default, or
+    `Annotated[type, Option(...)]` as in `EngineOptions`, unless that has no flag. A field may be a
     dataclass itself. Parameters of other types stay what they are.
     """
     hints = get_type_hints(command, include_extras=True)
@@ -73,8 +76,11 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             flags.extend(_flags(hint))
 
     def flat(**values: Any) -> None:
-        for name, hint in groups.items():
-            values[name] = _filled(hint, values)
+        try:
+            for name, hint in groups.items():
+                values[name] = _filled(hint, values)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         command(**values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__

@@ -1,4 +1,4 @@
-"""How a model is loaded, as the terminal shows it."""
+"""The progress of a load in the terminal."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LoadingBar:
-    """A bar that is there while something is loaded, and gone afterwards."""
+    """A bar that the terminal shows during a load only."""
 
     def __init__(self) -> None:
         self._progress = progress_bar()

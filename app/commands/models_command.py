@@ -1,6 +1,7 @@
 """The command `neo-desktop models`: what is on this computer, what fits, and bringing and removing models."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.app.words import large_count, size
 from neo_desktop.engine.options import OPTIONS
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def list_models(
         table.add_column(heading, justify="right")
     for model, fit, reason in found:
         summary = model.summary
-        cells = [_gb(summary.size_bytes), escape(summary.dtype or "?")]
+        cells = [size(summary.size_bytes), escape(summary.dtype or "?")]
         if fit is None or reason is not None:
             table.add_row(escape(model.name), *cells, style="dim")
             table.add_row(f"  [dim]{escape(reason or 'computed by llama.cpp, without offloading')}[/]")
@@ -92,7 +94,7 @@ def recommended(debug: opt.Debug = False) -> None:
     from neo_desktop.app.shelf.recommended import RECOMMENDED
 
     loader = _loader(None)
-    # 80 columns hold it: names are there to be copied.
+    # 80 columns hold it: people copy the names.
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("Model", no_wrap=True)
     for heading in ("Download", "Licence", "Chats", "tokens/s"):
@@ -102,7 +104,7 @@ def recommended(debug: opt.Debug = False) -> None:
         speed = "" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
         room = "does not fit" if fit.reason is not None else _chats(fit.chats, fit)
         style = "dim" if fit.reason is not None else None
-        table.add_row(escape(model.name), _gb(model.size_bytes), model.licence, room, speed, style=style)
+        table.add_row(escape(model.name), size(model.size_bytes), model.licence, room, speed, style=style)
     stdout.print(table, highlight=False)
     stdout.print(
         "\nChats of 4,096 tokens at once; tokens/s of one, predicted. To fetch one: neo-desktop models pull "
@@ -124,7 +126,7 @@ def info(
 ) -> None:
     """Show one model: what it is, what it takes, what it brings."""
     set_up_logging(debug)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
     model = loader.catalogue.get(loader.catalogue.first if is_path else name)
@@ -133,11 +135,11 @@ def info(
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("Model", escape(model.name))
     table.add_row("Folder", escape(str(summary.path)))
-    table.add_row("Size", _gb(summary.size_bytes))
+    table.add_row("Size", size(summary.size_bytes))
     table.add_row("Architecture", escape(summary.architecture or "unknown"))
-    table.add_row("Parameters", _count(summary.parameters))
+    table.add_row("Parameters", large_count(summary.parameters) if summary.parameters else "unknown")
     if summary.config is not None and (experts := summary.config.experts) is not None:
-        active = _count(summary.config.active_parameters)
+        active = large_count(summary.config.active_parameters)
         table.add_row(
             "Experts", f"{experts.per_token} of {experts.count} for each token: {active} parameters"
         )
@@ -177,7 +179,7 @@ def pull(
     ],
     debug: opt.Debug = False,
 ) -> None:
-    """Download a model; a download that was stopped goes on."""
+    """Download a model; an interrupted download resumes."""
     set_up_logging(debug)
     from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
     from neo_desktop.app.shelf.pull import pull as pull_model
@@ -214,8 +216,7 @@ def remove(
     model = Catalogue([own_folder()]).get(name)
     check_removable(model.summary.path)
     if not yes:
-        size = _gb(model.summary.size_bytes)
-        typer.confirm(f"Delete {model.summary.path} ({size})?", abort=True)
+        typer.confirm(f"Delete {model.summary.path} ({size(model.summary.size_bytes)})?", abort=True)
     remove_model(model.summary.path)
     stdout.print(f"{escape(name)} is gone.", highlight=False)
 
@@ -234,7 +235,7 @@ def _loader(
 
 
 def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":
-    """What it would take, and why it cannot be run here."""
+    """Predict its memory, or give the reason why it cannot run here."""
     if model.summary.config is None:
         return None, model.summary.reason
     fit = loader.fit(model.summary.config, model.summary.form, is_loaded=False)
@@ -268,14 +269,14 @@ def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
 
 def _weights(fit: "Fit") -> str:
     if not fit.host_weights_bytes:
-        return _gb(fit.weights_bytes)
+        return size(fit.weights_bytes)
     on_host = fit.host_weights_bytes
-    where = f"{_gb(fit.weights_bytes - on_host)} in GPU memory, {_gb(on_host)} in host memory"
-    return f"{_gb(fit.weights_bytes)}: {where}, computed by CPU and GPU together"
+    where = f"{size(fit.weights_bytes - on_host)} in GPU memory, {size(on_host)} in host memory"
+    return f"{size(fit.weights_bytes)}: {where}, computed by CPU and GPU together"
 
 
 def _plan_rows(fit: "Fit") -> list[tuple[str, str]]:
-    """What of the matrices is where, if they do not fit."""
+    """The places of matrices that do not fit."""
     if not fit.resident_shares:
         return []
     kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
@@ -288,13 +289,3 @@ def _runs_as(fit: "Fit") -> str:
 
 def _chats(count: int, fit: "Fit") -> str:
     return f"{count}+" if count == fit.most_chats else str(count)
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-def _count(parameters: int | None) -> str:
-    if parameters is None:
-        return "?"
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"

@@ -1,4 +1,4 @@
-"""What `chat` and `serve` are told: which models, how their engines are made, and who may use them."""
+"""The options of `chat` and `serve`: models, engines, and access."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ class ServerOptions:
     model: opt.Model = BUILTIN
     engine: EngineOptions = field(
         default_factory=EngineOptions
-    )  # of all models; which one it names is ignored
+    )  # for every model; the one that it names is ignored
     models_dirs: opt.ModelsDirs = None
     model_aliases: opt.ModelAliases = None
     idle_unload: opt.IdleUnload = 0
@@ -32,7 +32,7 @@ class ServerOptions:
 
     @property
     def limits(self) -> ServerLimits:
-        """What clients may take."""
+        """Limits of clients."""
         return ServerLimits(
             max_body_bytes=int(self.max_body_mib * 2**20),
             max_messages=self.max_messages,

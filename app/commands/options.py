@@ -18,7 +18,6 @@ Model = Annotated[
         metavar="NAME",
         help="A model on this computer: a name from 'neo-desktop models list', the folder of a Hugging Face "
         "checkpoint, or a GGUF file.",
-        rich_help_panel=_MODEL,
     ),
 ]
 ModelsDirs = Annotated[
@@ -27,7 +26,7 @@ ModelsDirs = Annotated[
         "--models-dir",
         metavar="DIR",
         help="A folder of models to choose from; repeatable. Default: the cache of Hugging Face's programs. "
-        "Models that were pulled are there in any case.",
+        "Pulled models are always included.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -47,7 +46,7 @@ IdleUnload = Annotated[
         "--idle-unload",
         metavar="MIN",
         min=0,
-        help="Give the model's memory back after so many minutes without a request; the next one loads it "
+        help="Give the model's memory back after this time without a request; the next request loads it "
         "again, and waits. 0: never.",
         rich_help_panel=_MODEL,
     ),
@@ -74,17 +73,16 @@ Backend = Annotated[
 ]
 Host = Annotated[
     str,
-    typer.Option(help="Address to listen on; others than loopback need a key.", rich_help_panel=_SERVER),
+    typer.Option(help="Address to listen on; other addresses than loopback need --api-key."),
 ]
 Port = Annotated[
-    int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)
+    int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar="NEO_DESKTOP_API_KEY",
         help="Key that clients must send (Authorization: Bearer KEY).",
-        rich_help_panel=_SERVER,
     ),
 ]
 AllowedHosts = Annotated[
@@ -108,18 +106,22 @@ AllowedOrigins = Annotated[
 MaxBodyMib = Annotated[
     float,
     typer.Option(
-        "--max-body-mib", metavar="MIB", min=0.001, help="Largest request.", rich_help_panel=_SERVER
+        "--max-body-mib",
+        metavar="MIB",
+        min=0.001,
+        help="The largest body of a request.",
+        rich_help_panel=_SERVER,
     ),
 ]
 MaxMessages = Annotated[
-    int, typer.Option("--max-messages", min=1, help="Most messages of a chat.", rich_help_panel=_SERVER)
+    int, typer.Option("--max-messages", min=1, help="The most messages of a chat.", rich_help_panel=_SERVER)
 ]
 MaxQueue = Annotated[
     int,
     typer.Option(
         "--max-queue",
         min=1,
-        help="Most answers that wait for their first token; further requests are told to come back.",
+        help="The most answers that wait for their first token; further requests get status 503.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -170,15 +172,15 @@ Trace = Annotated[
 InputTokens = Annotated[
     int | None,
     typer.Option(
-        "--input", min=1, help="Synthetic prompts of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+        "--input", min=1, help="Tokens of synthetic prompts, within 10 %.", rich_help_panel=_WORKLOAD
     ),
 ]
 OutputTokens = Annotated[
     int | None,
     typer.Option(
-        "--output", min=1, help="Synthetic answers of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+        "--output", min=1, help="Tokens of synthetic answers, within 10 %.", rich_help_panel=_WORKLOAD
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of synthetic lengths and Poisson arrivals.", rich_help_panel=_WORKLOAD)
+    int, typer.Option(help="Seed of synthetic lengths and Poisson arrivals.", rich_help_panel=_WORKLOAD)
 ]

@@ -95,7 +95,7 @@ def _check(options: ServerOptions) -> None:
 
 
 def _loader(options: ServerOptions) -> ModelLoader:
-    """Return what loads models with these options, which hold for all of them."""
+    """Return what loads models with these options, which hold for every model."""
     return ModelLoader(
         Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
         options.engine,

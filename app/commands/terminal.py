@@ -1,4 +1,4 @@
-"""What every command prints with."""
+"""The consoles and the log of every command."""
 
 import logging
 

@@ -90,7 +90,7 @@ def _device(name: str) -> torch.device:
     """Return the device of that name.
 
     Raises:
-        ValueError: the name is unknown, or there is no such device.
+        ValueError: the name is unknown, or the device is missing.
     """
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):

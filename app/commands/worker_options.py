@@ -1,4 +1,4 @@
-"""What `worker` is told: where it listens, what it gives, and how it is known."""
+"""The options of `worker`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +46,22 @@ class WorkerOptions:
         typer.Option(
             "--device",
             metavar="cpu|cuda[:N]",
-            help="Where the KV lies, and what attends: main memory and the CPU, or a GPU (number N, else 0).",
+            help="The memory for KV and the processor: main memory and the CPU, or GPU number N.",
         ),
     ] = "cpu"
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="That attend. Default: one per core.")
+        int | None, typer.Option("--threads", min=1, help="Threads for attention. Default: one per core.")
     ] = None
     worker_secret: Annotated[Path | None, Option(flag=_SECRET.flag, metavar="FILE", help=_SECRET.help)] = None
     tls_cert: Annotated[
         Path | None,
         typer.Option(
-            "--tls-cert", metavar="FILE", help="Certificate of this computer: connections are encrypted then."
+            "--tls-cert",
+            metavar="FILE",
+            help="Certificate of this computer; with it, connections are encrypted.",
         ),
     ] = None
     tls_key: Annotated[
         Path | None,
-        typer.Option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file."),
+        typer.Option("--tls-key", metavar="FILE", help="The certificate's key, if it is in another file."),
     ] = None

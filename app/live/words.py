@@ -1,6 +1,6 @@
 """In plain words: what offloading does right now."""
 
-from neo_desktop.app.llamacpp import LLAMACPP_NOTE
+from neo_desktop.app.llamacpp.choice import LLAMACPP_NOTE
 from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 

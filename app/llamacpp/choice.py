@@ -1,26 +1,28 @@
-"""Which backend computes a model: the engine, or llama.cpp."""
+"""The choice of a backend: the engine, or llama.cpp."""
 
 import importlib.util
 from dataclasses import fields
 from pathlib import Path
 
 from neo_desktop.engine.options import OPTIONS, EngineOptions
-from neo_desktop.engine.stats import LLAMACPP, NEO
 from neo_desktop.models.gguf.checkpoint import gguf_files, split_files
 from neo_desktop.models.json_file import INSTALL_LLAMACPP
 
-BACKENDS = ("auto", NEO, LLAMACPP)
-# What holds for llama.cpp, too; which model is meant is said elsewhere.
+LLAMACPP_NOTE = (
+    "llama.cpp computes this model, not neo-desktop's own engine: there is no offloading by NEO, requests "
+    "are answered one after the other, and the scheduler has no figures."
+)
+# The options of llama.cpp.
 _USED = ("model", "device", "cpu_cache_tokens", "max_batch_tokens")
 
 
 def is_installed() -> bool:
-    """Whether llama-cpp-python is here; it is not imported."""
+    """True if llama-cpp-python is installed; this does not import it."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a model lies in, of a split one the first part; None: it lies in none."""
+    """Return a model's GGUF file, of a split one the first part; None: it has other files."""
     if path.is_file():
         return split_files(path)[0]
     files = [] if any(path.glob("*.safetensors")) else gguf_files(path)

@@ -2,7 +2,8 @@
 
 It takes the place of `Engine` (see `app.engines.served`): prompts are checked, tokens are chosen and answers
 end as there, with the same code. What NEO is about is missing: there is one place for KV, and nothing is
-batched, offloaded or predicted. KV of the last request stays, so that a chat that goes on is not read again.
+batched, offloaded or predicted. KV of the last request stays, so that the next turn of a
+chat computes only its new tokens.
 """
 
 import itertools
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from neo_desktop.app.llamacpp import LLAMACPP_NOTE
+from neo_desktop.app.llamacpp.choice import LLAMACPP_NOTE
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.engine.engine import new_requests
@@ -42,7 +43,7 @@ class LlamaCppInputProcessor(InputProcessor):
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
-        """See `InputProcessor`. NoEmbeddingsError: embeddings are asked for."""
+        """Check a prompt. NoEmbeddingsError: the request is for embeddings."""
         if params.pooling is not None:
             raise NoEmbeddingsError(
                 "llama.cpp computes this model, for answers only: for embeddings, choose a model that "
@@ -54,7 +55,7 @@ class LlamaCppInputProcessor(InputProcessor):
 
 
 class LlamaCppEngine:
-    """See `app.engines.served.ServedEngine`; not thread-safe, but for `grammars`.
+    """A `ServedEngine`; only `grammars` is thread-safe.
 
     Args:
         context: of the model, with nothing in it.
@@ -97,7 +98,7 @@ class LlamaCppEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or outputs have not been taken."""
+        """True if a request has not ended, or outputs have not been taken."""
         return self._running is not None or bool(self._waiting or self._outputs)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
@@ -107,20 +108,20 @@ class LlamaCppEngine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request now; nothing more is told of it."""
+        """End a request now, without further outputs."""
         self._waiting = deque(each for each in self._waiting if each.owner_id != request_id)
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
         if self._running is not None and self._running.owner_id == request_id:
             self._running = None
 
     def watch(self, alarm: Callable[[], object]) -> None:
-        """See `ServedEngine`: what happens to it, happens when it computes."""
+        """Do nothing: errors come up while it computes."""
 
     def check(self) -> None:
-        """See `watch`."""
+        """Do nothing, as `watch`."""
 
     def rest(self) -> bool:
-        """See `ServedEngine`: there is nothing."""
+        """Return False: it has no work at rest."""
         return False
 
     def collect(self) -> None:

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's functions of llama.h: a model, its vocabulary, and a context.
 
 This is the only module that imports llama_cpp, when the first model is opened. What llama.cpp prints becomes
-debug messages; its last errors are told when something fails.
+debug messages; exceptions carry its last errors.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ def _api() -> Any:
 
 
 def supports_gpu() -> bool:
-    """Whether llama-cpp-python was built for a GPU, and finds one."""
+    """True if llama-cpp-python was built for a GPU, and finds one."""
     return bool(_api().llama_supports_gpu_offload())
 
 
@@ -108,12 +108,12 @@ class LlamaModel:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Size of the weights."""
         return int(self._api.llama_model_size(self.handle))
 
     @property
     def stored_as(self) -> str:
-        """What most weights are stored in, as llama.cpp puts it: "Q4_K - Medium"."""
+        """The type of most weights, in llama.cpp's words: "Q4_K - Medium"."""
         buffer = ctypes.create_string_buffer(256)
         self._api.llama_model_desc(self.handle, buffer, len(buffer))
         _architecture, _size, *kind = buffer.value.decode(errors="replace").split(" ")
@@ -211,7 +211,7 @@ class LlamaModel:
         raise ValueError(f"llama.cpp cannot write {len(token_ids)} tokens as text")
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for wherever it comes."""
+        """Return the bytes of a token."""
         size = 64
         for _ in range(2):
             buffer = ctypes.create_string_buffer(size)
@@ -249,10 +249,10 @@ class LlamaContext:
             )
         self.close = weakref.finalize(self, api.llama_free, self._handle)
         self._memory = api.llama_get_memory(self._handle)
-        self.num_held = 0  # tokens whose KV is there
+        self.num_held = 0  # tokens with KV
 
     def truncate(self, num_tokens: int) -> int:
-        """Forget what comes after so many tokens; return how many are left, if not all could be kept."""
+        """Forget the KV after `num_tokens` tokens; return how many are left, if not all could be kept."""
         if num_tokens < self.num_held:
             if not num_tokens or not self._api.llama_memory_seq_rm(self._memory, 0, num_tokens, -1):
                 num_tokens = 0

@@ -16,7 +16,7 @@ _ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 
 class LlamaCppTokenizer(Tokenizer):
-    """See `Tokenizer`; it outlives the weights. In another process it opens the file again.
+    """A `Tokenizer` that outlives the weights. In another process it opens the file again.
 
     Args:
         file: that llama.cpp has loaded already: a hostile one may end the process that loads it first.

@@ -1,7 +1,7 @@
-"""The models on this computer: the built-in one, and what lies in a few folders.
+"""The models on this computer: the built-in one, and those in a few folders.
 
     <folder>/NAME/config.json                                   a model called NAME
-    <folder>/NAME.gguf, <folder>/NAME/*.gguf                    likewise
+    <folder>/NAME.gguf, <folder>/NAME/*.gguf                    the same
     <folder>/ORGANISATION/NAME/config.json                      ORGANISATION/NAME
     <hub's cache>/models--ORGANISATION--NAME/snapshots/*/       ORGANISATION/NAME
 
@@ -44,11 +44,11 @@ class LocalModel:
 
     @property
     def source(self) -> str:
-        """What the engine calls it."""
+        """Its name for the engine."""
         return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
 
     def to_json(self, fit: Fit | None, reason: str | None) -> dict[str, Any]:
-        """Return what is told of it.
+        """Return its entry in lists.
 
         Args:
             fit: how it fits into memory, if that is known.
@@ -92,8 +92,8 @@ class Catalogue:
         shape: the published shape that was asked for instead.
 
     Raises:
-        UnknownModelError: there is no such model.
-        ValueError: there is no such shape.
+        UnknownModelError: no model has that name.
+        ValueError: no shape has that name.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Catalogue:
                 self.first = self.get(model).name
 
     def models(self) -> list[LocalModel]:
-        """Return all of them, the one that was asked for and the built-in one first."""
+        """Return the models, the one that was asked for and the built-in one first."""
         found: dict[str, LocalModel] = {}
         seen: set[Path] = set()
         for name, path in self._candidates():
@@ -177,7 +177,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
                         yield from _of_one_name("/".join(path.name.split("--")[1:]), snapshot)
                 elif _is_model(path):
                     yield from _of_one_name(path.relative_to(folder).as_posix(), path)
-                    if gguf_files(path):  # large ones of the same repository lie in folders of their own
+                    if gguf_files(path):  # large ones of the same repository have folders of their own
                         below.append(path)
                 else:
                     below.append(path)

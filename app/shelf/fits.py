@@ -1,9 +1,11 @@
-"""Whether a model fits into this computer's memory, and how many chats beside it: the engine's own rules."""
+"""The fit of a model in this computer's memory, and the room for chats, by the engine's own rules."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
@@ -45,22 +47,22 @@ CHAT_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What loading a model would bring; nothing but `reason` where it does not fit."""
+    """Result of a prediction; only `reason` counts where the model does not fit."""
 
     reason: str | None  # why it does not fit; None: it does
     dtype: str  # of weights and KV
-    weights_bytes: int  # of all
-    host_weights_bytes: int  # of those beside a GPU that lie in host memory, since they do not fit it
-    resident_shares: Mapping[str, float]  # "qkv" -> the share of its rows on the GPU; nothing: all are there
-    weights_become: str  # what those of the files become: "float32", or what happens to quantised ones
+    weights_bytes: int  # over every rank
+    host_weights_bytes: int  # that a GPU has no room for
+    resident_shares: Mapping[str, float]  # "qkv" -> the share of its rows on the GPU; empty: 1
+    weights_become: str  # the form in memory: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
     cpu_tokens: int  # in the CPU-cache
-    chat_tokens: int  # of a chat as counted below: 4,096, or the model's context where that is shorter
-    gpu_chats: int  # whose KV lies in the GPU-cache
+    chat_tokens: int  # 4,096, or the model's shorter context
+    gpu_chats: int  # with KV in the GPU-cache
     chats: int  # with those in the CPU-cache
-    most_chats: int  # at once, however much memory there is
-    is_imitated: bool  # there is no GPU: both caches lie in host memory
+    most_chats: int  # at once, with any memory
+    is_imitated: bool  # no GPU: both caches are in host memory
     speed: Speed | None
     speed_reason: str | None  # why there is none
 
@@ -72,35 +74,64 @@ def fit(
     figures: MachineFigures | str,
     stored: WeightFormat = DENSE,
 ) -> Fit:
-    """Reckon what the engine would take.
+    """Predict the memory and the speed of a model.
 
     Args:
-        options: of the engine; which model they name does not matter.
+        options: of the engine; the model that they name does not matter.
         free: memory, with no model loaded.
-        figures: of this computer, or why there are none.
-        stored: the form of its matrices on a CPU where some are quantised.
+        figures: of this computer, or the reason why they are unknown.
+        stored: the form of its matrices on a CPU, where some are quantised.
     """
-    device, rank = choose_device(options.device), Rank(0, options.tensor_parallel)
-    whole_bytes = partial(
-        config.weight_bytes, form=kept_form(stored, options, device, config, free.gpu_bytes)
-    )
-    reason = None
+    device = choose_device(options.device)
+    whole_form = kept_form(stored, options, device, config, free.gpu_bytes)
     try:
-        part = config_of_rank(config, rank)
+        rank = Rank(0, options.tensor_parallel)
+        part, reason = config_of_rank(config, rank), None
     except ModelError as error:
-        reason, part, rank = str(error), config, ALONE
-    # From here on a rank's: each takes as much, of a GPU of its own and of its share of the host's memory.
-    config, stored = part, form_of_rank(stored, config, rank)
-    free = replace(free, host_bytes=free.host_bytes // rank.count)
-    form = kept_form(stored, options, device, config, free.gpu_bytes)
-    dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
-    weights = config.weight_bytes(dtype, form)
-    rates = _rates(figures)
-    tiers, most_chats = get_policy(options.policy).tiers, options.most_requests
-    plan, blocks = None, dict.fromkeys(MEASURED_TIERS, 0)
-    try:
-        plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
-        blocks |= pool_blocks(
+        part, reason, rank = config, str(error), ALONE
+    found = _Loading(part, options, device, free, figures, form_of_rank(stored, config, rank), rank, reason)
+    return found.fit(partial(config.weight_bytes, form=whole_form))
+
+
+class _Loading:
+    """One rank's part of a model in memory: a GPU of its own, and its share of the host's memory."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        device: torch.device,
+        free: FreeMemory,
+        figures: MachineFigures | str,
+        stored: WeightFormat,
+        rank: Rank,
+        reason: str | None,
+    ) -> None:
+        self.config, self.options, self.device, self.figures = config, options, device, figures
+        self.free = replace(free, host_bytes=free.host_bytes // rank.count)
+        self.stored, self.rank = stored, rank
+        self.form = kept_form(stored, options, device, config, self.free.gpu_bytes)
+        self.dtype = choose_dtype(asked_dtype(options), config, device, self.free.host_bytes, self.form)
+        self.weights = config.weight_bytes(self.dtype, self.form)
+        self.rates = _rates(figures)
+        self.plan: WeightPlan | None = None
+        self.tokens = dict.fromkeys(MEASURED_TIERS, 0)
+        try:
+            self._place_memory()
+            self.reason = reason or self._why_no_chats()
+        except MemoryError as error:
+            self.reason = reason or str(error)
+        self.chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
+        most = options.most_requests
+        self.chats = {tier: min(count // self.chat_tokens, most) for tier, count in self.tokens.items()}
+
+    def _place_memory(self) -> None:
+        config, dtype, device, options = self.config, self.dtype, self.device, self.options
+        self.plan = plan = plan_memory(
+            config, self.form, dtype, device, options, lambda: self.rates, self.free
+        )
+        tiers = get_policy(options.policy).tiers
+        blocks = pool_blocks(
             config,
             dtype,
             limits_of(options, device),
@@ -108,71 +139,80 @@ def fit(
             cache_tokens_of(options),
             MemoryCaps.of(options),
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
-            _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
-            weights if plan is None else plan.gpu_bytes,
+            self._beside_weights(),
+            self.weights if plan is None else plan.gpu_bytes,
             tiers,
-            rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
+            self.rates.bus_bytes_per_s / self.rates.gpu_bytes_per_s,
         )
-    except MemoryError as error:
-        reason = reason or str(error)
-    tokens = {tier: BLOCK_SIZE * blocks[tier] if tier in tiers else 0 for tier in MEASURED_TIERS}
-    chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
-    chats = {tier: min(count // chat_tokens, most_chats) for tier, count in tokens.items()}
-    if reason is None and not any(tokens.values()):
-        room = free.host_bytes if free.gpu_bytes is None else free.gpu_bytes
-        smaller = smaller_form(config, dtype, device, room, weights)
-        reason = f"the weights fit, but no memory is left for chats: {smaller}close other programs"
-    speed: Speed | str = "it does not fit"
-    if rank.count > 1:
-        speed = "that of divided models is not predicted"
-    elif reason is None:
-        in_host_memory = plan.host_bytes / (plan.gpu_bytes + plan.host_bytes) if plan else 0.0
-        tables = find_tables(config, dtype, device, forms_of(form, config), in_host_memory)
-        has_room = tuple(chats.items())
-        if not any(chats.values()):
-            speed = f"only {max(tokens.values()):,} tokens of context have room"
-        elif tables is not None:
-            speed = predict_by(tables, has_room, chat_tokens)
-        elif isinstance(figures, str):
-            speed = figures
-        else:
-            read = bytes_read(config, dtype, form)
-            divided = DividedWeights.of(plan, rates, config, form, dtype) if figures.has_gpu else None
-            speed = predict(figures, config, dtype, has_room, chat_tokens, read, divided)
-    dtype_name = str(dtype).removeprefix("torch.")
-    is_quantised = isinstance(stored, StoredForm) and bool(stored.stored)
-    by_label = {tier.label: (tokens[tier], chats[tier]) for tier in MEASURED_TIERS}
-    return Fit(
-        reason=reason,
-        dtype=dtype_name,
-        weights_bytes=whole_bytes(dtype),
-        host_weights_bytes=0 if plan is None else plan.host_bytes,
-        resident_shares={} if plan is None else _resident_shares(config, plan),
-        weights_become=what_becomes(form, dtype) if is_quantised else dtype_name,
-        kv_bytes_per_1000_tokens=1000 * rank.count * config.kv_bytes_per_token(dtype),
-        gpu_tokens=by_label["gpu"][0],
-        cpu_tokens=by_label["cpu"][0],
-        chat_tokens=chat_tokens,
-        gpu_chats=by_label["gpu"][1],
-        chats=min(sum(chats.values()), most_chats),
-        most_chats=most_chats,
-        is_imitated=device.type != "cuda",
-        speed=None if isinstance(speed, str) else speed,
-        speed_reason=speed if isinstance(speed, str) else None,
-    )
+        self.tokens |= {tier: BLOCK_SIZE * blocks.get(tier, 0) for tier in MEASURED_TIERS if tier in tiers}
 
+    def _beside_weights(self) -> FreeMemory:
+        free, plan = self.free, self.plan
+        if free.gpu_bytes is None:
+            return FreeMemory(free.host_bytes - self.weights, None)
+        if plan is None:
+            return FreeMemory(free.host_bytes, free.gpu_bytes - self.weights)
+        streaming = streaming_bytes(layer_matrices(self.config, self.form, self.dtype))
+        return FreeMemory(free.host_bytes - plan.host_bytes, free.gpu_bytes - plan.gpu_bytes - streaming)
 
-def _beside_weights(free: FreeMemory, weights: int, plan: WeightPlan | None, streaming: int) -> FreeMemory:
-    if free.gpu_bytes is None:
-        return FreeMemory(free.host_bytes - weights, None)
-    if plan is None:
-        return FreeMemory(free.host_bytes, free.gpu_bytes - weights)
-    on_gpu = plan.gpu_bytes + streaming
-    return FreeMemory(free.host_bytes - plan.host_bytes, free.gpu_bytes - on_gpu)
+    def _why_no_chats(self) -> str | None:
+        if any(self.tokens.values()):
+            return None
+        room = self.free.host_bytes if self.free.gpu_bytes is None else self.free.gpu_bytes
+        smaller = smaller_form(self.config, self.dtype, self.device, room, self.weights)
+        return f"the weights fit, but no memory is left for chats: {smaller}close other programs"
+
+    def _speed(self) -> Speed | str:
+        """Predict the speed, or return the reason why there is no prediction."""
+        if self.rank.count > 1:
+            return "that of divided models is not predicted"
+        if self.reason is not None:
+            return "it does not fit"
+        if not any(self.chats.values()):
+            return f"only {max(self.tokens.values()):,} tokens of context have room"
+        config, dtype, form, plan = self.config, self.dtype, self.form, self.plan
+        has_room = tuple(self.chats.items())
+        on_host = plan.host_bytes / (plan.gpu_bytes + plan.host_bytes) if plan else 0.0
+        tables = find_tables(config, dtype, self.device, forms_of(form, config), on_host)
+        if tables is not None:
+            return predict_by(tables, has_room, self.chat_tokens)
+        if isinstance(self.figures, str):
+            return self.figures
+        divided = None
+        if self.figures.has_gpu:
+            divided = DividedWeights.of(plan, self.rates, config, form, dtype)
+        read = bytes_read(config, dtype, form)
+        return predict(self.figures, config, dtype, has_room, self.chat_tokens, read, divided)
+
+    def fit(self, whole_bytes: Callable[[torch.dtype], int]) -> Fit:
+        """Return the result; `whole_bytes` counts the weights over every rank."""
+        speed, plan = self._speed(), self.plan
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        is_quantised = isinstance(self.stored, StoredForm) and bool(self.stored.stored)
+        tokens = {tier.label: count for tier, count in self.tokens.items()}
+        gpu_chats = sum(count for tier, count in self.chats.items() if not tier.in_host_memory)
+        return Fit(
+            reason=self.reason,
+            dtype=dtype_name,
+            weights_bytes=whole_bytes(self.dtype),
+            host_weights_bytes=0 if plan is None else plan.host_bytes,
+            resident_shares={} if plan is None else _resident_shares(self.config, plan),
+            weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
+            kv_bytes_per_1000_tokens=1000 * self.rank.count * self.config.kv_bytes_per_token(self.dtype),
+            gpu_tokens=tokens["gpu"],
+            cpu_tokens=tokens["cpu"],
+            chat_tokens=self.chat_tokens,
+            gpu_chats=gpu_chats,
+            chats=min(sum(self.chats.values()), self.options.most_requests),
+            most_chats=self.options.most_requests,
+            is_imitated=self.device.type != "cuda",
+            speed=None if isinstance(speed, str) else speed,
+            speed_reason=speed if isinstance(speed, str) else None,
+        )
 
 
 def _rates(figures: MachineFigures | str) -> Rates:
-    """How fast products are; where nothing is known, as on a usual desktop: plans depend on it little."""
+    """Rates of products; without figures those of a usual desktop, on which plans depend little."""
     if isinstance(figures, str):
         gpu = get_gpu("rtx-3060")
         return machine_rates(gpu, get_host(gpu.host))

@@ -1,11 +1,13 @@
-"""Which model the server answers with: none, or one, and another one later.
+"""The model that the server answers with.
 
+```
     no model ── load ──→ loading ─────→ loaded ── unload ──→ no model
         ↑                 │    ↑          │
-        └── it failed, or ┘   │ │         │ nobody asked it anything for a while
+        └── it failed, or ┘   │ │         │ idle for a while
             was stopped       │ └─ resting ┘
                               │     the next request, which waits
                               └── the engine's process ended by itself: a pause, and a few times only
+```
 
 Memory holds one model at a time: the old one goes before the next one comes, whether that succeeds or not.
 """
@@ -37,9 +39,9 @@ from neo_desktop.app.shelf.load_thread import (
     load_in_thread,
     release,
     return_memory,
-    sentence,
 )
 from neo_desktop.app.shelf.restarts import Restarts
+from neo_desktop.app.words import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +53,12 @@ SMALLEST_STEP = 0.01  # of progress that is worth telling
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far a model is."""
+    """Progress of a load."""
 
     name: str
     share: float  # done, 0 to 1
     what: str  # is being done
-    reason: str | None = None  # why it is started again; None: somebody wants it
+    reason: str | None = None  # why it is started again; None: a person wants it
 
 
 class ModelHost:
@@ -68,7 +70,7 @@ class ModelHost:
         service: of the model that is loaded first, not started yet; None: there is none.
         load: makes the service of a model; None: models cannot be changed.
         name: of `service`; without one, of a model to load right after the start.
-        idle_unload_s: a model that nobody asked anything for so long gives its memory back, and is loaded
+        idle_unload_s: a model that is idle for this time gives its memory back, and is loaded
             again for the next request. None: never.
     """
 
@@ -98,7 +100,7 @@ class ModelHost:
 
     @property
     def service(self) -> EngineService:
-        """The service of the loaded model; of one that rests, too: a request brings that back.
+        """The service of the loaded model; also of a resting model, which a request brings back.
 
         Raises:
             NoModelError: there is none.
@@ -118,22 +120,22 @@ class ModelHost:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the model gave its memory back because nobody used it."""
+        """True if the idle model gave its memory back."""
         return self._is_resting
 
     @property
     def has_service(self) -> bool:
-        """Whether `service` is there."""
+        """True if `service` returns one."""
         return self._service is not None
 
     @property
     def has_weights(self) -> bool:
-        """Whether a model is in memory."""
+        """True if a model is in memory."""
         return self._service is not None and not self._is_resting
 
     @property
     def can_load(self) -> bool:
-        """Whether models can be changed."""
+        """True if models can be changed."""
         return self._load is not None
 
     async def start(self) -> None:
@@ -147,7 +149,7 @@ class ModelHost:
             self._watch = asyncio.create_task(self._watch_idle(self._idle_unload_s))
 
     async def stop(self) -> None:
-        """Tell everybody who waits, end the service and free its memory; a second call does nothing."""
+        """Answer waiting requests, end the service and free its memory; a second call does nothing."""
         if self._watch is not None:
             self._watch.cancel()
         if self._task is not None:
@@ -159,7 +161,7 @@ class ModelHost:
                 await asyncio.to_thread(self._service.close)
 
     def begin(self, name: str) -> asyncio.Task[None]:
-        """Begin to load a model in place of the loaded one; `loading` and `error` tell what becomes of it.
+        """Begin to load a model in place of the loaded one; `loading` and `error` show the progress.
 
         Raises:
             HostBusyError: another one is being loaded.
@@ -187,7 +189,7 @@ class ModelHost:
             self._pause.set()
 
     async def unload(self) -> None:
-        """Free the model's memory, or stop the load that runs; requests that are open are told."""
+        """Free the model's memory, or stop the load that runs; open requests end with an error."""
         if self._task is not None:
             self._stop_load()
             await asyncio.shield(self._task)
@@ -223,7 +225,7 @@ class ModelHost:
             self.name = None
         except Exception as error:
             self.name = None
-            self.error = f"{name} could not be loaded: {sentence(error)}"
+            self.error = f"{name} could not be loaded: {error_text(error)}"
             logger.warning("%s", self.error, exc_info=not is_expected(error))
         finally:
             self.loading = self._task = None
@@ -243,7 +245,7 @@ class ModelHost:
             service.supervisor = partial(self._engine_ended, service, self._load)
 
     def _engine_ended(self, service: EngineService, load: Loader, reason: str) -> str:
-        """Begin to start an engine again; return what those who wait for its answers are told."""
+        """Begin to start an engine again; return the error for requests that wait."""
         if service is not self._service or self._task is not None:  # another model takes its tier already
             return reason
         name, self._service = self.name or service.model_name, None
@@ -273,8 +275,8 @@ class ModelHost:
                     except Exception as error:
                         if isinstance(error, LoadStoppedError):
                             raise
-                        logger.warning("%s could not be started again: %s", name, sentence(error))
-                        self._restarts.failed(f"it could not be started again: {sentence(error)}")
+                        logger.warning("%s could not be started again: %s", name, error_text(error))
+                        self._restarts.failed(f"it could not be started again: {error_text(error)}")
                 if service is not None:
                     self._restarts.loaded()
                     await self._take_over(name, service)
@@ -289,7 +291,7 @@ class ModelHost:
         self._tell()
 
     async def _wait(self, seconds: float) -> None:
-        """Let some time pass, unless nobody wants the model any more."""
+        """Let some time pass, unless the model is not wanted any more."""
         self._pause = asyncio.Event()
         if self._is_stopped.is_set():
             raise LoadStoppedError
@@ -331,7 +333,7 @@ class ModelHost:
                 await asyncio.sleep(due_s - now_s)
 
     async def rest(self) -> None:
-        """Free the model's memory until the next request, unless somebody waits for an answer."""
+        """Free the model's memory until the next request, unless a request waits for its answer."""
         async with self._changes:
             service = self._service
             if service is None or service.idle_since_s is None or self._is_resting or self._load is None:

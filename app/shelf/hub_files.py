@@ -1,4 +1,8 @@
-"""The files of a model on Hugging Face's hub: which there are, and fetching one, also in several goes."""
+"""The files of a model on Hugging Face's hub: listing them, and downloading one.
+
+`huggingface_hub.snapshot_download` keeps nothing of a file that was interrupted, and compares only its size.
+Here a download resumes, also in another run of the program, and its digest is compared.
+"""
 
 import hashlib
 import threading
@@ -9,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from neo_desktop.app.shelf.pull_errors import PullError
+from neo_desktop.app.words import error_text
 
 CHUNK_BYTES = 1 << 20
-TRIES = 4  # to go on with a file of which nothing more has come
-PAUSE_S = 1.0  # before each of them
+TRIES = 4  # of a file without a new byte
+PAUSE_S = 1.0  # before each try
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class HubFile:
     is_large: bool
 
     def is_in(self, folder: Path) -> bool:
-        """Whether it is there already, as it is on the hub."""
+        """True if the folder holds the same content."""
         path = folder / self.name
         if not path.is_file() or path.stat().st_size != self.size_bytes:
             return False
@@ -52,7 +57,7 @@ def hub_name() -> str:
 
 
 def list_files(repository: str) -> list[HubFile]:
-    """Ask the hub. Raises PullError where there is no such repository, or no connection."""
+    """Ask the hub. Raises PullError without the repository or a connection."""
     from huggingface_hub import HfApi  # noqa: PLC0415
 
     with explained(repository):
@@ -75,7 +80,7 @@ def fetch(file: HubFile, folder: Path, arrived: Callable[[int], None], stopped: 
     """Download a file; what an earlier call left of it is kept.
 
     Args:
-        arrived: told how many of its bytes are there; what it raises ends the download.
+        arrived: gets the number of bytes so far; an exception ends the download.
         stopped: ends the pauses between tries.
 
     Raises:
@@ -103,8 +108,10 @@ def fetch(file: HubFile, folder: Path, arrived: Callable[[int], None], stopped: 
 
 def _stream(file: HubFile, opened: BinaryIO, arrived: Callable[[int], None]) -> None:
     from huggingface_hub import constants, get_session, hf_hub_url  # noqa: PLC0415
-    from huggingface_hub.utils._headers import build_hf_headers  # noqa: PLC0415
-    from huggingface_hub.utils._http import hf_raise_for_status  # noqa: PLC0415
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
+        build_hf_headers,
+        hf_raise_for_status,
+    )
 
     url = hf_hub_url(file.repository, file.name, revision=file.revision, endpoint=constants.ENDPOINT)
     headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={opened.tell()}-"}
@@ -112,9 +119,9 @@ def _stream(file: HubFile, opened: BinaryIO, arrived: Callable[[int], None]) -> 
         "GET", url, headers=headers, follow_redirects=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
     ) as response:
         hf_raise_for_status(response)
-        if response.status_code != 206:  # it sends all of it, whatever was asked for
+        if response.status_code != 206:  # the server ignores the range and sends the whole file
             opened.truncate(0)
-        for chunk in response.iter_bytes():  # as it comes: of larger pieces a cut would lose the last one
+        for chunk in response.iter_bytes():  # as the bytes come: a cut loses no byte
             opened.write(chunk)
             opened.flush()
             arrived(opened.tell())
@@ -128,7 +135,7 @@ def _read(path: Path, digest: Any) -> Any:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a repository's name for a file leads nowhere else, and to no hidden file."""
+    """True for a name that stays in the folder, and names no hidden file."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not any(
         part.startswith((".", "/")) or "\\" in part or ":" in part for part in parts
@@ -136,7 +143,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _is_connection(error: Exception) -> bool:
-    # The hub's HTTP library has not always been the same one; all of them call it that.
+    # The hub's HTTP library has not always been the same one; each calls it that.
     names = {each.__name__ for each in type(error).__mro__}
     return isinstance(error, ConnectionError) or "TransportError" in names
 
@@ -149,34 +156,22 @@ def explained(repository: str) -> Iterator[None]:
     host = hub_name()
     try:
         yield
+        return
     except PullError:
         raise
     except errors.OfflineModeIsEnabled:
-        raise PullError(
-            f"{repository} is not here, and HF_HUB_OFFLINE forbids to ask {host}: unset it to download models"
-        ) from None
+        reason = f"is not here, and HF_HUB_OFFLINE forbids to ask {host}: unset it to download models"
     except errors.GatedRepoError:
-        raise PullError(
-            f"{repository} is given to those who agreed to its licence: do that on {host}/{repository}, then "
-            "run 'hf auth login'"
-        ) from None
+        reason = f"needs its licence accepted: do that on {host}/{repository}, then run 'hf auth login'"
     except errors.RepositoryNotFoundError:
-        raise PullError(f"there is no model {repository} on {host}, or it is private") from None
-    except OSError as error:
-        # The hub's errors are of this kind, too; those of the system have a number.
-        if error.errno is not None and not isinstance(error, ConnectionError):
-            raise PullError(f"{repository} could not be written: {error.strerror or error}") from None
-        if _is_connection(error):
-            raise PullError(f"{host} cannot be reached: check the connection") from None
-        raise PullError(f"{repository} could not be downloaded: {_first_line(error)}") from None
+        reason = f"is not on {host}, or it is private: look at the name"
     except Exception as error:
         if _is_connection(error):
             raise PullError(
-                f"{host} cannot be reached: check the connection. What has arrived is kept"
+                f"{host} cannot be reached: check the connection. The files that have arrived are kept"
             ) from None
-        raise PullError(f"{repository} could not be downloaded: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        # The hub's errors are OSErrors; only the system's have a number.
+        is_systems = isinstance(error, OSError) and error.errno is not None
+        what = error_text(error).partition("\n")[0]
+        reason = f"could not be {'written' if is_systems else 'downloaded'}: {what}"
+    raise PullError(f"{repository} {reason}")

@@ -12,13 +12,14 @@ from functools import partial
 import torch
 
 from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.words import EXPECTED
 from neo_desktop.engine.progress import Progress
 
 Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
 
 
 class LoadStoppedError(Exception):
-    """Ends the loader: nobody wants the model any more."""
+    """Ends the loader: the model is not wanted any more."""
 
 
 async def load_in_thread(
@@ -28,7 +29,7 @@ async def load_in_thread(
 
     Args:
         progressed: called on the event loop.
-        is_stopped: set when nobody wants the model any more.
+        is_stopped: set when the model is not wanted any more.
 
     Raises:
         LoadStoppedError: that was set; or what `load` raises.
@@ -67,7 +68,7 @@ def release(service: EngineService) -> None:
 
 
 def return_memory() -> None:
-    """Return what nobody refers to any more to the system, on the GPU too."""
+    """Return unreferenced memory to the system, on the GPU too."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where no GPU was used
     if sys.platform == "linux":
@@ -76,10 +77,5 @@ def return_memory() -> None:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether its message was written for people."""
-    return isinstance(error, LoadStoppedError | ValueError | MemoryError | OSError | RuntimeError)
-
-
-def sentence(error: Exception) -> str:
-    """Say what went wrong."""
-    return str(error) if is_expected(error) and str(error) else f"{type(error).__name__}: {error}"
+    """True if its message was written for people."""
+    return isinstance(error, (LoadStoppedError, *EXPECTED))

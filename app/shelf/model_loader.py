@@ -40,7 +40,7 @@ class ModelLoader:
 
     Args:
         catalogue: where names are looked up.
-        options: of all engines; which model they name does not matter.
+        options: for every engine; the model that they name does not matter.
         make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
         process: whether engines have processes of their own; None: on a GPU, divided ones, and llama.cpp.
@@ -62,8 +62,8 @@ class ModelLoader:
         self._reports = reports
         self._wants_process = process
         self._backend = backend
-        self.note: str | None = None  # what the owner of the computer should know of the loaded model
-        self._before_bytes: int | None = None  # what this process had before the model was loaded
+        self.note: str | None = None  # for the owner of the computer, about the loaded model
+        self._before_bytes: int | None = None  # of this process before the load
         self._device: torch.device | None = None  # what "auto" was the first time
         self._process: EngineProcess | None = None  # of the model that was loaded last
 
@@ -78,7 +78,7 @@ class ModelLoader:
             make = LlamaCppRecipe(name, check_llamacpp(model.summary.path, self.options), self.options)
             has_process = self._wants_process is not False  # its end must not be this program's
         else:
-            # A GPU that is lost later is told, rather than left for the CPU without a word.
+            # A GPU that is lost later is an error, not a reason to use the CPU.
             device = self._device = self._chosen_device()
             make = EngineRecipe(
                 name, replace(self.options, model=model.source, shape=model.shape, device=device.type)
@@ -94,14 +94,14 @@ class ModelLoader:
         return self._make_service(link)
 
     def runs_llamacpp(self, model: LocalModel) -> bool:
-        """Whether llama.cpp computes a model, and not the engine."""
+        """True if llama.cpp computes a model, and not the engine."""
         return self._backend == LLAMACPP or (
             self._backend == "auto" and model.summary.needs_llamacpp and is_installed()
         )
 
     @property
     def has_process(self) -> bool:
-        """Whether engines have processes of their own."""
+        """True if engines have processes of their own."""
         if self._wants_process is not None:
             return self._wants_process
         # A divided one is lost with any of its parts, and started again as a whole.
@@ -134,7 +134,7 @@ class ModelLoader:
         return None
 
     def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool) -> Fit:
-        """Tell what loading a model would bring in place of the one that may be loaded."""
+        """Predict a model in place of the one that may be loaded."""
         free = self._free(is_loaded)
         return fit(config, self.options, free, self.figures(), stored)
 

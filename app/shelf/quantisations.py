@@ -1,4 +1,4 @@
-"""Which file of a repository of GGUF files is meant: by its name, by its quantisation, or by neither."""
+"""The choice among a repository's GGUF files: by name, by quantisation, or by default."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ def choose(models: Sequence[str], wanted: str | None) -> str:
         wanted: a file's name or a quantisation; None: the usual one, or the nearest to it.
 
     Raises:
-        ValueError: there is no such one; the message says which there are.
+        ValueError: no file matches; the message lists the files.
     """
     if wanted is None:
         known = [file for file in models if quantisation(file) is not None]

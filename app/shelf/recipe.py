@@ -1,4 +1,4 @@
-"""What an engine is made from: plain values, so that it can be made in a process of its own."""
+"""The plain values that make an engine, also in a process of its own."""
 
 from dataclasses import dataclass
 

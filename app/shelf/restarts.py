@@ -1,4 +1,4 @@
-"""How often an engine that ended by itself is started again, and what people are told when it is not."""
+"""The restarts of an engine that ended by itself, and the verdict when they end."""
 
 import time
 from collections import deque
@@ -12,7 +12,7 @@ from neo_desktop.engine.stats import LLAMACPP, NEO
 
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
 WINDOW_S = 600.0  # in which they are counted
-MAX_REASONS = 3  # that are told
+MAX_REASONS = 3  # that the verdict names
 
 
 class Restarts:
@@ -25,13 +25,13 @@ class Restarts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._starts_s: deque[float] = deque()
-        self._reasons: list[str] = []  # each of them once, the newest last
+        self._reasons: list[str] = []  # without repetition, the newest last
         self._num_failed = 0  # starts in a row
         self._is_hopeless = False
 
     @property
     def pause_s(self) -> float | None:
-        """How long to wait before it is started again; None: it is not."""
+        """Seconds before the next start; None: there is none."""
         if self._is_hopeless or self._num_failed >= len(PAUSES_S):
             return None
         while self._starts_s and self._starts_s[0] <= self._clock() - WINDOW_S:
@@ -43,8 +43,8 @@ class Restarts:
 
         Args:
             reason: why.
-            backend: whose engine it was. What crashes llama.cpp twice crashes it again: nothing of it can be
-                left out in a careful start.
+            backend: whose engine it was. What crashes llama.cpp twice crashes it again: a careful start
+                cannot leave out a part.
         """
         self._is_hopeless = self._is_hopeless or (
             backend == LLAMACPP and isinstance(reason, CrashReason) and reason in self._reasons
@@ -82,7 +82,7 @@ class Restarts:
         self._num_failed, self._is_hopeless = 0, False
 
     def verdict(self, name: str, device: str) -> str:
-        """Say why it is not started again, and how to go on; without a full stop."""
+        """Say why it is not started again, and give advice; without a full stop."""
         reasons = "; before that: ".join(reversed(self._reasons))
         if self._is_hopeless:
             crash = next(each for each in reversed(self._reasons) if isinstance(each, CrashReason))

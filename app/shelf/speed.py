@@ -1,4 +1,4 @@
-"""How fast a model will be here, before it is loaded: the cost model of a machine with this one's figures.
+"""The predicted speed of a model on this computer, from its figures by the cost model.
 
 The figures are, in this order: those that the self-test measured on this computer; of a GPU, its datasheet's;
 of a CPU alone, what a fraction of a second shows.
@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.hardware.host import Host
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
+from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.divided import DividedWeights
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
@@ -35,7 +34,7 @@ _CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by read
 
 @dataclass(frozen=True, slots=True)
 class MachineFigures:
-    """What predictions are made from."""
+    """The figures behind predictions."""
 
     gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
     host: HostPreset
@@ -93,8 +92,9 @@ def predict(
 
     Args:
         chats: (tier, how many have room there); at least one in all.
-        chat_tokens: length of each in the end; on average it is half of that.
-        read: see `analytic_cost_model`, likewise `divided`.
+        chat_tokens: final length of a chat; the average is half.
+        read: see `analytic_cost_model`.
+        divided: see `analytic_cost_model`.
     """
     cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read, divided)
     if not figures.has_gpu:
@@ -121,7 +121,7 @@ def predict_by(
     batches = [batch for batch in product(*(_steps(count) for _, count in chats)) if any(batch)]
     speeds = {batch: sum(batch) / total_ms(*batch) * 1e3 for batch in batches}
     best = max(speeds, key=lambda batch: (speeds[batch], -sum(batch)))
-    # The smallest batch that is as good as the best: more would only make each of them slower.
+    # The smallest batch that is as good as the best: more chats would only slow each other down.
     best = min((batch for batch in batches if speeds[batch] >= 0.97 * speeds[best]), key=sum)
     return Speed(
         one_chat_tokens_per_s=1e3 / one,
@@ -151,7 +151,7 @@ def _steps(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What the self-test's suite hardware found on this computer."""
+    """Results of the self-test's suite hardware on this computer."""
 
     read: float  # bytes per second, by all cores
     flops: float  # of fp32 products on the CPU
@@ -166,10 +166,13 @@ def _newest_hardware(reports: Path) -> _Measured | None:
             if report["machine"]["cpu"] != cpu_name():
                 continue
             (suite,) = [suite for suite in report["suites"] if suite["suite"] == "hardware"]
+            best: dict[str, float] = {}
+            for each in suite["figures"]:
+                best[each["what"]] = max(best.get(each["what"], 0.0), float(each["value"]["median"]))
             return _Measured(
-                GB * max(each["read_gb_per_s"]["median"] for each in suite["host"]),
-                _best_flops(suite["matrices"], "float32"),
-                None if suite["gpu"] is None else _measured_gpu(suite["gpu"]),
+                GB * best["host reads"],
+                1e9 * best["CPU matrix products, float32"],
+                _measured_gpu(suite["gpu_name"], best) if suite["gpu_name"] else None,
                 f"what the self-test measured on this computer on {str(report['started'])[:10]}",
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -177,28 +180,21 @@ def _newest_hardware(reports: Path) -> _Measured | None:
     return None
 
 
-def _measured_gpu(found: dict[str, Any]) -> GpuPreset:
-    """A GPU as it was measured: only little of these figures is lost to real work."""
-    bus = min(
-        max(each[way] for each in found["transfers"]) for way in ("to_device_gb_per_s", "to_host_gb_per_s")
-    )
+def _measured_gpu(name: str, best: Mapping[str, float]) -> GpuPreset:
+    """A measured GPU: real work loses only little of these figures."""
     return GpuPreset(
-        name=str(found["name"]),
+        name=name,
         host="this computer",
         memory_bytes=0,
-        memory_bytes_per_s=found["read_gb_per_s"]["median"] * GB,
-        tensor_flops=_best_flops(found["matrices"], "float16"),
-        bus_bytes_per_s=bus * GB,
+        memory_bytes_per_s=GB * best["GPU reads"],
+        tensor_flops=1e9 * best["GPU matrix products, float16"],
+        bus_bytes_per_s=GB * min(best["host to GPU"], best["GPU to host"]),
         multiprocessors=1,
         matmul_share=0.9,
         streaming_share=0.95,
         attention_share=0.65,
         bus_share=1.0,
     )
-
-
-def _best_flops(matrices: list[dict[str, Any]], dtype: str) -> float:
-    return 1e9 * max(float(each["gflop_per_s"]["median"]) for each in matrices if each["dtype"] == dtype)
 
 
 def _preset(name: str) -> GpuPreset:

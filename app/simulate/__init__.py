@@ -1,1 +1,1 @@
-"""What each policy would bring on a machine that a buyer need not own."""
+"""Predictions per policy for a machine that a buyer need not own."""

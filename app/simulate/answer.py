@@ -1,8 +1,8 @@
-"""What a person wants to know first: whether offloading helps on that machine, and what it costs."""
+"""The answer in one sentence: the gain of offloading on that machine, and its cost."""
 
 from typing import TYPE_CHECKING
 
-from neo_desktop.app.sentences import duration
+from neo_desktop.app.words import duration
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from neo_desktop.app.simulate.report import SimulationReport
 
 BASELINE, OFFLOADING = "gpu-only", "auto"
-_WORTH_IT = 1.05  # less is within what such a prediction can tell
+_WORTH_IT = 1.05  # less is within the error of a prediction
 _SAME = 0.005
 
 
@@ -42,7 +42,7 @@ def _alone(report: "SimulationReport", result: SimulationResult) -> str:
 
 
 def _more(report: "SimulationReport", baseline: SimulationResult, auto: SimulationResult) -> str:
-    """Of requests that only host memory can hold."""
+    """Describe requests that only host memory can hold."""
     model, total = report.machine.model, len(report.requests)
     if not baseline.finished and len(auto.finished) == total:
         found = f"only offloading lets {model} run this"
@@ -55,7 +55,7 @@ def _more(report: "SimulationReport", baseline: SimulationResult, auto: Simulati
 
 
 def _compared(report: "SimulationReport", baseline: SimulationResult, auto: SimulationResult) -> str:
-    """Of the same requests: the gain, and beside it what it costs in latency."""
+    """Describe the gain for the same requests, and its cost in latency."""
     model = report.machine.model
     gain = auto.output_tokens_per_s / baseline.output_tokens_per_s
     if abs(gain - 1) < _SAME:

@@ -1,4 +1,4 @@
-"""What can be named: GPUs, hosts and models, as tables."""
+"""The known GPUs, hosts and models, as tables."""
 
 import torch
 from rich import box

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
+from neo_desktop.app.simulate.options import SimulationOptions, UsageError
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
@@ -24,14 +24,14 @@ from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
 from neo_desktop.models.stored_form import stored_form, uniform_form
 
-# What is taken where nobody says which model: well known, from large to small.
+# The default models: well known, from large to small.
 USUAL_MODELS = ("qwen3-14b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-3b", "qwen3-1.7b", "qwen2.5-0.5b")
 ENOUGH_TOKENS = 4096  # of KV in GPU memory: less, and the GPU alone could not even run a few chats
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the workload runs."""
+    """The machine of a workload."""
 
     gpu: GpuPreset
     host: HostPreset
@@ -81,12 +81,15 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset, HostPreset]:
     if options.gpu is None:
-        raise UsageError("no machine: give --gpu NAME (--list shows all, rtx-3060 is one)")
+        raise UsageError("--gpu", "name a GPU, such as rtx-3060; --list shows all")
     try:
         gpu = get_gpu(options.gpu)
+    except ValueError as error:
+        raise UsageError("--gpu", str(error)) from None
+    try:
         host = get_host(options.cpu or gpu.host)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError("--cpu", str(error)) from None
     if options.gpu_memory_gib is not None:
         gpu = replace(gpu, memory_bytes=int(options.gpu_memory_gib * GIB))
     if options.cpu_memory_gib is not None:
@@ -111,7 +114,9 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
     published, _, quantisation = name.partition(":")
     if published in SHAPES:
         if quantisation not in QUANTISATIONS:
-            raise UsageError(f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}")
+            raise UsageError(
+                "--model", f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}"
+            )
         config = shape(published)
         return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch)
     path = model_path(name)
@@ -119,4 +124,6 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
         checkpoint = open_checkpoint(path)
         config = checkpoint.config()
         return config, stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
-    raise UsageError(f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}")
+    raise UsageError(
+        "--model", f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}"
+    )

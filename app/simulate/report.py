@@ -1,4 +1,4 @@
-"""What was simulated and what came out, for people and for programs."""
+"""The results of a simulation, for people and for programs."""
 
 import json
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ class SimulationReport:
 
     @property
     def arriving(self) -> str:
-        """How the requests come, after "when"."""
+        """The arrival of requests, after "when"."""
         count, span_s = len(self.requests), self.requests[-1].arrival_ms / 1e3
         return f"{count:,} chats come {f'within {span_s:,.0f} s' if span_s else 'at once'}"
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether all requests together have room in the GPU-cache."""
+        """True if all requests together have room in the GPU-cache."""
         return sum(request.total_tokens for request in self.requests) <= self.budget.gpu_tokens
 
     def to_json(self) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def check_bind(host: str, api_key: str | None) -> None:
     """
     if not is_loopback(host) and not api_key:
         raise ValueError(
-            f"the address {host!r} can be reached from other computers: set an API key, or use 127.0.0.1"
+            f"the address {host!r} can be reached from other computers: set an API key (--api-key), "
+            "or use 127.0.0.1"
         )
 
 

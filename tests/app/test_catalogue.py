@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neo_desktop import Engine
+from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
+from neo_desktop.app.bench.section import Spread
 from neo_desktop.app.commands.models_command import _fit_rows
 from neo_desktop.app.shelf import fits
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
@@ -140,20 +142,20 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
     [
         ("config.json", "{", "not valid JSON"),
         ("config.json", "[" * 100_000, "not valid JSON"),
-        ("config.json", " " * (5 << 20), "too large"),
+        ("config.json", " " * (9 << 20), "such a file may have"),
         ("config.json", "[]", "no JSON object"),
         ("config.json", {"architectures": ["MambaForCausalLM"]}, "not supported"),
         ("model.safetensors", b"", "damaged"),
         ("model.safetensors", b"\xff" * 100, "damaged"),
-        ("model.safetensors", header({"a": TENSOR}), "incomplete"),
+        ("model.safetensors", header({"a": TENSOR}), "damaged"),
         ("model.safetensors", header({"a": TENSOR}, 2**62), "damaged"),
         ("model.safetensors", header({"a": 3}), "damaged"),
         ("model.safetensors", header({"a": TENSOR | {"shape": [-1]}}), "damaged"),
-        ("model.safetensors", header({}), "empty"),
-        ("model.safetensors", header({"a": TENSOR}) + b"\0" * 16, "hold 4:"),
-        ("model.safetensors.index.json", {"weight_map": {"a": "../../etc/passwd"}}, "is missing"),
-        ("model.safetensors.index.json", {"weight_map": {"a": "model-1.safetensors"}}, "is missing"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 3}}, "names no weight files"),
+        ("model.safetensors", header({}), "lacks the weights"),
+        ("model.safetensors", header({"a": TENSOR}) + b"\0" * 16, "lacks the weights"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../../etc/passwd"}}, "complete the"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "model-1.safetensors"}}, "complete the"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 3}}, "is not a string"),
         ("generation_config.json", "{", "not valid JSON"),
     ],
 )
@@ -175,7 +177,7 @@ def test_a_config_of_a_billion_layers_takes_no_memory(checkpoint: Path, tmp_path
     before = memory_peak_kib()
     assert "1000000000 layers" in (summarize(folder).reason or "")
     put(folder, "config.json", config | {"num_hidden_layers": 1000, "vocab_size": 2**20})
-    assert "parameters" in (summarize(folder).reason or "")
+    assert "lacks the weights" in (summarize(folder).reason or "")
     assert memory_peak_kib() - before < 100 << 10
 
 
@@ -447,29 +449,36 @@ def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(
         )
 
 
-def spread(median: float) -> dict[str, float]:
-    return {"median": median}
-
-
 def test_what_the_self_test_measured_here_comes_before_any_datasheet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Unknown 9000")
-    matrix = [{"dtype": "float16", "gflop_per_s": spread(80_000)}]
-    way = {"to_device_gb_per_s": 12.0, "to_host_gb_per_s": 13.0}
-    gpu = {
-        "name": "NVIDIA Unknown 9000",
-        "read_gb_per_s": spread(400),
-        "matrices": matrix,
-        "transfers": [way],
+    measured = {
+        "host reads": (20.0, 40.0),
+        "CPU matrix products, float32": (500.0,),
+        "GPU reads": (400.0,),
+        "GPU matrix products, float16": (80_000.0,),
+        "host to GPU": (12.0,),
+        "GPU to host": (13.0,),
     }
-    hardware = {
-        "suite": "hardware",
-        "host": [{"read_gb_per_s": spread(20)}, {"read_gb_per_s": spread(40)}],
-        "matrices": [{"dtype": "float32", "gflop_per_s": spread(500)}],
-        "gpu": gpu,
-    }
-    report = {"machine": {"cpu": cpu_name()}, "started": "2026-11-22T20:00:00", "suites": [hardware]}
+    hardware = HardwareReport(
+        rounds=3,
+        memory_bytes=GIB,
+        last_level_cache_bytes=0,
+        huge_pages=True,
+        isa="avx2",
+        torch_threads=2,
+        gpu_name="NVIDIA Unknown 9000",
+        gpu_note="",
+        gpu_memory_bytes=GIB,
+        figures=tuple(
+            Figure(what, "", 1.0, "", Spread.of([value]))
+            for what, values in measured.items()
+            for value in values
+        ),
+        notes=(),
+    )
+    report = {"machine": {"cpu": cpu_name()}, "started": "2026-11-22T20:00:00", "suites": [asdict(hardware)]}
     for name, text in (
         ("2026-1", json.dumps(report)),
         ("2026-2", "{"),

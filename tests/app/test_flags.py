@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from neo_desktop.app.commands.flags import Without, given, with_flags
+from neo_desktop.app.cli import app as program
+from neo_desktop.app.commands.flags import Without, flag_of, given, with_flags
 from neo_desktop.engine.options import OPTIONS, EngineOptions
 
 
@@ -72,7 +73,9 @@ def test_checks_of_an_option_hold() -> None:
 
 def test_what_was_given_is_known_by_its_option() -> None:
     assert given(Place()) == {}
-    assert given(Place("there", 5, [1.0])) == {"--host": "there", "--most-bytes": 5, "--rate": [1.0]}
+    place = Place("there", 5, [1.0])
+    assert given(place) == {"host": "there", "most_bytes": 5, "rates": [1.0]}
+    assert [flag_of(place, name) for name in given(place)] == ["--host", "--most-bytes", "--rate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +116,32 @@ def test_help_says_what_the_engine_says_of_its_options() -> None:
     for name, option in OPTIONS.items():
         is_offered = option.flag is not None and name != "dtype"
         assert (option.help in text) == is_offered, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--gpu-memory", "0"], "0 is out of range: give at least 0.001 GiB"),
+        (["serve", "--port", "99999"], "99999 is out of range: give at most 65535"),
+        (["serve", "--port", "abc"], "'abc' is not a whole number"),
+        (["serve", "--cpu-cache-tokens", "-1"], "-1 is out of range: give at least 0 tokens"),
+        (["serve", "--policy", "fast"], "policy 'fast' is unknown; choose one of: gpu-only"),
+        (["serve", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["bench", "--rate", "0"], "0 is out of range: give at least 0.01 requests per second"),
+        (["simulate"], "for --gpu: name a GPU"),
+    ],
+)
+def test_wrong_values_are_explained_in_words_of_this_program(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(program, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Input should" not in result.output
+    assert "Value error" not in result.output
+
+
+def test_help_shows_the_everyday_options_first() -> None:
+    shown = CliRunner().invoke(program, ["serve", "--help"], env={"COLUMNS": "100"}).output
+    everyday, _, rest = shown.partition("─ Model ─")
+    for option in ("--model", "--policy", "--device", "--gpu-memory", "--host", "--port", "--api-key"):
+        assert f" {option} " in everyday
+    assert " --tensor-parallel " in rest

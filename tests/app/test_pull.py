@@ -228,8 +228,8 @@ def test_several_quantisations_of_a_repository_are_several_models(hub: FakeHub, 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("org/none", "there is no model org/none"),
-        ("org/gated", "agreed to its licence"),
+        ("org/none", "org/none is not on"),
+        ("org/gated", "needs its licence accepted"),
         ("org/tiny:Q4_0", "has no GGUF files: pull org/tiny without"),
         ("org/tiny-GGUF:Q2_K", "it has no Q2_K; there are F16, Q4_K_S, Q8_0, Q5_0"),
         ("org/card", "has no safetensors or GGUF files"),

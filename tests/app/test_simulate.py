@@ -13,10 +13,10 @@ from checkpoints import save_checkpoint
 from rich.console import Console
 
 from neo_desktop.app.cli import main
-from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
-from neo_desktop.app.sentences import sentence
 from neo_desktop.app.simulate.answer import answer
+from neo_desktop.app.simulate.options import SimulationOptions, UsageError
 from neo_desktop.app.simulate.run import run_simulation
+from neo_desktop.app.words import error_text
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.models.json_file import ModelError
@@ -86,7 +86,7 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"gpu": None}, "no machine"),
+        ({"gpu": None}, "name a GPU"),
         ({"gpu": "t5"}, "no GPU preset"),
         ({"gpu": "rtx-3061"}, "did you mean rtx-3060"),
         ({"cpu": "laptop"}, "no host preset"),
@@ -258,7 +258,7 @@ def test_the_systems_errors_become_sentences(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "none", "no such file or folder"), (tmp_path, "a folder, not a file")):
         with pytest.raises(OSError, match="Errno") as caught:
             path.read_text()
-        assert sentence(caught.value).startswith(f"{path}: ")
-        assert says in sentence(caught.value)
-    assert sentence(OSError("port 80 is taken")) == "port 80 is taken"
-    assert sentence(ValueError("wrong")) == "wrong"
+        assert error_text(caught.value).startswith(f"{path}: ")
+        assert says in error_text(caught.value)
+    assert error_text(OSError("port 80 is taken")) == "port 80 is taken"
+    assert error_text(ValueError("wrong")) == "wrong"

@@ -12,8 +12,6 @@ from imitated_streams import ImitatedBackend, Operation
 
 from neo_desktop import native
 from neo_desktop.app.bench.hardware import suite
-from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way
-from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.suite import (
     LEAST_ROUNDS,
@@ -23,11 +21,14 @@ from neo_desktop.app.bench.hardware.suite import (
     rounds,
     run_hardware,
 )
-from neo_desktop.app.bench.section import Section, Spread, number, size
+from neo_desktop.app.bench.section import Section, Spread
+from neo_desktop.app.words import binary_size, number
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.profiling.device_rates import BOTH, SAMPLE_SECONDS, Direction
 from neo_desktop.engine.profiling.hardware import find_gpus
+from neo_desktop.engine.profiling.host_rates import Host, native_dtypes
 from neo_desktop.engine.profiling.offload import CHAIN, OffloadTimer
 
 MIB = 1 << 20
@@ -144,9 +145,9 @@ def test_a_gpu_is_measured_and_named() -> None:
     assert copy < read
     small, large = figures(report, "host to GPU")
     assert small == pytest.approx(4096 / (LAUNCH_S + 4096 / 24e9) / 1e9)
-    assert large == pytest.approx(BUS_BYTES_PER_S[Way.TO_DEVICE] / 1e9, rel=0.01)
+    assert large == pytest.approx(BUS_BYTES_PER_S[Direction.TO_DEVICE] / 1e9, rel=0.01)
     to_host = figures(report, "GPU to host")[-1]
-    assert to_host == pytest.approx(BUS_BYTES_PER_S[Way.TO_HOST] / 1e9, rel=0.01)
+    assert to_host == pytest.approx(BUS_BYTES_PER_S[Direction.TO_HOST] / 1e9, rel=0.01)
     # Both ways count, and the slower one decides when both have ended.
     assert figures(report, "both ways together")[-1] == pytest.approx(2 * to_host)
     for way in ("in a graph (decodes)", "on streams (with prompts)"):
@@ -252,7 +253,7 @@ def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch
     host = Host(MIB)
     host._memory[: MIB // 2] = 7
     clock = iter((0.0, 0.001))
-    monkeypatch.setattr("neo_desktop.app.bench.hardware.host.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("neo_desktop.engine.profiling.host_rates.time.perf_counter", lambda: next(clock))
     assert host.copy_gb_per_s(1) == pytest.approx(MIB / 0.001 / 1e9)
     assert bool((host._memory == 7).all())
 
@@ -265,7 +266,7 @@ def test_rates_count_all_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(native, "fma_rate", lambda seconds, threads, dtype: 1e9 * threads)
     assert host.multiply_add_gflop_per_s(3, "float32") == pytest.approx(6.0)
     clock = iter((0.0, 0.5))
-    monkeypatch.setattr("neo_desktop.app.bench.hardware.host.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("neo_desktop.engine.profiling.host_rates.time.perf_counter", lambda: next(clock))
     assert host.matrix_gflop_per_s(100, "float32") == pytest.approx(2 * 100**3 / 0.5 / 1e9)
 
 
@@ -295,7 +296,7 @@ def test_a_spread_is_the_middle_and_where_most_lie() -> None:
 
 def test_figures_have_about_three_digits() -> None:
     assert [number(value) for value in (0.01234, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
-    assert [size(nbytes) for nbytes in (512, 4096, 64 * MIB, 1020 * MIB, 3 << 30, 1010 << 30)] == [
+    assert [binary_size(nbytes) for nbytes in (512, 4096, 64 * MIB, 1020 * MIB, 3 << 30, 1010 << 30)] == [
         "512 B",
         "4 KiB",
         "64 MiB",

@@ -98,8 +98,8 @@ def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, see
     first = 0
     for count in cuts:
         own = slice(first, first + count)
-        given_rows = (x[own] for x in (q, k, v, decay, beta))
-        native.scan_state(*given_rows, pieces, starts_of([count]), slot, parts[own], 1, isa=isa)
+        rows = q[own], k[own], v[own], decay[own], beta[own]
+        native.scan_state(*rows, pieces, starts_of([count]), slot, parts[own], 1, isa=isa)
         first += count
     assert torch.equal(out, parts)
     assert torch.equal(whole, pieces)

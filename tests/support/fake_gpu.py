@@ -5,13 +5,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from neo_desktop.app.bench.hardware.device import Way
 from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.profiling.device_rates import Direction
 
 LAUNCH_S = 4e-6  # what starting any work takes
 FLOP_PER_S = 80e12
 READ_BYTES_PER_S = 800e9
-BUS_BYTES_PER_S = {Way.TO_DEVICE: 24e9, Way.TO_HOST: 20e9}
+BUS_BYTES_PER_S = {Direction.TO_DEVICE: 24e9, Direction.TO_HOST: 20e9}
 UUID = "12345678-aaaa-bbbb-cccc-1234567890ab"
 
 
@@ -43,7 +43,7 @@ class FakeTimer:
         self.calls.append(("copy", nbytes, times))
         return times * (LAUNCH_S + 1.25 * nbytes / READ_BYTES_PER_S)
 
-    def transfer_seconds(self, nbytes: int, ways: tuple[Way, ...], times: int) -> float:
+    def transfer_seconds(self, nbytes: int, ways: tuple[Direction, ...], times: int) -> float:
         assert nbytes <= self._transfer_bytes
         self.calls.append(("transfer", nbytes, ways, times))
         return times * max(LAUNCH_S + nbytes / BUS_BYTES_PER_S[way] for way in ways)

@@ -2,5 +2,5 @@
 
 Everything else that the self-test measures is bounded by these figures: decoding reads weights and KV, so by
 the memories' read rates; prefill by the matrix rates; offloading by the bus and by how long the GPU waits for
-the CPU. See host.py and device.py, and for hand-offs engine/profiling/offload.py, for what exactly is timed.
+the CPU. engine/profiling/host_rates.py, device_rates.py and offload.py hold the timed work.
 """

@@ -1,11 +1,12 @@
-"""What the suite found, and how it is told."""
+"""The result of the suite, and its section."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from neo_desktop.app.bench.charts import COLOURS, Line, lines
-from neo_desktop.app.bench.section import Plot, Section, Spread, Table, size
+from neo_desktop.app.bench.section import Plot, Section, Spread, Table
 from neo_desktop.app.bench.words import say
+from neo_desktop.app.words import binary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class HardwareReport:
-    """What this computer reaches."""
+    """The rates of this computer."""
 
-    rounds: int  # repetitions of each measurement
+    rounds: int  # repetitions per measurement
     memory_bytes: int  # host memory that reads and copies go over
     last_level_cache_bytes: int  # of the first core; 0: the system does not say
     huge_pages: bool  # the system agreed to them
@@ -70,5 +71,5 @@ class HardwareReport:
             Line(kind, [(each.x, each.value.median) for each in self.figures if each.what == kind], colour)
             for kind, colour in zip(kinds, COLOURS, strict=False)
         ]
-        names = size if is_bytes else "{:g}".format
+        names = binary_size if is_bytes else "{:g}".format
         return lines(curves, x_label, "GB/s", log_x=True, log_y=is_bytes, x_names=names)

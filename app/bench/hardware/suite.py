@@ -10,23 +10,24 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.hardware.device import (
+from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
+from neo_desktop.app.bench.section import Spread
+from neo_desktop.app.bench.words import many
+from neo_desktop.app.words import binary_size
+from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.execute.backend import open_backend
+from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.profiling.device_rates import (
     BOTH,
     CudaTimer,
+    Direction,
     Rate,
-    Way,
     fitting_sizes,
     matrix_rate,
     read_rate,
 )
-from neo_desktop.app.bench.hardware.host import Host, native_dtypes
-from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
-from neo_desktop.app.bench.section import Spread, size
-from neo_desktop.app.bench.words import many
-from neo_desktop.engine.cuda.streams import Streams, open_streams
-from neo_desktop.engine.execute.backend import open_backend
-from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
+from neo_desktop.engine.profiling.host_rates import Host, native_dtypes
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.progress import Progress
 
@@ -41,7 +42,7 @@ _OFFLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
-    """What to measure, and how much memory and time to take."""
+    """The measurements, their memory and their time."""
 
     seconds: float = 45.0  # for all repetitions together; each measurement is made three times at least
     threads: tuple[int, ...] = ()  # of host measurements; empty: 1, 2, 4, ... and all usable cores
@@ -50,7 +51,7 @@ class HardwareOptions:
     gpu_memory_bytes: int = GIB  # read on the GPU, within a quarter of what is free
     gpu_matrix_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
     transfer_bytes: tuple[int, ...] = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
-    gpu_slice: int | None = None  # multiprocessors of the GPU; None: all of them
+    gpu_slice: int | None = None  # multiprocessors of the GPU; None: every one
     offload_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
 
 
@@ -74,7 +75,8 @@ class Measurement:
 def rounds(work: list[Measurement], seconds: float, progress: Progress) -> Iterator[int]:
     """Make all once without counting them, then in turn, again and again, for about so long.
 
-    So a disturbance hits a few repetitions of each and not all of one. Yields after each round.
+    So a disturbance hits a few repetitions of every measurement, and not every repetition of one.
+    Yields after each round.
     """
     for each in work:
         progress(0.0, f"warming up: {each.what}")
@@ -112,7 +114,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
         host = Host(nbytes)
     except RuntimeError as error:  # torch's own for memory that the system refuses
         raise MemoryError(
-            f"there are no {size(nbytes)} of host memory to measure on: close other programs or ask for less"
+            f"{binary_size(nbytes)} of host memory are not free: close other programs, or measure with less"
         ) from error
     with ExitStack() as stack:
         work = list(_of_host(host, options))
@@ -122,7 +124,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
             between = stack.enter_context(closing(offload_of(streams, in_graph=way == "graph")))
             for each in options.offload_bytes:
                 measure = partial(_offload_us, between, each)
-                work.append(Measurement(_OFFLOADS[way], size(each), each, "us", measure))
+                work.append(Measurement(_OFFLOADS[way], binary_size(each), each, "us", measure))
         for done in rounds(work, options.seconds, progress):
             yield HardwareReport(
                 rounds=done,
@@ -176,17 +178,17 @@ def _of_gpu(
     """GFLOP/s of matrix products, GB/s in its memory and over the bus."""
     memory = timer.memory_bytes
     copies = Rate(lambda times: timer.copy_seconds(memory, times), memory)  # half is read, half is written
-    yield Measurement("GPU reads", size(memory), memory, "GB/s", read_rate(timer, memory).giga_per_s)
-    yield Measurement("GPU copies", size(memory), memory, "GB/s", copies.giga_per_s)
+    yield Measurement("GPU reads", binary_size(memory), memory, "GB/s", read_rate(timer, memory).giga_per_s)
+    yield Measurement("GPU copies", binary_size(memory), memory, "GB/s", copies.giga_per_s)
     for dtype in timer.dtypes:
         for n in sizes:
             measure = matrix_rate(timer, n, dtype).giga_per_s
             yield Measurement(f"GPU matrix products, {dtype}", f"{n} x {n}", n, "GFLOP/s", measure)
     for nbytes in transfer_bytes:
         for what, ways in (
-            ("host to GPU", (Way.TO_DEVICE,)),
-            ("GPU to host", (Way.TO_HOST,)),
+            ("host to GPU", (Direction.TO_DEVICE,)),
+            ("GPU to host", (Direction.TO_HOST,)),
             ("both ways together", BOTH),
         ):
             rate = Rate(partial(timer.transfer_seconds, nbytes, ways), len(ways) * nbytes)
-            yield Measurement(what, size(nbytes), nbytes, "GB/s", rate.giga_per_s)
+            yield Measurement(what, binary_size(nbytes), nbytes, "GB/s", rate.giga_per_s)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from neo_desktop.app.bench.section import number
 from neo_desktop.app.bench.workload import Record
+from neo_desktop.app.words import number
 from neo_desktop.engine.simulation.metrics import percentile
 
 ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
@@ -14,7 +14,7 @@ GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to c
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request must keep to count for goodput."""
+    """Limits that a request must keep to count for goodput."""
 
     ttft_ms: float
     tpot_ms: float
@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How a time is spread over requests, or over chunks."""
+    """Percentiles of a time over requests, or over chunks."""
 
     p50_ms: float
     p90_ms: float
@@ -48,9 +48,9 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """What a number of requests saw. Latencies and tokens are those of finished requests.
+    """Results of a number of requests. Latencies and tokens are those of finished requests.
 
-    Rates are over `duration_s`, from the first arrival to the last token: a short run shows less of them than
+    Rates are over `duration_s`, from the first arrival to the last token: a short run shows lower rates than
     a server would keep up for long, since it fills at the beginning and empties at the end.
     """
 
@@ -61,11 +61,11 @@ class LoadMetrics:
     output_tokens: int
     finished_per_s: float  # requests
     output_tokens_per_s: float
-    good_share: float  # of all requests: finished within both limits, 0 to 1
+    good_share: float  # finished within both limits, 0 to 1
     good_per_s: float  # requests finished within both limits: the goodput
     ttft: Latency | None  # per request; see `Record` for this and the following
     tpot: Latency | None  # per request
-    itl: Latency | None  # over all gaps of all requests
+    itl: Latency | None  # over the gaps of every request
 
 
 def summarise(records: Sequence[Record], limits: Limits) -> LoadMetrics:
@@ -107,7 +107,7 @@ class LoadPoint:
 
     @property
     def says_enough(self) -> bool:
-        """Whether there were enough requests."""
+        """True if there were enough requests."""
         return self.metrics.requests >= ENOUGH_REQUESTS
 
     @property
@@ -148,7 +148,7 @@ class LoadCurve:
 
     @property
     def says_enough(self) -> bool:
-        """Whether the highest rate that was kept was kept by enough requests to call it so."""
+        """True if enough requests kept the highest sustained rate."""
         return any(point.says_enough for point in self.points if point.rate_per_s == self.sustained_per_s)
 
     def rows(self) -> list[LoadPoint]:

@@ -1,4 +1,4 @@
-"""What the load suite found, as plain data and as a part of the page."""
+"""The result of the load suite, as plain data and as a section of the page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class LoadReport:
 
 
 def _drawn(curves: Sequence[LoadCurve], figure: str, limit_ms: float) -> str:
-    """Draw p50 and p90 of each policy, and the limit if it is near; empty where no request finished."""
+    """Draw p50 and p90 per policy, and the limit if it is near; empty where no request finished."""
     drawn = []
     for curve, colour in zip(curves, COLOURS * len(curves), strict=False):
         found = [(point.rate_per_s, getattr(point.metrics, figure)) for point in curve.points]

@@ -10,8 +10,8 @@ from pathlib import Path
 from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.section import number
 from neo_desktop.app.bench.workload import run
+from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
@@ -36,7 +36,7 @@ class LoadOptions(EngineOptions):
     input_tokens: int = 256  # without a trace: lengths uniform in 0.9 to 1.1 of these
     output_tokens: int = 64
     num_requests: int | None = None  # per rate; None: as many as come in `seconds`
-    rates: tuple[float, ...] | None = None  # requests per second; None: `load_shares` of the capacity
+    rates: Sequence[float] | None = None  # requests per second; None: `load_shares` of the capacity
     load_shares: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)
     seconds: float = 6.0  # in which the requests of a rate come
     drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
@@ -44,7 +44,7 @@ class LoadOptions(EngineOptions):
     seed: int = 0
     ttft_limit_ms: float = 2000.0  # what a request must keep to count for goodput
     tpot_limit_ms: float = 200.0
-    policies: tuple[str, ...] | None = None  # None: see `policies`
+    policies: Sequence[str] | None = None  # None: see `policies`
 
 
 class Workload:
@@ -121,7 +121,7 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
     Without a GPU its cache is imitated; it counts as a place of its own if its size was asked for.
     """
     if options.policies is not None:
-        return options.policies
+        return tuple(options.policies)
     on_gpu = choose_device(options.device).type == "cuda"
     has_device = options.gpu_cache_tokens != 0 if on_gpu else bool(options.gpu_cache_tokens)
     return ("auto", "gpu-only") if options.cpu_cache_tokens != 0 and has_device else ("auto",)
@@ -139,7 +139,7 @@ def _open(options: LoadOptions, model: LoadedModel | None, name: str, progress: 
 
 
 class _Measurement:
-    """Of one policy."""
+    """Return the curve of one policy."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class _Measurement:
         return [(share * per_s, share) for share in sorted(self.options.load_shares)]
 
     def _capacity(self) -> LoadPoint:
-        """Send more and more requests at once, until more of them bring no more, or it takes too long."""
+        """Send more and more requests at once, until more requests bring no gain, or take too long."""
         found: list[LoadMetrics] = []
         burst, stalls = FIRST_BURST, 0
         while True:

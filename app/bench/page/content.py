@@ -1,4 +1,4 @@
-"""What the page begins with: the verdict and the computer."""
+"""The head of the page: the verdict and the computer."""
 
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 def machine_lines(report: Report) -> tuple[str, ...]:
-    """What was measured on, and when."""
+    """The measured computer, and the time."""
     steadiness = describe(report.probes) if is_steady(report.probes) else None
     return say("machine", report=report, steadiness=steadiness or "")
 

@@ -17,7 +17,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Take away what `prepare_folder` made, unless something else is there."""
+    """Remove the folder that `prepare_folder` made, if it is empty."""
     with suppress(OSError):
         folder.rmdir()
 

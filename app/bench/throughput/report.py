@@ -1,11 +1,12 @@
-"""What the suite found."""
+"""Results of the suite."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from neo_desktop.app.bench.charts import bars
-from neo_desktop.app.bench.section import Column, Plot, Section, Table, number
+from neo_desktop.app.bench.section import Column, Plot, Section, Table
 from neo_desktop.app.bench.words import say
+from neo_desktop.app.words import number
 
 BASELINE = "gpu-only"  # what offloading is compared with
 
@@ -16,11 +17,11 @@ class PolicyResult:
 
     policy: str
     output_tokens_per_s: float
-    lowest_output_tokens_per_s: float  # of all turns
+    lowest_output_tokens_per_s: float  # over the turns
     highest_output_tokens_per_s: float
     seconds: float  # a run
-    ttft_p50_ms: float | None  # over the requests of all turns; None: no request got a token
-    tpot_p50_ms: float | None  # likewise, of those with more than one token
+    ttft_p50_ms: float | None  # over the requests of every turn; None: no request got a token
+    tpot_p50_ms: float | None  # the same, over requests with more than one token
     turns: int
     tokens_per_iteration: float  # output tokens: the mean batch of decodes
     cpu_decode_share: float  # output tokens whose attention the CPU computed
@@ -30,7 +31,7 @@ class PolicyResult:
     device_busy_share: float  # of the time, over all turns
     cpu_busy_share: float  # with decode attention
     overlap_share: float  # of the time: both at once
-    bound_output_tokens_per_s: float | None  # no schedule of this policy can be faster on this machine
+    bound_output_tokens_per_s: float | None  # the policy's limit on this machine.
     identical_answers: int  # beside those of the first policy
     near_tie_answers: int  # part from them where two tokens were nearly equally probable
     changed_answers: int  # a failure
@@ -44,7 +45,7 @@ class PolicyResult:
 
     @property
     def answers(self) -> str:
-        """How they compare."""
+        """Comparison with the baseline."""
         if self.changed_answers:
             return f"{self.changed_answers} CHANGED"
         if self.errors:
@@ -61,7 +62,7 @@ class ThroughputReport:
     dtype: str
     gpu_cache_tokens: int  # 0: none
     cpu_cache_tokens: int
-    imitated: bool  # both caches lie in host memory, and the CPU stands in for the GPU
+    imitated: bool  # both caches are in host memory, and the CPU stands in for the GPU
     num_requests: int
     prompt_tokens: float  # mean
     output_tokens: float  # mean
@@ -76,7 +77,7 @@ class ThroughputReport:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a policy changed an answer or gave one up."""
+        """True if a policy changed an answer or gave one up."""
         return any(each.changed_answers or each.errors for each in self.policies)
 
     @property
@@ -86,19 +87,19 @@ class ThroughputReport:
 
     @property
     def offloading(self) -> PolicyResult | None:
-        """The policy that uses both memories as it is predicted to be fastest."""
+        """The policy that uses both memories by the fastest prediction."""
         return next((each for each in self.policies if each.policy == "auto"), None)
 
     @property
     def gain(self) -> float | None:
-        """How much faster `auto` is than the baseline; None: one of the two was not measured."""
+        """Speed of `auto` relative to the baseline; None: one of the two was not measured."""
         if self.offloading is None or self.baseline is None:
             return None
         return self.offloading.output_tokens_per_s / self.baseline.output_tokens_per_s
 
     @property
     def price(self) -> str:
-        """What a gain costs, or saves, in latency: "each chat gets its tokens at 532 ms instead of 82 ms"."""
+        """The latency beside a gain: "each chat gets its tokens at 532 ms instead of 82 ms"."""
         new, old = self.offloading, self.baseline
         return "".join(say("price", new=new, old=old)) if new is not None and old is not None else ""
 

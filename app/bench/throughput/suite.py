@@ -47,12 +47,12 @@ class ThroughputOptions(EngineOptions):
     """Model, requests and policies."""
 
     trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
-    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
-    output_tokens: int | None = None  # likewise
-    num_requests: int | None = None  # None: so many that all runs together take about `seconds`
+    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 times this; None: see LENGTHS
+    output_tokens: int | None = None  # the same for answers
+    num_requests: int | None = None  # None: the runs together take about `seconds`
     seed: int = 0
     repeats: int = 3
-    policies: tuple[str, ...] | None = None  # None: those that differ on this machine
+    policies: Sequence[str] | None = None  # None: those that differ on this machine
     seconds: float = 60.0  # for all runs together, if the number of requests is free
 
 
@@ -81,7 +81,7 @@ class _Policy:
     answers: tuple[Answer, ...] = ()
     comparison: Comparison = field(default_factory=lambda: Comparison(0, 0, 0))
     runs: list[Run] = field(default_factory=list)
-    shares: list[tuple[float, float, float]] = field(default_factory=list)  # of each run: see `_busy_shares`
+    shares: list[tuple[float, float, float]] = field(default_factory=list)  # per run: see `_busy_shares`
 
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
@@ -90,7 +90,10 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
     progress(0.0, "loading the model")
     model = load(options)
     on_gpu = model.decoder.device.type == "cuda"
-    names = options.policies or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
+    names = (
+        tuple(options.policies or ())
+        or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
+    )
     tiers = {tier for name in names for tier in get_policy(name).tiers}
     parts = take_memory(model, options, [tier for tier in ALL_TIERS if tier in tiers])
 
@@ -122,7 +125,7 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
 
 
 def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
-    """Make an engine for a policy; all of them use the same memory, one after the other."""
+    """Make an engine for a policy; they use the same memory, one after the other."""
     tiers = get_policy(name).tiers
     own = replace(parts, num_blocks={tier: parts.num_blocks[tier] for tier in tiers})
     timeline = Timeline()
@@ -130,7 +133,7 @@ def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
 
 
 def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs_per_turn: int) -> Workload:
-    """Take so many requests that all runs together last about as long as they should.
+    """Choose the number of requests so that the runs together last about `seconds`.
 
     A few requests take longer each than many at once: the runs become shorter than that, not longer.
     """

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.loading import DTYPES
 
 _FMA_SECONDS = 0.01
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
@@ -25,7 +24,7 @@ class Host:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Size of the memory."""
         return self._memory.nbytes
 
     def read_gb_per_s(self, threads: int, nbytes: int | None = None) -> float:
@@ -44,13 +43,15 @@ class Host:
 
     def multiply_add_gflop_per_s(self, threads: int, dtype: str) -> float:
         """Multiply and add in registers; either counts as an operation."""
-        return 2 * native.fma_rate(_FMA_SECONDS, threads, dtype=DTYPES[dtype]) / 1e9
+        return 2 * native.fma_rate(_FMA_SECONDS, threads, dtype=getattr(torch, dtype)) / 1e9
 
     def matrix_gflop_per_s(self, size: int, dtype: str) -> float:
         """Multiply two square matrices with torch, on as many threads as torch takes by itself."""
         if (size, dtype) not in self._matrices:
             generator = torch.Generator().manual_seed(0)
-            self._matrices[size, dtype] = torch.randn(size, size, generator=generator).to(DTYPES[dtype])
+            self._matrices[size, dtype] = torch.randn(size, size, generator=generator).to(
+                getattr(torch, dtype)
+            )
         matrix = self._matrices[size, dtype]
         start = time.perf_counter()
         torch.mm(matrix, matrix)

@@ -8,21 +8,20 @@ import torch
 
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.timeline import timed_event
-from neo_desktop.engine.loading import DTYPES
 
 SAMPLE_SECONDS = 0.005  # short work is done several times in a row, until it takes so long
 MOST_TIMES = 200
 _MATRIX_BYTES = 4 + 2 + 2 + 2  # per element: random numbers, the same in two formats, a product
 
 
-class Way(StrEnum):
+class Direction(StrEnum):
     """A direction over the bus."""
 
     TO_DEVICE = "to device"
     TO_HOST = "to host"
 
 
-BOTH = (Way.TO_DEVICE, Way.TO_HOST)
+BOTH = (Direction.TO_DEVICE, Direction.TO_HOST)
 
 
 def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -32,7 +31,7 @@ def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class CudaTimer:
-    """Does work several times in a row and returns the seconds that all of it took; takes its memory at once.
+    """Does work several times in a row and returns the seconds together; takes its memory at once.
 
     Args:
         streams: of the GPU; all calls are made inside its `on_device`.
@@ -63,29 +62,29 @@ class CudaTimer:
                 torch.zeros(transfer_bytes, dtype=torch.uint8, device=self._device),
                 torch.zeros(transfer_bytes, dtype=torch.uint8).pin_memory(),
             )
-            for way in (Way if transfer_bytes else ())
+            for way in (Direction if transfer_bytes else ())
         }
 
     def matrix_seconds(self, size: int, dtype: str, times: int) -> float:
         """Multiply a matrix of [size, size] with itself."""
         if dtype not in self._matrices:
-            self._matrices[dtype] = self._numbers.to(DTYPES[dtype])
+            self._matrices[dtype] = self._numbers.to(getattr(torch, dtype))
         matrix = self._matrices[dtype][: size * size].view(size, size)
         out = torch.empty_like(matrix)
         return self._seconds(lambda: torch.mm(matrix, matrix, out=out), times)
 
     def read_seconds(self, nbytes: int, times: int) -> float:
-        """Add up the first so many bytes of the memory, as fp32."""
+        """Add up the first `nbytes` bytes of the memory, as fp32."""
         return self._seconds(self._memory[: nbytes // 4].sum, times)
 
     def copy_seconds(self, nbytes: int, times: int) -> float:
-        """Copy half of so many bytes to the other half."""
+        """Copy one half of `nbytes` bytes to the other half."""
         half = nbytes // 8
         source, target = self._memory[:half], self._memory[half : 2 * half]
         return self._seconds(lambda: target.copy_(source), times)
 
-    def transfer_seconds(self, nbytes: int, ways: tuple[Way, ...], times: int) -> float:
-        """Copy so many bytes between GPU and pinned host memory; each way has a stream of its own."""
+    def transfer_seconds(self, nbytes: int, ways: tuple[Direction, ...], times: int) -> float:
+        """Copy `nbytes` bytes between GPU and pinned host memory; each way has a stream of its own."""
         torch.cuda.synchronize(self._device)
         start, ends = timed_event(), []
         start.record()
@@ -94,7 +93,7 @@ class CudaTimer:
         for _ in range(times):
             for way in ways:
                 stream, on_device, on_host = self._ways[way]
-                source, target = (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
+                source, target = (on_host, on_device) if way is Direction.TO_DEVICE else (on_device, on_host)
                 with torch.cuda.stream(stream):
                     target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         for way in ways:
@@ -115,10 +114,10 @@ class CudaTimer:
 
 
 class Rate:
-    """So much work per second of one piece of it, done as often in a row as the clock needs.
+    """Work per second of one piece, repeated as often as the clock needs.
 
     Args:
-        seconds_of: how long so many pieces take.
+        seconds_of: the seconds for a number of pieces.
         work: of one piece.
     """
 
@@ -127,7 +126,7 @@ class Rate:
         self._times = 0  # unknown
 
     def seconds(self) -> float:
-        """Of one piece."""
+        """Return the seconds of one piece."""
         if self._times == 0:
             self._seconds_of(1)  # libraries are loaded and memory is taken by the first one
             once = max(self._seconds_of(1), SAMPLE_SECONDS / MOST_TIMES)
