@@ -51,10 +51,7 @@ def test_only_policies_and_set_up_name_a_tier() -> None:
     ("modules", "unwanted"),
     [
         ("neo_desktop, neo_desktop.app.cli, neo_desktop.engine.schedule.scheduler", {"torch"}),
-        (
-            "neo_desktop.app.bench, neo_desktop.engine.engine",
-            {"fastapi", "triton"},
-        ),  # not all torches bring it
+        ("neo_desktop.app.bench, neo_desktop.engine.engine", {"fastapi", "triton"}),
         ("neo_desktop.app.commands.serve_command", {"gradio"}),
     ],
 )

@@ -9,7 +9,7 @@ from checkpoints import save_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Loads the edited copy in the module's tier, then runs the rest.
+# Loads the edited copy instead of the module, then runs the rest.
 WITH_COPY = """
 import importlib.util, sys
 name, file = sys.argv[1:3]
@@ -48,7 +48,7 @@ def run(code: str, *arguments: object) -> str:
 POLICY = '''class Waiting(Policy):
     """No prompt begins in a tier that is not the preferred one."""
 
-    def admits(self, draft: Draft, tier: Place, num_tokens: int) -> bool:
+    def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
         """Never."""
         return False
 

@@ -1,7 +1,9 @@
 """Python processes that are forked from one that has imported torch: a start takes 0.1 s instead of four.
 
 While `quick_processes` is in force, `subprocess.Popen` starts the programs of this project that way. They are
-children of the caller like any others, with their own arguments, environment, folder and streams.
+children of the caller like any others, with their own arguments, environment, folder and streams. A program
+whose environment differs in a variable that libraries read on import starts as usual. So do children of these
+children.
 
     caller ── program, environment, streams ──→ server ── forks ──→ a process that forks the child and ends
            ←── number of the child ──────────── server ←── number ── the child
@@ -144,7 +146,7 @@ def quick_processes() -> Iterator[None]:
 
 
 def _next_child(link: socket.socket) -> _Program:
-    """Fork children for as long as there is a caller; return in each of them."""
+    """Fork children until the caller ends; return in each child."""
     while True:
         message, streams, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 3)
         if not message:
@@ -172,7 +174,7 @@ def _next_child(link: socket.socket) -> _Program:
 
 
 def main() -> None:
-    """Be the server, or a child of it."""
+    """Run the server; in a child, run its program."""
     for name in _PRELOADED:
         __import__(name)
     assert threading.active_count() == 1, "threads do not survive a fork"
