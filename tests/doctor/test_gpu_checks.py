@@ -1,4 +1,4 @@
-"""The checks of a GPU, as far as they run without one: what is right passes, and what is not fails."""
+"""The checks of a GPU, run without one: correct kernels pass, wrong ones fail."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "qua
 
 
 class SmallRig(Rig):
-    """A small model with norms of heads and a window."""
+    """A small model with head norms and a sliding window."""
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -48,7 +48,7 @@ class SmallRig(Rig):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's interpreter takes milliseconds for every program."""
+    """Keep shapes small: Triton's interpreter takes milliseconds per program."""
     monkeypatch.setattr(device_layer, "num_sms", lambda device: 2)
     monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1), (33,)))
     monkeypatch.setattr(kv_checks, "MANY", 2)
@@ -93,7 +93,7 @@ def test_right_prompt_attention_passes(rig: SmallRig, level: str) -> None:
 def test_a_kernel_that_is_a_little_wrong_fails(
     rig: SmallRig, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One number of what it computes is off by a thousandth."""
+    """One element of the output is wrong."""
     module, name, changed = {
         "rope_append": (kernel_checks, "rope_append", 0),
         "norm": (kernel_checks, "add_rms_norm", 4),
@@ -124,7 +124,7 @@ def test_a_kernel_that_gave_up_fails_although_another_served(
     monkeypatch.setattr(dispatch, "_in_triton", without_triton)
     with pytest.raises(CheckError, match="ptxas died"):
         checks(rig)["norm-triton"].run()
-    assert fallbacks.level("norm") == "triton"  # the check says what follows, not the dispatcher
+    assert fallbacks.level("norm") == "triton"  # the check's result lowers the level, not the dispatcher
 
 
 def no_pause(rng: random.Random) -> None:
@@ -179,7 +179,7 @@ def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyP
     [(name, level.name) for name, mechanism in MECHANISMS.items() for level in mechanism.levels],
 )
 def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, level: str) -> None:
-    """All else is on its lowest level, but for what the level cannot do without."""
+    """All other mechanisms are on their lowest level, except what the tested level requires."""
     with on_levels(alone(mechanism, level, MECHANISMS)):
         assert fallbacks.level(mechanism) == level
 

@@ -1,4 +1,4 @@
-"""All checks of a first start pass on a GPU that works."""
+"""All checks of a first start pass on a working GPU."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from neo_desktop.engine.selfcheck.__main__ import checks_of
 def test_a_gpu_that_works_passes_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
     monkeypatch.setattr(offload_checks, "SECONDS", {True: 0.1, False: 0.1})
-    if imitated_device() is not None:  # which takes milliseconds for every program of a kernel
+    if imitated_device() is not None:  # its interpreter takes milliseconds for every program of a kernel
         monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1)))
         monkeypatch.setattr(kv_checks, "MANY", 2)
         monkeypatch.setattr(kernel_checks, "ROWS", (1, 3))

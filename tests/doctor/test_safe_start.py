@@ -1,4 +1,4 @@
-"""A start that ended its process makes the next one more careful."""
+"""A start that ended its process makes the next start more careful."""
 
 import logging
 import signal
@@ -40,7 +40,7 @@ def _own_fallbacks() -> Iterator[None]:
 
 
 def begun() -> subprocess.Popen[bytes]:
-    """A process in the middle of a start."""
+    """Run a process that dies in the middle of a start."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -83,7 +83,7 @@ def test_a_careful_start_that_is_killed_makes_the_next_one_more_careful() -> Non
     killed_start()
     with safe_start.safe_start(CPU):
         assert fallbacks.level("isa") == MECHANISMS["isa"].levels[-1].name
-    killed_start()  # there is nothing below
+    killed_start()  # no lower level exists
     with safe_start.safe_start(CPU):
         pass
 
@@ -108,7 +108,7 @@ def test_one_start_that_ended_its_process_may_have_had_other_reasons() -> None:
 def test_care_is_kept_after_the_second_time_until_it_is_forgotten() -> None:
     killed_start()
     limits_of_a_start()
-    killed_start()  # in full again, and again
+    killed_start()  # the second death of a start in full
     for _ in range(3):
         assert limits_of_a_start() == careful_levels("cpu", 1)
     start_in_full()
@@ -138,7 +138,7 @@ def test_programs_that_start_at_once_do_not_disturb_each_other(folder: Path) -> 
 
 def test_two_that_die_of_the_same_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits = []
-    for number in (2, 1):  # a second step after the first one would be seen
+    for number in (2, 1):  # two deaths must not limit more than one
         monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / str(number)))
         for process in [begun() for _ in range(number)]:
             process.kill()

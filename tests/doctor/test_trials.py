@@ -1,4 +1,4 @@
-"""A check that hangs, ends its process or is wrong is marked; the next one has its turn."""
+"""A check that hangs, ends its process or is wrong is marked, and the next check runs."""
 
 import sys
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_figures_come_with_failures(outcomes: dict[str, Outcome]) -> None:
 
 def test_later_checks_do_without_what_failed(outcomes: dict[str, Outcome]) -> None:
     figures = outcomes["where"].figures
-    assert figures["rope_append"] == "triton"  # for which there was no memory: nothing is known
+    assert figures["rope_append"] == "triton"  # its check ran out of memory, so nothing is known
     assert (figures["graphs"], figures["paged_decode"], figures["norm"]) == ("eager", "torch", "torch")
 
 
@@ -83,7 +83,7 @@ def test_limits_follow_from_outcomes(outcomes: dict[str, Outcome]) -> None:
         "paged_decode": "torch",
         "norm": "torch",
     }
-    assert "5 s" in limits["graphs"].reason  # why it is not the highest
+    assert "5 s" in limits["graphs"].reason  # the timeout of the check that hung
     assert [outcome.name for outcome in unserved(list(outcomes.values()))] == ["leave", "refused"]
 
 

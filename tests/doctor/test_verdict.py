@@ -1,4 +1,4 @@
-"""What was found is kept for exactly what it belongs to, and limits the fallbacks of later starts."""
+"""Verdicts apply only to the exact machine and versions they were recorded for, and limit later starts."""
 
 import json
 import logging

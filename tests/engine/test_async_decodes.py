@@ -1,4 +1,4 @@
-"""Decodes that go through the layers at their own pace give the tokens of a plain computation."""
+"""Async decodes give the tokens of a plain computation."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 NUM_BLOCKS = 24
 
 
@@ -45,7 +45,7 @@ def make_executor(
 def test_random_paces_change_no_token(
     model: Decoder, seed: int, block_size: int, device_kind: type[KVLayer] | None
 ) -> None:
-    """Between turns comes anything, slots vary, some decodes give up and begin again."""
+    """Iterations of any kind run between async steps; slots vary, and some decodes restart."""
     iterations = AsyncIterations(seed, NUM_BLOCKS, block_size)
     executor = make_executor(model, block_size, device_kind)
     for plan, contexts in iterations.plans(30):
@@ -65,7 +65,7 @@ def hooked_executor(model: Decoder, hook: Hook) -> ModelRunner:
 
 
 def test_attention_may_take_as_long_as_the_turn(model: Decoder) -> None:
-    """The device passes all layers while the first group's attention has not ended, nor any behind it."""
+    """The device passes all layers before the first group's attention, or any later one, has ended."""
     has_passed, num_waited = threading.Event(), 0
 
     def hook(lane: str, stage: Stage) -> None:

@@ -73,6 +73,6 @@ def test_a_move_of_many_blocks_is_one_group() -> None:
 
 
 def test_blocks_written_twice_are_not_written_at_once() -> None:
-    """Which of two writes at the same time wins is undefined on a GPU."""
+    """The result of two simultaneous writes is undefined on a GPU."""
     copies = [BlockCopy(KVTier.DEVICE, 0, KVTier.HOST, 1), BlockCopy(KVTier.DEVICE, 2, KVTier.HOST, 1)]
     assert len(make_storage(3).copy_groups(copies)) == 2

@@ -1,4 +1,4 @@
-"""How much memory KV gets, from what is free, what others use and what caps allow."""
+"""Size KV memory from free memory, other programs' use, and caps."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ ITERATION = activation_bytes(CONFIG, LIMITS, DTYPE) + DEVICE_RESERVE_BYTES
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is free, to be changed by the test."""
+    """Return the free memory of a fake machine, for the test to change."""
     free = SimpleNamespace(gpu=8 * GIB, host=64 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.gpu, 80 * GIB))
     monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(free.host, free.host, None))
@@ -53,7 +53,7 @@ def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[KVTier, int
     ("capability", "name", "level", "has_masks"),
     [
         ((8, 6), "llama-3.1-8b", "flash", False),
-        ((8, 6), "gpt-oss-20b", "flash", False),  # with windows
+        ((8, 6), "gpt-oss-20b", "flash", False),  # with sliding windows
         ((7, 5), "llama-3.1-8b", "flash", False),
         ((7, 5), "gpt-oss-20b", "flash", True),
         ((8, 6), "gpt-oss-20b", "memory-efficient", True),
@@ -97,7 +97,7 @@ def test_what_other_programs_take_is_missing_in_the_gpu_cache(machine: SimpleNam
 
 
 def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: SimpleNamespace) -> None:
-    """What CUDA and the libraries take is missing in what is free by then."""
+    """By then, free memory excludes what CUDA and the libraries have allocated."""
 
     def kv_after(iteration_bytes: int, caps: MemoryCaps | None = None) -> int:
         free = FreeMemory.now(CUDA, iteration_bytes)
@@ -107,7 +107,7 @@ def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: Si
     assert kv_after(0) == machine.gpu - reckoned - DEVICE_MARGIN_BYTES
     assert kv_after(reckoned + GIB) == machine.gpu - reckoned - GIB - DEVICE_MARGIN_BYTES
     assert kv_after(0) > kv(CUDA)[KVTier.DEVICE]
-    # A cap is for all that the program takes.
+    # A cap covers all memory of the program.
     cap = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + 2 * GIB)
     assert kv_after(0, cap) == 2 * GIB
     assert kv_after(reckoned + GIB, cap) == GIB
@@ -159,7 +159,7 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
     block_bytes = BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
     available = kv(CUDA, caps)
     for tier, count in blocks.items():
-        assert count % BLOCKS_PER_RUN == 0  # host memory consists of whole runs
+        assert count % BLOCKS_PER_RUN == 0  # host memory is allocated in whole runs
         assert count * block_bytes <= available[tier] < (count + BLOCKS_PER_RUN) * block_bytes
 
 
@@ -169,7 +169,7 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
 def test_swapped_kv_and_the_other_pools_together_take_no_more(
     machine: SimpleNamespace, tiers: tuple[KVTier, ...]
 ) -> None:
-    """Three layers of it on the GPU, all but one in host memory."""
+    """The GPU holds three streamed layers, host memory holds all but one."""
     free = FreeMemory.now(CUDA)
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, tiers=tiers)
     available, of_block = kv(CUDA), BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
@@ -177,7 +177,7 @@ def test_swapped_kv_and_the_other_pools_together_take_no_more(
         blocks[KVTier.STREAMED] * of_block * 3 / 32,
         blocks[KVTier.STREAMED] * of_block * 31 / 32,
     )
-    assert blocks[KVTier.STREAMED] > blocks[KVTier.DEVICE]  # which is what it is for
+    assert blocks[KVTier.STREAMED] > blocks[KVTier.DEVICE]  # streaming must add capacity
     assert blocks[KVTier.DEVICE] * of_block + on_device <= available[KVTier.DEVICE]
     assert blocks.get(KVTier.HOST, 0) * of_block + on_host <= available[KVTier.HOST]
     assert on_device <= available[KVTier.DEVICE] / 8
@@ -203,7 +203,7 @@ def test_no_more_is_swapped_than_comes_over_the_bus_while_the_gpu_reads(machine:
     for bus_share in (0.01, 0.03):
         comes = bus_share * (WEIGHTS + kv(CUDA)[KVTier.DEVICE])
         assert comes * 0.8 < streamed(bus_share) * all_tokens * 31 / 32 <= comes
-    assert streamed(1.0) == streamed(2.0)  # the GPU's memory for its layers is the limit
+    assert streamed(1.0) == streamed(2.0)  # the GPU memory for its layers is the limit
 
 
 def test_without_a_gpu_kv_is_swapped_only_where_nobody_else_attends_to_host_memory(
@@ -262,7 +262,7 @@ def test_every_policy_has_room_under_every_cap(
 
 
 def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:
-    """A token has 128 bytes and a scale of 4 for K and V of each head, instead of 256 bytes."""
+    """For K and V, a head takes 128 bytes and a 4-byte scale per token, instead of 256 bytes."""
     caps = MemoryCaps(cpu_bytes=7 * GIB)
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps)
     in_8_bits = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps, torch.int8)
@@ -307,7 +307,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_quantisation_that_would(
         budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
     assert (offer or "close other programs") in str(caught.value)
     assert ("would fit" in str(caught.value)) is (offer is not None)
-    if offer is not None:  # and it does
+    if offer is not None:
         name = str(caught.value).partition("of it in ")[2].split()[0]
         form = uniform_form(CONFIG, budget.QUANTISATIONS[name])
         budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps(), form=form)

@@ -1,4 +1,4 @@
-"""Host memory is pinned for a GPU where the system pins it, and serves all the same where it does not."""
+"""Host memory is pinned for a GPU if the system allows it, and works unpinned otherwise."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,11 +15,11 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.transfer import HostBuffer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-REFUSED = "CUDA error: out of memory"  # what torch says when the system pins no more
+REFUSED = "CUDA error: out of memory"  # torch's message when the system refuses to pin
 
 
 class Pinning:
-    """Makes tensors; pins the first `most` of those that it is asked to pin."""
+    """Tensor factory that grants the first `most` requests for pinned memory."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -87,7 +87,7 @@ def test_a_buffer_grows_on_when_no_more_can_be_pinned(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it iterations are launched stage by stage; said once, where executors are made."""
+    """Without it, stages are launched one by one; the log says so once, when executors are made."""
 
     class Executor:
         fits_graphs = fits

@@ -1,4 +1,4 @@
-"""Tables interpolate exactly what is linear, grow where the truth grows, and learn from iterations."""
+"""Tables interpolate linear costs exactly, never fall where the truth grows, and learn from iterations."""
 
 import json
 import random
@@ -128,7 +128,7 @@ def test_tables_of_an_older_form_are_refused() -> None:
 
 
 def test_first_and_later_chunks_have_a_cost_of_their_own() -> None:
-    """A step of 2 ms between them, and three times the time per token."""
+    """The chunks differ by a step of 2 ms and a factor of three in time per token."""
     sizes, contexts = (2, 64, 512), (16, 512, 4096)
     cost = replace(
         machine(),
@@ -209,7 +209,7 @@ def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
 
 
 def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
-    """The host does all in order: attention for one sub-batch, then products for the other."""
+    """The host works in order: attention for one sub-batch, then linear layers for the other."""
     products = Curve((1, 64), (0.3, 0.5))
     cost = replace(machine(offload_ms=0.0), host_linear=products)
     load_0 = BatchShape().plus({KVTier.DEVICE: Decodes(6, 5000)})
@@ -269,7 +269,7 @@ def test_copies_both_ways_take_between_the_longer_and_both_in_turn(
 
 
 def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
-    """A chunk's own KV leaves while what precedes it comes."""
+    """A chunk's own KV leaves the device while earlier KV arrives."""
     load = BatchShape(tokens=300, fetched=2000, stored=300)
     one_way, shared = machine(duplex=1.0), machine(duplex=1.5)
     assert copies_ms(one_way, [load]) == one_way.swap_ms(2000)
@@ -279,7 +279,7 @@ def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
 
 
 def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
-    """Each of them alone hides behind the device; both of them would need half as much again as there is."""
+    """Each alone hides behind the device; together they need 1.5 times the memory bandwidth."""
     cost = machine(offload_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
     first = BatchShape().plus({KVTier.DEVICE: Decodes(30, 3000), KVTier.STREAMED: Decodes(1, 400)})
     second = BatchShape().plus({KVTier.HOST: Decodes(2, 2600)})
@@ -299,8 +299,8 @@ def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives()
 
 def test_rates_alone_and_together_tell_what_each_takes_of_the_memory() -> None:
     assert shares_of((30e9, 70e9), (20e9, 60e9)) == (30 / 80, 70 / 80)
-    assert sum(shares_of((30e9, 70e9), (30e9, 70e9))) == pytest.approx(1)  # they do not disturb each other
-    assert max(shares_of((30e9, 70e9), (10e9, 10e9))) <= 1  # a disturbance while it was measured
+    assert sum(shares_of((30e9, 70e9), (30e9, 70e9))) == pytest.approx(1)  # no mutual interference
+    assert max(shares_of((30e9, 70e9), (10e9, 10e9))) <= 1  # even after a disturbed measurement
 
 
 def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
@@ -312,7 +312,7 @@ def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
 
 
 def test_predictions_follow_a_machine_that_became_slower() -> None:
-    """The GPU throttles to half its speed, the CPU gets a busy neighbour."""
+    """The GPU throttles to half its speed, and other programs load the CPU."""
     corrected = CorrectedCostModel(machine())
     for _ in range(300):
         device_ms = 32 * corrected.linear_ms(100)
@@ -337,7 +337,7 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
 
 @given(slowdown=st.floats(0.3, 3.9), seed=st.integers(0, 99))
 def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: float, seed: int) -> None:
-    """Copies that are an iteration's longest part, and truly take so many times what they should."""
+    """Copies are the longest part of an iteration and take a multiple of the predicted time."""
     corrected, base = CorrectedCostModel(machine()), machine()
     load = BatchShape().plus({KVTier.STREAMED: Decodes(20, 9000)})
     measured = 32 * base.swap_ms(9000) * slowdown
@@ -371,7 +371,7 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
 def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
     slowdown: float, waits: float, tokens: int, seed: int
 ) -> None:
-    """Some layers are resident: copies may be short beside an iteration that waits for them."""
+    """Some layers are resident, so copies can be short although the iteration waits for them."""
     corrected, base = CorrectedCostModel(machine()), machine()
     load = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000), KVTier.STREAMED: Decodes(20, tokens)})
     alone = predict(base, load)

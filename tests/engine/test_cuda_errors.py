@@ -1,4 +1,4 @@
-"""Errors of a GPU, as the libraries above it tell them."""
+"""GPU errors as the libraries above CUDA report them."""
 
 import pytest
 import torch

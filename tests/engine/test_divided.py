@@ -1,4 +1,4 @@
-"""Divided weights on machines from datasheets: as fast as the bound allows, and like others where all fit."""
+"""Divided weights on machines from datasheets reach the bound, and match other plans if all weights fit."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_tables_know_what_the_cpu_has_to_do(name: str) -> None:
     whole = analytic_cost_model(gpu, get_host(gpu.host), CONFIG, DTYPE, read)
     assert whole.host_linear_ms(1) == 0
     assert whole.linear_ms(1) < cost.linear_ms(1)
-    # Between the points of a curve it errs by little.
+    # Between the points of a curve, interpolation errs by little.
     exact = weight_times(weights.matrices, weights.plan, weights.rates, 333).ms / CONFIG.num_layers
     assert cost.linear_ms(333) == pytest.approx(exact, rel=0.05)
 
@@ -70,7 +70,7 @@ def test_weights_of_which_all_are_resident_cost_what_they_cost_undivided() -> No
 
 
 def test_a_mixture_of_experts_reads_what_its_tokens_need() -> None:
-    """One token of Qwen3-30B-A3B meets 3 of 30 billion weights; a prompt meets nearly all of them."""
+    """One token of Qwen3-30B-A3B uses 3 of 30 billion weights; a prompt uses nearly all 30 billion."""
     config = shape("qwen3-30b-a3b")
     assert config.num_parameters == pytest.approx(30.5e9, rel=0.01)
     gpu = get_gpu("a100-80gb")

@@ -1,4 +1,4 @@
-"""Prompts as vectors: the model's last hidden states, pooled, on every way through the engine."""
+"""Prompts as vectors: the model's last hidden states, pooled, on every path through the engine."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 @torch.inference_mode()
 def expected(folder: Path, pooling: Pooling) -> np.ndarray:
-    """What transformers computes, [prompts, hidden], each of length 1."""
+    """Return the embeddings of transformers, [prompts, hidden], each of length 1."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = []
     for prompt in prompts():
@@ -65,7 +65,7 @@ def test_embeddings_are_those_of_transformers(
 def test_beside_outputs_with_little_memory_nothing_changes(
     checkpoints: dict[str, Path], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests are preempted, moved, and computed in chunks; the next iteration is decided on meanwhile."""
+    """Requests are preempted, moved and chunked; the engine plans the next iteration meanwhile."""
     folder = checkpoints["llama"]
     mean, last = SamplingParams(pooling="mean"), SamplingParams(pooling="last")
     with Engine.from_pretrained(folder, device="cpu") as roomy:
@@ -101,7 +101,7 @@ def test_beside_outputs_with_little_memory_nothing_changes(
 
 
 def test_kept_kv_is_neither_used_nor_left_behind(llama: Engine) -> None:
-    """A token whose KV is there would have no hidden state."""
+    """A token whose KV is already cached would have no hidden state."""
     prompt = prompts()[2]
     llama.generate([prompt], GREEDY)
     first, again = llama.embed([prompt, prompt])

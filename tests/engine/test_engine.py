@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
-    """Prompts of very different lengths, some across many blocks."""
+    """Return prompts of very different lengths, some across many blocks."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
@@ -97,10 +97,10 @@ def test_every_policy_and_memory_gives_the_same_tokens(
     happens: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests wait, move between the pools, are preempted and recomputed; nobody can tell.
+    """Requests wait, move between the pools, are preempted and recomputed, without a change of tokens.
 
-    Iterations are computed beside the engine, as by a GPU, while it decides on the next ones. Predictions are
-    those for an imaginary machine, so that what is tested happens on any.
+    Iterations run beside the engine, as on a GPU, while the engine plans the next ones. Predictions are
+    for an imaginary machine, so the test does the same on any machine.
     """
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints[family], prompt, 64) for prompt in batch]
@@ -144,7 +144,7 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
 def test_decodes_at_their_own_pace_give_the_same_tokens(
     checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With chunked prompts, moves and preemptions between the turns."""
+    """Chunked prompts, moves and preemptions happen between the async steps."""
     rng = random.Random(seed)
     batch = prompts(8)
     lengths = [rng.randint(10, 64) for _ in batch]
@@ -199,7 +199,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
 def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device refuses what is large, now and then, also in the middle of moves between the pools."""
+    """The device refuses large iterations now and then, also in the middle of moves between the pools."""
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
     start = ModelRunner.start
@@ -213,7 +213,7 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
         sizes.append(num_tokens)
         if num_tokens > 40 or (plan.copies and len(sizes) % 5 == 0):
             if len(sizes) % 2 == 0:
-                fail()  # it shows when the work is submitted, or later
+                fail()  # the error shows at submission, or later
             return fail
         return start(self, plan)
 
@@ -317,7 +317,7 @@ def test_requests_join_and_leave_between_any_two_steps(llama: Engine) -> None:
 
 
 def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) -> None:
-    """And requests that come until it is planned are part of it."""
+    """Requests that arrive before its planning are part of the next iteration."""
     first, second = prompts(5)[3:5]
     expected = [completion.token_ids for completion in llama.generate([first, second], GREEDY)]
     start, plans = llama._iterations.executor.start, []

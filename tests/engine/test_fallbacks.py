@@ -1,4 +1,4 @@
-"""Where mechanisms stand: forced, limited, one level lower."""
+"""Mechanisms take forced levels, respect limits, and fall back one level at a time."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_the_page_about_the_architecture_has_every_mechanism_and_rung() -> None:
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     listed = {name.strip(" `"): [level.strip(" `") for level in levels.split("→")] for name, levels in rows}
     here = {name: [level.name for level in mechanism.levels] for name, mechanism in MECHANISMS.items()}
-    listed["isa"] = [isa for isa in listed["isa"] if isa in here["isa"]]  # those of this CPU
+    listed["isa"] = [isa for isa in listed["isa"] if isa in here["isa"]]  # the ISA levels of this CPU
     assert listed == here
 
 

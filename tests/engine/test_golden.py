@@ -1,4 +1,4 @@
-"""Programs give lanes the stages that they gave before, in the same order, and their tokens are right."""
+"""Programs give lanes the recorded stages in the recorded order, and correct tokens."""
 
 import json
 from pathlib import Path
@@ -12,5 +12,5 @@ GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_and_what_they_wait_for_are_those_on_record(kind: str) -> None:
-    """A change that is meant writes new digests; `support/golden.py` shows the difference."""
+    """After an intended change, record new digests; `support/golden.py` shows the difference."""
     assert digest(list(KINDS[kind](SEED).records())) == GOLDEN[kind]

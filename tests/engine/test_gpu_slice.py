@@ -1,4 +1,4 @@
-"""A slice of the GPU: the driver is asked for it in the right way, and nothing works outside of it."""
+"""A slice of the GPU: the driver receives correct requests, and no work runs outside the slice."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -174,7 +174,7 @@ def test_streams_are_the_slices_and_shared_only_when_there_are_many(torch_cuda: 
     driver = FakeDriver()
     slice_ = make_slice(driver=driver)
     streams = [slice_.stream() for _ in range(33)]
-    assert len(driver.streams) == len(set(driver.streams)) == 33  # the main one, too
+    assert len(driver.streams) == len(set(driver.streams)) == 33  # including the main stream
     assert [stream.handle for stream in streams] == [*driver.streams[1:], driver.streams[1]]  # type: ignore[attr-defined]
 
 
@@ -202,7 +202,7 @@ def test_programs_run_on_streams_of_the_slice_alone(
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
-    """Of the CPU; from now on a model must not compute, nor memory for KV be taken, outside of them."""
+    """Open CPU streams; from then on, models compute and KV is allocated only on those streams."""
     monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
     recorded = RecordedStreams()
     monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
@@ -257,7 +257,7 @@ def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.Mon
     assert seen == [True] * 3
 
 
-# From here on: on a GPU.
+# The tests below need a GPU.
 
 on_a_gpu = [
     pytest.mark.gpu,
@@ -272,7 +272,7 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_in_a_slice(stream: torch.cuda.Stream) -> bool:
-    """What the driver says."""
+    """Ask the driver whether the stream belongs to a slice."""
     result, context = open_driver().cuStreamGetGreenCtx(stream.cuda_stream)
     assert result == 0
     return int(context) != 0
@@ -280,7 +280,7 @@ def is_in_a_slice(stream: torch.cuda.Stream) -> bool:
 
 @gpu
 def test_kernels_in_a_slice_see_no_other_multiprocessors() -> None:
-    from smid_kernel import multiprocessors  # noqa: PLC0415 - Triton is there with a GPU
+    from smid_kernel import multiprocessors  # noqa: PLC0415 - Triton is installed with a GPU
 
     streams = open_streams(torch.device("cuda"), 8)
     assert streams.sms is not None
@@ -301,7 +301,7 @@ def test_a_graph_captured_in_a_slice_stays_there() -> None:
     assert streams.sms is not None
     with streams.on_device():
         sms, spun = buffers()
-        launch(sms, spun)  # compiles
+        launch(sms, spun)  # compiles the kernel
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=streams.stream()):
             launch(sms, spun)
@@ -328,7 +328,7 @@ def test_products_in_a_slice_are_those_of_the_whole_gpu(tokens: int, has_bias: b
 
 
 class Watchdog(TorchDispatchMode):
-    """Looks at every operation of this thread that has to do with the GPU."""
+    """Dispatch mode that checks the stream of every GPU operation of this thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,9 +350,9 @@ class Watchdog(TorchDispatchMode):
 @gpu
 @pytest.mark.timeout(900)
 def test_no_operation_of_an_engine_is_outside_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The largest iterations run at the start: on an imitated GPU, too, which takes minutes for long contexts.
+    # Warm-up runs the largest iterations. On an imitated GPU, long contexts would take minutes.
     monkeypatch.setattr(warm_up, "NUM_BLOCKS", 16)
-    open_streams(torch.device("cuda"), 8)  # makes the GPU's context by an operation of its own
+    open_streams(torch.device("cuda"), 8)  # creates the CUDA context with an operation of its own
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with (
         Watchdog() as watch,

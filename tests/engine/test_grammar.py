@@ -1,4 +1,4 @@
-"""Outputs follow their grammars with every token, and nobody else in the batch can tell."""
+"""Outputs follow their grammars with every token, and other requests of the batch are unaffected."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def guide() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, one token per byte, and logits for more ids than there are tokens."""
+    """A model with random weights, one token per byte, and more logits than token ids."""
     return save_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
@@ -96,7 +96,7 @@ def test_every_way_of_sampling_obeys(guide: Engine, settings: dict[str, Any]) ->
 def test_policies_moves_and_preemptions_change_no_token(
     llama: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next iteration is decided on while one is computed, as beside a GPU."""
+    """The engine plans the next iteration during the current one, as beside a GPU."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in (1, 33, 7, 90, 64)]
     params = [SamplingParams(grammar=JSON, temperature=1.0, seed=i, max_tokens=160) for i in range(4)]
@@ -136,7 +136,7 @@ def test_a_regular_expression_matches_the_whole_output(guide: Engine, pattern: s
 
 
 def test_an_output_may_end_early_only_where_its_grammar_may(guide: Engine) -> None:
-    """The model's end token is pushed for; it comes as soon as the grammar allows it."""
+    """A bias favors the model's end token; it comes as soon as the grammar allows it."""
     (end,) = guide.eos_token_ids[:1]
     grammar = grammars.from_lark('start: "abc" ("!")*')
     params = SamplingParams(grammar=grammar, logit_bias={end: 100.0}, max_tokens=50, temperature=1.0)
@@ -252,7 +252,7 @@ def schema_chain(length: int = 3500) -> str:
 
 
 def costly_intersection() -> str:
-    """Return a grammar that takes half a minute and gigabytes."""
+    """Return a grammar that would take half a minute and gigabytes."""
     patterns = [{"pattern": f"(.*{letter}.*)"} for letter in "abcdefghijklmnopqrst"]
     return grammars.from_json_schema({"type": "string", "allOf": patterns})
 
@@ -289,7 +289,7 @@ def test_long_texts_go_on_and_a_grammar_that_failed_once_begins_anew() -> None:
 
 
 def sentence_pieces() -> Tokenizer:
-    """As Llama 2's: a space before every text, bytes for what the vocabulary lacks."""
+    """Return a Llama 2 style vocabulary: a space before every text, bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁{", '"', "{", "}", ":", ",", "n", "a", "m", "e", "na", "me", "name", '▁"', "1", "12"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -307,7 +307,7 @@ def sentence_pieces() -> Tokenizer:
 
 
 def walk(tokenizer: Tokenizer, grammar: str, seed: int, *, vocab_size: int, eos: tuple[int, ...]) -> str:
-    """A text of allowed tokens, drawn evenly."""
+    """Draw a text of allowed tokens, uniformly."""
     drawing = random.Random(seed)
     compiler = GrammarCompiler(tokenizer, vocab_size, eos)
     state = compiler.start(grammar)
@@ -339,7 +339,7 @@ def test_every_kind_of_tokenizer_gives_the_text_that_was_meant(
 
 
 def test_special_tokens_are_no_text() -> None:
-    """The characters that one is written with are; the token itself would end the output, or vanish."""
+    """The grammar allows its characters, not the token itself, which would end the output or vanish."""
     grammar = grammars.from_json_schema({"const": "a<|end|>b"})
     tokenizer = ByteTokenizer()
     text = walk(tokenizer, grammar, 0, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos_token_ids)

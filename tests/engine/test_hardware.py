@@ -1,4 +1,4 @@
-"""The hardware probe tells what is there and never fails for what is not."""
+"""The hardware probe reports available hardware and never fails if hardware is missing."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ GIB = 1024**3
 
 
 class FakeNvml:
-    """A T4 with other programs on it, as pynvml tells it; functions named in `refuse` are not supported."""
+    """pynvml on a T4 that other programs share; functions named in `refuse` are not supported."""
 
     class NVMLError(Exception):
         pass
@@ -28,7 +28,7 @@ class FakeNvml:
         self.is_open = False
         this_one = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
         self.answers = {
-            "nvmlSystemGetDriverVersion": b"570.86.15",  # bytes, as older versions of pynvml give
+            "nvmlSystemGetDriverVersion": b"570.86.15",  # older versions of pynvml return bytes
             "nvmlDeviceGetCount": 1,
             "nvmlDeviceGetHandleByIndex": "a handle",
             "nvmlDeviceGetName": "Tesla T4",
@@ -204,7 +204,7 @@ def test_memory_is_what_it_was_while_no_file_can_be_opened(monkeypatch: pytest.M
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", refuse)  # a container's limit, which must not be forgotten
+        patch.setattr(Path, "read_text", refuse)  # a known container limit must survive
         assert hardware.host_memory() == known
     monkeypatch.setattr(hardware.psutil, "virtual_memory", refuse)
     assert hardware.host_memory() == known

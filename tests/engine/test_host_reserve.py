@@ -1,4 +1,4 @@
-"""Caches give memory back while the engine runs: the system has it, no token changes, no request is lost."""
+"""Caches return memory to the system while the engine runs; tokens stay the same, no request is lost."""
 
 import errno
 import logging
@@ -36,7 +36,7 @@ from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
 
 class FakePool:
-    """Blocks of a byte; what is given back is gone."""
+    """Blocks of one byte that lose their content when released."""
 
     block_bytes = 1
 
@@ -68,7 +68,7 @@ class FakePool:
 def test_every_request_ends_with_its_own_tokens_however_the_caches_change(
     jobs: list[tuple[list[int], int]], policy: str, sizes: list[int], available: list[int]
 ) -> None:
-    """All caches, that of the imitated GPU, too; what was given back is never read, or the model stumbles."""
+    """Released memory of any cache, including the imitated GPU's, is never read, or tokens would change."""
     block_size = 4
     num_blocks = dict(zip(MEASURED_TIERS[policy], sizes, strict=False))
     kv = KVCache(num_blocks, block_size)
@@ -151,7 +151,7 @@ def test_tokens_stay_the_same_while_memory_goes_and_comes(
         for what in ("gave back", "again"):
             is_told = sum(what in record.message for record in caplog.records) > 2
             assert is_told, "the test did not reach what it is about"
-        if dtype == "int8":  # which rows were rounded when depends on who was computed again
+        if dtype == "int8":  # recomputed requests round their rows at other times
             assert [len(tokens) for tokens in outputs] == [len(tokens) for tokens in expected]
         else:
             assert outputs == expected

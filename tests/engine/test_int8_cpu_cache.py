@@ -1,4 +1,4 @@
-"""The CPU-cache in 8 bits: everything works as with the model's own dtype, and logits change little."""
+"""The 8-bit CPU cache: all features work as with the model's own dtype, and logits change little."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 
 @pytest.fixture
 def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
-    """Little room on the device: requests move to the host and back; predictions of an imaginary machine."""
+    """Make an engine with little device memory and predictions for an imaginary machine, so requests move."""
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
@@ -41,7 +41,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 
 
 def decode_logits(folder: Path, cpu_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Logits after contexts that lie in the CPU-cache, all but the last token, which is computed anew."""
+    """Return logits after contexts in the CPU cache, of which only the last token is recomputed."""
     batch = prompts([17, 33, 65, 129, 257, 401, 481, 497])
     compute, seen = Stages.logits, []
 
@@ -65,7 +65,7 @@ def decode_logits(folder: Path, cpu_cache_dtype: str, monkeypatch: pytest.Monkey
 def test_logits_change_by_some_percent_at_most(
     checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured on random weights, which blur more than trained ones: 0.6 to 5.8 % of the logits' norm."""
+    """Random weights blur more than trained ones: measured 0.6 to 5.8 % of the logits' norm."""
     exact, rounded = (decode_logits(checkpoints[family], dtype, monkeypatch) for dtype in ("auto", "int8"))
     difference = (exact - rounded).norm(dim=-1) / exact.norm(dim=-1)
     assert difference.max() < 0.12
@@ -82,7 +82,7 @@ def test_requests_are_answered_while_their_kv_moves_between_the_memories(engine:
 
 
 def test_first_tokens_are_those_of_the_model_dtype(engine: Engine, checkpoints: dict[str, Path]) -> None:
-    """A prompt's own chunk is attended to before anything is rounded."""
+    """A prompt's own chunk is attended before its KV is rounded."""
     batch = prompts([17, 64, 150, 90])
     with Engine.from_pretrained(checkpoints["llama"], device="cpu", policy="gpu-only") as exact:
         expected = [output.token_ids for output in exact.generate(batch, ONE_TOKEN)]
@@ -90,7 +90,7 @@ def test_first_tokens_are_those_of_the_model_dtype(engine: Engine, checkpoints: 
 
 
 def test_a_beginning_is_found_again(checkpoints: dict[str, Path]) -> None:
-    """By decodes and by prompts in chunks, and what was read twice is the same."""
+    """Decodes and chunked prompts reuse cached prefixes, and two reads give the same tokens."""
     (prompt,) = prompts([150])
     with Engine.from_pretrained(
         checkpoints["llama"],

@@ -1,4 +1,4 @@
-"""An array that grows without changing what was read from it."""
+"""An array that grows without changing earlier views of it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is found out about a prompt before an engine sees it."""
+"""Checks and preparation of prompts before they reach an engine."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""No block is lost, none is owned twice, and equal beginnings share their KV."""
+"""No block is lost, none has two owners, and equal prefixes share their KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,8 +52,8 @@ class Owner:
 class KVCacheMachine(RuleBasedStateMachine):
     """Random operations against a model that also tracks the *content* of every block.
 
-    `content[tier][block]` is the tuple of all tokens up to the end of that block, as an executor would have
-    computed it. A table whose blocks do not hold the request's own tokens would give wrong answers.
+    `content[tier][block]` is the tuple of the request's tokens up to the end of that block, as an executor
+    would have computed it. A table whose blocks hold another request's tokens would give wrong answers.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.owners: dict[str, Owner] = {}
         self.content: dict[KVTier, dict[int, tuple[int, ...]]] = {tier: {} for tier in NUM_BLOCKS}
         self.num_requests = 0
-        self.planned: list[tuple[IntView, list[int]]] = []  # tables handed out, and what was in them
-        self.copies: list[BlockCopy] = []  # of moves, to be carried out before anything is computed
+        self.planned: list[tuple[IntView, list[int]]] = []  # block tables given to plans, with their contents
+        self.copies: list[BlockCopy] = []  # pending moves, to be executed before any computation
         self.moved: set[str] = set()
 
     def compute(self, request_id: str, start: int) -> None:
@@ -78,7 +78,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 self.content[owner.tier][block] = tuple(owner.token_ids[:end])
         commit(self.kv, request_id, owner.token_ids)
 
-    # Two token values only, so that beginnings often coincide.
+    # Two token values only, so prefixes often coincide.
     @rule(
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=24),
         tier=tiers,
@@ -124,7 +124,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="already"):
                 self.kv.move(request_id, tier, len(owner.token_ids))
             return
-        # What is there already is not copied: the rest of this machine checks that it is the same.
+        # A move copies no cached block; the rest of this machine checks that both contents agree.
         copies = self.kv.move(request_id, tier, len(owner.token_ids), hashes(owner.token_ids))
         if copies is None:
             assert self.kv.num_free_blocks(tier) < self.kv.blocks_for(len(owner.token_ids))
@@ -143,7 +143,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(tier=tiers, num_runs=st.integers(0, 3))
     def set_limit(self, tier: KVTier, num_runs: int) -> None:
-        """Who has blocks beyond the limit keeps them, but nobody gets one, by content neither."""
+        """Requests keep blocks beyond the limit, but no request gets one, not even by content."""
         limit = min(num_runs * BLOCKS_PER_RUN, NUM_BLOCKS[tier])
         is_drained = self.kv.set_limit(tier, limit)
         assert is_drained == all(self.kv.last_block(name) < limit for name in self.living_in(tier))
@@ -168,7 +168,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_to_move(self) -> None:
-        """Nobody knows what the blocks hold then: whoever was to have them gives them back."""
+        """The target blocks' contents are undefined then, so the moved requests free them."""
         for request_id in sorted(self.moved & self.owners.keys()):
             del self.owners[request_id]
             self.kv.free(request_id)
@@ -257,13 +257,13 @@ def test_who_comes_while_another_computes_most_of_it_is_told_so() -> None:
     assert not is_mostly_coming(prompt)
     admit(kv, "first", prompt, tier)
     assert is_mostly_coming(prompt)
-    assert not is_mostly_coming(prompt, KVTier.HOST)  # each tier has its own
+    assert not is_mostly_coming(prompt, KVTier.HOST)  # each tier has its own KV
     assert is_mostly_coming([*prompt[:12], 99, 98, 97])
-    assert not is_mostly_coming([*prompt[:4], *range(50, 70)])  # a small part is not worth waiting for
+    assert not is_mostly_coming([*prompt[:4], *range(50, 70)])  # a small part is not worth the wait
     commit(kv, "first", prompt[:8])
     assert is_mostly_coming(prompt)  # 8 of the other 10 tokens
     commit(kv, "first", prompt)
-    assert not is_mostly_coming(prompt)  # it is there
+    assert not is_mostly_coming(prompt)  # already cached
     assert admit(kv, "second", prompt, tier) == 16
 
 
@@ -282,7 +282,7 @@ def test_a_move_shares_what_is_there_already() -> None:
         commit(kv, name, prompt)
     copies = kv.move("moves", KVTier.HOST, 10, hashes(prompt))
     assert copies is not None
-    assert [copy.source for copy in copies] == [KVTier.DEVICE]  # the last, partly filled block
+    assert [copy.source for copy in copies] == [KVTier.DEVICE]  # only the last, partly filled block
     assert kv.usage()[KVTier.HOST].num_used_blocks == 4
     kv.check()
 
@@ -295,7 +295,7 @@ def test_those_who_move_together_bring_what_they_share_once() -> None:
     moved = [kv.move(f"{n}", KVTier.HOST, 19, hashes([*prompt, n])) for n in range(4)]
     assert [len(copies or ()) for copies in moved] == [5, 1, 1, 1]
     assert kv.usage()[KVTier.HOST].num_used_blocks == 4 + 4
-    assert admit(kv, "too early", [*prompt, 9], KVTier.HOST) == 0  # the copies may yet fail
+    assert admit(kv, "too early", [*prompt, 9], KVTier.HOST) == 0  # the copies can still fail
     for number in range(4):
         kv.arrived(f"{number}", hashes([*prompt, number]))
     assert admit(kv, "later", [*prompt, 8], KVTier.HOST) == 16
@@ -322,7 +322,7 @@ def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() 
         for num_tokens in range(11, 4 * BLOCKS_PER_RUN * BLOCK_SIZE // 2):
             for name in names:
                 assert kv.extend(name, num_tokens)
-                if num_tokens % BLOCK_SIZE == 0:  # as for tokens that nobody else has: found again by nobody
+                if num_tokens % BLOCK_SIZE == 0:  # unique tokens: no other request reuses these blocks
                     commit(kv, name, [generation, *map(ord, name), *range(num_tokens)][:num_tokens])
         for name in names:
             table = kv.block_table(name)
@@ -349,7 +349,7 @@ def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
         blocks.append(pool.allocate(after=blocks[-2]))
     for block in blocks:
         pool.publish(block, bytes([block]))
-    for block in sorted(blocks, reverse=True):  # the second run first
+    for block in sorted(blocks, reverse=True):  # the second run becomes the oldest
         pool.release(block)
     assert pool.num_cached_blocks == 2 * BLOCKS_PER_RUN
     assert pool.allocate() == BLOCKS_PER_RUN
@@ -360,7 +360,7 @@ def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
 
 @pytest.mark.parametrize("tier", [KVTier.STREAMED, KVTier.DEVICE])
 def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(tier: KVTier) -> None:
-    """Contents of those that ended are kept where there is room; elsewhere all blocks are used up first."""
+    """Other tiers keep cached contents and use up all blocks first."""
     num_blocks, size = 64 * BLOCKS_PER_RUN, 4
     kv = KVCache({tier: num_blocks}, size)
     highest = 0

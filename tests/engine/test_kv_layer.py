@@ -1,4 +1,4 @@
-"""Rows come back from KV memory of any kind as they went in, and wherever they move."""
+"""KV memory of any kind returns the rows that were written, also after moves."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from neo_desktop.models.shapes import shape
 CPU = torch.device("cpu")
 CONFIG = replace(shape("tiny"), num_layers=2)
 KV_HEADS, HEAD_DIM = CONFIG.num_kv_heads, CONFIG.head_dim
-NUM_BLOCKS = 6  # one page of host memory, and half of another
+NUM_BLOCKS = 6  # one page of host memory and half of a second one
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 KINDS = [
@@ -32,7 +32,8 @@ KINDS = [
         for kind in (HostLayer, TorchLayer, GpuLayer)
         for dtype in FLOATS
         for block_size in (16, 8)
-        if kind is not GpuLayer or dtype is not torch.bfloat16  # Triton's interpreter cannot multiply it
+        if kind is not GpuLayer
+        or dtype is not torch.bfloat16  # Triton's interpreter cannot multiply bfloat16
     ),
     (HostLayer, torch.float32, 48),
     (HostLayer, torch.int8, 16),
@@ -70,7 +71,7 @@ def model_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def assert_close(found: Tensor, stored: Tensor, dtype: torch.dtype) -> None:
-    """Nothing is lost in the model's dtype; in int8, half a step of a row's largest element, and rounding."""
+    """The model's dtype is exact; int8 allows half a step of a row's largest element, plus rounding."""
     if dtype is torch.int8:
         largest = stored.abs().amax(-1, keepdim=True).float()
         rounding = torch.finfo(found.dtype).eps / 2
@@ -150,7 +151,7 @@ def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch
     k, v, k_scale, v_scale = (part[0] for part in host.parts)
     host.layer(1).write(*rows, slots)  # type: ignore[call-arg]
     k_once, v_once, k_scale_once, v_scale_once = (part[1] for part in host.parts)
-    assert torch.equal(k[0], k_once[0])  # of whole pages: what was never written may be anything
+    assert torch.equal(k[0], k_once[0])  # compare written pages only: others hold any values
     assert torch.equal(v[0], v_once[0])
     for scale, once in ((k_scale, k_scale_once), (v_scale, v_scale_once)):
         torch.testing.assert_close(scale[0], once[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
@@ -190,7 +191,7 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
 
 @pytest.mark.parametrize("block_size", [16, 8])
 def test_values_follow_their_keys(block_size: int) -> None:
-    """What the kernel reads one after the other lies so."""
+    """The layout matches the kernel's read order."""
     k, v = make_pool(HostLayer, torch.float16, block_size).parts
     page_bytes = BLOCKS_PER_RUN * block_size * HEAD_DIM * k.itemsize
     assert v[0, 0, 0].data_ptr() - k[0, 0, 0].data_ptr() == page_bytes
@@ -199,7 +200,7 @@ def test_values_follow_their_keys(block_size: int) -> None:
 
 @each_kind
 def test_bytes_are_those_of_the_memory(kind: type[KVLayer], dtype: torch.dtype, block_size: int) -> None:
-    """Of whole pages: 8 blocks of host memory instead of 6."""
+    """Host memory consists of whole pages: 8 blocks instead of 6."""
     pool = make_pool(kind, dtype, block_size)
     blocks = 2 * BLOCKS_PER_RUN if kind is HostLayer else NUM_BLOCKS
     taken = sum(part.nbytes for part in pool.parts)

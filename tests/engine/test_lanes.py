@@ -1,4 +1,4 @@
-"""Lanes keep their order, wait for each other, and never leave anybody waiting."""
+"""Lanes keep their order, wait for each other, and never leave a caller waiting."""
 
 import gc
 import subprocess
@@ -19,7 +19,7 @@ from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.watchdog import Watchdog
 
 STAGE = Stage("work", 0, 0, 1)
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
 
 def step(work: Work) -> HostStep:
@@ -136,8 +136,8 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
         queued.wait()
     with pytest.raises(RuntimeError):
         lanes.host(Lane.CPU, STAGE, step(lambda: None))
-    lanes.close()  # again
-    lanes.abandon()  # as the thread does whose iteration was closed
+    lanes.close()  # a second close does nothing
+    lanes.abandon()  # the thread of a closed iteration does this
 
 
 def test_lanes_that_nobody_uses_have_no_threads() -> None:
@@ -227,7 +227,7 @@ def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
     lanes.begin(Watchdog(3.0))
     lanes.host(Lane.CPU, STAGE, step(gate.wait))
     for _ in range(4):
-        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together more than the timeout
+        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together longer than the timeout
     lanes.run(Lane.SWAP, STAGE, gate.set)
     lanes.join()
     lanes.close()

@@ -1,4 +1,4 @@
-"""What people are told of a running engine agrees with what it counts, and costs nothing when nobody asks."""
+"""Live views of a running engine match its counters, and cost nothing without a viewer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +55,7 @@ def prompts() -> list[list[int]]:
 
 
 def views(engine: Engine) -> Iterator[LiveView]:
-    """Look before every iteration until all is done, and once more."""
+    """Take a view before every iteration and one at the end."""
     for index, prompt in enumerate(prompts()):
         engine.add(str(index), engine.prepare(prompt, PARAMS))
     while engine.has_work:
@@ -106,11 +106,11 @@ def test_the_gpu_alone_holds_fewer_than_both_places(checkpoint: Path) -> None:
     assert len(fullest.requests) == NUM_REQUESTS
     assert fullest.num_gpu_alone is not None
     assert 0 < fullest.num_gpu_alone < NUM_REQUESTS
-    for view in seen:  # never fewer than live there
+    for view in seen:  # at least the requests on the device, without one that is about to be preempted
         assert view.num_gpu_alone is not None
         assert view.num_gpu_alone >= sum(one.tier == KVTier.DEVICE for one in view.requests) - 1
     with make_engine(checkpoint, "gpu-only") as engine:
-        for view in views(engine):  # there it can be seen; the youngest may be about to be preempted
+        for view in views(engine):  # the youngest request may be preempted next
             assert view.num_gpu_alone in (len(view.requests), len(view.requests) - 1)
     with make_engine(checkpoint, "fastdecode") as engine:
         assert engine.live_view().num_gpu_alone is None
@@ -134,7 +134,7 @@ def test_the_timeline_of_the_last_iteration_has_both_sub_batches_and_all_lanes(c
 def test_a_decode_at_its_own_pace_is_not_told_to_wait(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited before it began, and waits between the turns that take it along; the CPU works for it."""
+    """An async decode waits before its start and between its steps, but the CPU works for it meanwhile."""
     monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
     waited = 0
     with make_engine(checkpoint, "auto") as engine:
@@ -171,7 +171,7 @@ def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: P
 
 
 def test_a_single_request_is_not_measured_against_a_full_gpu(checkpoint: Path) -> None:
-    """Its tokens come one after the other: the weights are read for each, whatever the memory holds."""
+    """Its tokens come one by one: each token reads all weights, at any memory capacity."""
     tables = machine(num_layers=2)
     with make_engine(checkpoint, "auto", tables) as engine:
         engine.live_view()
@@ -212,9 +212,9 @@ def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
     iterate(3)
     assert [span.start_ns for span in watch.spans] == [2]
     watch.ask()
-    iterate(4, completed=False)  # what is known of a failed one is not shown
+    iterate(4, completed=False)  # a failed iteration has no known figures
     assert [span.start_ns for span in watch.spans] == [2]
-    assert timeline.spans == []  # nothing piles up
+    assert timeline.spans == []  # no spans accumulate
 
 
 def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
@@ -225,7 +225,7 @@ def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
 
 
 def test_a_decode_at_its_own_pace_counts_as_a_token_once() -> None:
-    """It is taken along in every turn; only the last stage of the last one brings a token."""
+    """Every async step takes it along; only the last stage of the last step yields a token."""
     table = IntArray((0,)).view()
     on_its_way = ScheduledSequence("w", (1,), 5, KVTier.HOST, table, None)
     sampling = SamplingInput(SamplingParams(), 0, 0, 8, table, table)
@@ -241,7 +241,7 @@ def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
     watch = Notes(clock=lambda: now)
     assert not watch.is_on
     watch.ask()
-    assert watch.rates is None  # a rate needs two looks
+    assert watch.rates is None  # a rate needs two views
     for _ in range(10):
         assert watch.is_on
         watch.note(plan(num_prompt_tokens=50, num_decodes=2), IterationTiming(4.0, 1.0))
@@ -254,12 +254,12 @@ def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
     assert len(watch.iterations) == 10
     now += WATCH_S
     assert not watch.is_on
-    watch.ask()  # somebody comes back: what was noted long ago says nothing about now
+    watch.ask()  # a viewer returns: old notes say nothing about the present
     assert (watch.iterations, watch.rates) == ((), None)
 
 
 class Known(RequestState):
-    """A request whose tokens are known."""
+    """A request with known tokens."""
 
     def __init__(self, arrival: int, tokens: list[int]) -> None:
         super().__init__(str(arrival), str(arrival), arrival, len(tokens), len(tokens) + 1)

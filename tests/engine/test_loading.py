@@ -1,4 +1,4 @@
-"""Devices and dtypes that cannot work are refused before anything is loaded."""
+"""Unusable devices and dtypes are refused before anything is loaded."""
 
 from dataclasses import replace
 
@@ -72,6 +72,6 @@ def test_activations_beyond_float16_are_not_computed_in_it(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=capability: has)
         usual = torch.float16 if capability < (8, 0) else stored
         assert choose_dtype("auto", config, CUDA) is (otherwise if is_beyond else usual)
-        assert choose_dtype("float16", config, CUDA) is torch.float16  # who asks for it gets it
+        assert choose_dtype("float16", config, CUDA) is torch.float16  # an explicit request is granted
     assert choose_dtype("auto", config, CPU, 0) is (torch.bfloat16 if is_beyond else stored)
     assert choose_dtype("auto", replace(config, dtype=torch.float32), CUDA) is torch.float32

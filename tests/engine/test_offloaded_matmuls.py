@@ -1,4 +1,4 @@
-"""A model whose matrices lie on the device and in host memory gives the tokens of the unsplit one."""
+"""A model with matrices on the device and in host memory gives the tokens of the unsplit model."""
 
 import random
 import threading
@@ -23,13 +23,13 @@ from neo_desktop.models import expert_pieces
 from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
-EXPERT_BYTES = 3 * 64 * experts_config().hidden_size * 4  # of one of `expert_model`, in float32
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+EXPERT_BYTES = 3 * 64 * experts_config().hidden_size * 4  # one expert of `expert_model` in float32
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")
 def whole() -> Decoder:
-    """What the tokens are compared with."""
+    """Return the reference model."""
     return tiny_model()
 
 
@@ -44,7 +44,7 @@ def make_executor(model: Decoder, hook: Hook | None = None, timeline: Timeline |
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_plans_give_the_unsplit_models_tokens(whole: Decoder, seed: int) -> None:
-    """Prompts, decodes of both tiers, moves, one or two sub-batches; any division of any matrix."""
+    """Plans mix prompts, decodes of both tiers, moves and one or two sub-batches; matrices split anywhere."""
     rng = random.Random(seed)
     slow = rng.choice((None, *Lane))
 
@@ -66,7 +66,7 @@ def prompts(seed: int = 3) -> tuple[IterationPlan, dict[str, list[int]]]:
 
 
 def test_pieces_come_while_the_cpu_multiplies(whole: Decoder) -> None:
-    """The bus goes on with the next products' weights while the CPU still has its part of one."""
+    """The bus copies the next layer's weights while the CPU still multiplies its part."""
     coming, was_ahead = threading.Event(), []
 
     def hook(lane: str, stage: Stage) -> None:
@@ -108,7 +108,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("policy", ["gpu-only", "neo", "auto", "apex"])
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) -> None:
-    """From weights that lie on the device as far as was asked for, divided by what was measured."""
+    """A fixed budget of weights is resident; measured rates divide the others."""
     prompts = [[(7 * i + 3 * length) % VOCAB_SIZE for i in range(length)] for length in (3, 40, 17, 90)]
     caches = {"gpu_cache_tokens": 320, "cpu_cache_tokens": 0 if policy == "gpu-only" else 1000}
     with Engine.from_pretrained(
@@ -131,9 +131,9 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) 
 def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of them, in any layer, beside offloaded matrices; prompts, decodes, moves, sub-batches.
+    """Any number of experts is resident, in any layer, beside offloaded matrices.
 
-    Any share of them is streamed, in pieces of one expert, of some or of all.
+    Any share of the others is streamed, in pieces of one expert, several experts or all experts.
     """
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2 * EXPERT_BYTES, 2**20)[seed % 3])
     model, reference = expert_model(seed), expert_model()

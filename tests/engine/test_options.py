@@ -1,4 +1,4 @@
-"""The engine's options: stated once, and the same for everybody who reads them."""
+"""The engine's options have one definition for Python, the command line and the server."""
 
 from dataclasses import fields
 from pathlib import Path, PosixPath
@@ -19,7 +19,7 @@ from neo_desktop.engine.schedule.policies import POLICIES
 def test_the_keywords_of_python_are_the_fields() -> None:
     types, keywords = get_type_hints(EngineOptions), get_type_hints(EngineKeywords)
     assert keywords.keys() == types.keys() - {"model"}
-    for name, kind in keywords.items():  # Python takes what the command line takes, and more
+    for name, kind in keywords.items():  # Python accepts all types of the command line, and more
         assert set(get_args(types[name]) or (types[name],)) <= set(get_args(kind) or (kind,))
 
 

@@ -13,13 +13,13 @@ from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 16
-PROMPT = list(range(1000))  # 62 full blocks and a half
+PROMPT = list(range(1000))  # 62 full blocks and half a block
 OUTPUT_TOKENS = 30
-FULL, OWN = 62, 3  # blocks: shared, and of each answer: 8 tokens of the prompt and 29 of the answer
+FULL, OWN = 62, 3  # shared blocks, and blocks per answer: 8 tokens of the prompt and 29 of the answer
 
 
 class Run:
-    """n answers at once in a tier, to their end."""
+    """Result of n parallel answers in one tier."""
 
     def __init__(self, tier: KVTier, n: int, *, look_ahead: bool = False) -> None:
         self.kv = KVCache({tier: 1000}, BLOCK_SIZE)
@@ -56,9 +56,9 @@ def test_each_answer_takes_its_own_blocks_and_the_prompt_its_own(
 ) -> None:
     run = Run(tier, n, look_ahead=look_ahead)
     assert run.most_blocks == FULL + n * OWN
-    # The first answer computes the prompt, the others what is left of its last block.
+    # The first answer computes the prompt, the others compute the tokens in its last block.
     assert run.num_computed == 1000 + (n - 1) * 8 + n * (OUTPUT_TOKENS - 1)
-    # They begin one iteration later, no more.
+    # The others start exactly one iteration later.
     assert run.num_iterations == OUTPUT_TOKENS + (n > 1)
 
 

@@ -1,4 +1,4 @@
-"""NEO's inequalities hold where they are asked for; the best split is never worse than the simple ones."""
+"""NEO's inequalities hold where required; the best partition is never worse than the simple ones."""
 
 import pytest
 from cost_models import THIRD, cost_models, machine
@@ -44,7 +44,7 @@ shapes = st.builds(
 
 
 def parts(split: Partition, shape: BatchShape, queue: HostQueue) -> tuple[BatchShape, BatchShape]:
-    """The two sub-batches of a split, decode by decode."""
+    """Return the two sub-batches of a partition, built decode by decode."""
     found = [shape, BatchShape()]
     for number, positions in enumerate((split.first, split.second)):
         for position in positions:
@@ -54,7 +54,7 @@ def parts(split: Partition, shape: BatchShape, queue: HostQueue) -> tuple[BatchS
 
 
 def check(split: Partition, shape: BatchShape, queue: HostQueue, cost: CostModel) -> None:
-    """Nobody is in two sub-batches, none is empty, and the prediction is that of the estimate."""
+    """Check that sub-batches are disjoint and not empty, and the prediction equals the estimate."""
     positions = [*split.first, *split.second]
     assert len(set(positions)) == len(positions) == split.num_taken
     assert set(positions) <= set(range(len(queue)))
@@ -68,7 +68,7 @@ def test_the_host_hides_behind_the_device_in_neos_batches(
     cost: CostModel, shape: BatchShape, queue: HostQueue
 ) -> None:
     split = CandidateGenerator(cost, shape, queue).hidden()
-    if not split.shapes[0].tokens:  # nothing hides behind nothing
+    if not split.shapes[0].tokens:  # without device work nothing can hide
         assert split.num_taken == 0
         return
     check(split, shape, queue, cost)
@@ -128,7 +128,7 @@ def test_the_best_split_is_not_worse_than_any_simple_one(
     if shape.tokens:
         simple.append(generator.front(0, 0))
     for other in simple:
-        # Each of a handful of candidates must beat the one before by the tolerance.
+        # Each candidate must beat its predecessor by the tolerance.
         assert rate >= worth.rate(other) * (1 - TOLERANCE) ** 6
 
 
@@ -138,7 +138,7 @@ def best(cost: CostModel, shape: BatchShape, queue: HostQueue, decode_ms: float)
 
 
 def test_many_host_decodes_ride_along_where_the_device_reads_weights_anyway() -> None:
-    """Llama-2-7B on a small card: two decodes take the device as long as sixty tokens."""
+    """Llama-2-7B on a small card: two decodes take the device as long as 60 tokens."""
     split = best(machine(), on_device(2, 400), of_host(20, 400), decode_ms=6.0)
     assert len(split.shapes) == 2
     assert split.num_taken >= 10

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies is pinned, in huge pages, on an imitated runtime."""
+"""Host memory for GPU copies is pinned, in huge pages, on an imitated runtime."""
 
 import mmap
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
 
 
 class Runtime:
-    """What CUDA's runtime knows of registered ranges, by address; it refuses what it does not promise."""
+    """CUDA's table of registered ranges, by address; rejects calls that break the runtime's contract."""
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
-        self.registers = 10**9  # so many calls more succeed
+        self.registers = 10**9  # number of calls that still succeed
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         assert address % mmap.PAGESIZE == 0
@@ -44,7 +44,7 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """Let memory be pinned as if there were a GPU."""
+    """Let memory be pinned as if a GPU were present."""
     made = Runtime()
     all_pages = WeakSet[pinned._Pages]()
 
@@ -56,7 +56,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(pinned, "_forget_refusal", lambda: None)
     yield made
-    for pages in all_pages:  # what goes later must not ask the real runtime
+    for pages in all_pages:  # later garbage collection must not call the real runtime
         pages.pinned_at = None
 
 
@@ -75,7 +75,7 @@ def test_what_a_gpu_reads_has_huge_pages_and_is_not_copied_by_a_fork(
             begin, end = (int(each, 16) for each in name.split("-"))
         elif name == "VmFlags:" and begin <= address < end:
             flags = words
-    assert {"hg", "dc"} <= set(flags)  # huge pages, not copied by a fork
+    assert {"hg", "dc"} <= set(flags)  # huge pages, and not copied by a fork
     assert "sh" not in flags
     if "[never]" in HUGE_PAGE_POLICY.read_text():
         pytest.skip(f"the system is set to give no huge pages: {HUGE_PAGE_POLICY}")
@@ -95,7 +95,7 @@ def test_weights_without_huge_pages_are_told_of(
     memory = weight_bytes(64 << 20)
     begin, smaps = memory.data_ptr(), tmp_path / "smaps"
     monkeypatch.setattr("neo_desktop.engine.huge_pages.SMAPS", smaps)
-    check_weight_pages()  # of a system that does not tell
+    check_weight_pages()  # a system without this information
     entry = "{:x}-{:x} rw-p 0 0:0 0\nRss: 65536 kB\nAnonHugePages: {} kB\nVmFlags: rd wr\n"
     elsewhere = entry.format(1 << 20, 2 << 20, 65536)
     for kib, level in ((40960, "huge"), (20480, "small")):

@@ -1,4 +1,4 @@
-"""Prompt chunks see their contexts, whichever kernel computes it, and each device gets the best one."""
+"""Each kernel gives prompt chunks the right context, and each device gets its best kernel."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def make_chunks(lengths: list[tuple[int, int]], first_row: int = 0) -> list[Prefill]:
-    """Chunks of (tokens before, tokens)."""
+    """Return chunks of (tokens before, tokens)."""
     chunks = []
     for start, count in lengths:
         rows = slice(first_row, first_row + count)
@@ -51,7 +51,7 @@ def flash_as_documented(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sequences lie one after the other; each last query sees the last key, and so many keys to its left."""
+    """Sequences are concatenated; each last query sees the last key and `window_size_left` keys before it."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert (dropout, return_debug_mask, window_size_right) == (0.0, False, 0)
     assert is_causal == (window_size_left == -1)
@@ -69,7 +69,7 @@ def flash_as_documented(
 
 
 def lse_of(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """log(sum(exp(scores))) [heads, queries] float32: from the share that a sink takes of values of one."""
+    """Return log(sum(exp(scores))) [heads, queries] float32, from a sink's share beside values of one."""
     kept = dense(q, k, torch.ones_like(v), scale, window, torch.zeros(q.shape[1]))
     return kept[:, :, 0].logit().t().float()
 
@@ -77,7 +77,7 @@ def lse_of(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
 def efficient_as_documented(
     q: Tensor, k: Tensor, v: Tensor, *others: object, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Tensors are [batch, tokens, heads, head_dim]; masks of type 2 are causal, the last query sees all."""
+    """Tensors are [batch, tokens, heads, head_dim]; type 2 masks are causal, the last query sees all keys."""
     assert others[:-1] == (None, None, None, None, None, 0.0, 2)
     assert q.shape[2] == k.shape[2] == v.shape[2], "this kernel knows no grouped queries"
     found = torch.stack([dense(*rows, scale, None) for rows in zip(q, k, v, strict=True)]).to(q.dtype)
@@ -98,7 +98,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     sinks = torch.randn(HEADS) * 3 if data.draw(st.booleans()) else None
     softcap = data.draw(st.sampled_from([None, None, 0.8]))
     if kernel is PrefillKernel.EFFICIENT:
-        window = None  # not chosen otherwise
+        window = None  # this kernel is never chosen with a window
     first_row = data.draw(st.integers(0, 3))
     chunks = make_chunks(lengths, first_row)
     q, out = torch.randn(2, chunks[-1].rows.stop + 1, HEADS, HEAD_DIM)
@@ -149,7 +149,7 @@ def test_causal_attention_equals_dense(
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "windowed", "kernel"),
     [
-        (None, BF16, 128, False, PrefillKernel.NATIVE),  # a CPU
+        (None, BF16, 128, False, PrefillKernel.NATIVE),  # CPU
         (None, FP32, 128, True, PrefillKernel.NATIVE),
         ((7, 5), FP16, 128, False, PrefillKernel.EFFICIENT),  # Turing
         ((7, 5), FP16, 128, True, PrefillKernel.SDPA),
@@ -159,7 +159,7 @@ def test_causal_attention_equals_dense(
         ((8, 9), FP16, 80, False, PrefillKernel.FLASH),
         ((9, 0), BF16, 256, True, PrefillKernel.FLASH),
         ((12, 0), BF16, 128, False, PrefillKernel.FLASH),
-        ((9, 0), FP32, 128, False, PrefillKernel.EFFICIENT),  # flash has 16 bits only
+        ((9, 0), FP32, 128, False, PrefillKernel.EFFICIENT),  # flash supports 16 bits only
         ((9, 0), FP32, 128, True, PrefillKernel.SDPA),
         ((9, 0), FP16, 264, False, PrefillKernel.EFFICIENT),
         ((9, 0), FP16, 100, False, PrefillKernel.EFFICIENT),
@@ -183,7 +183,7 @@ def test_no_better_kernel_is_chosen_than_the_ladder_allows() -> None:
 
 
 def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], window: int | None) -> None:
-    """Attend with the kernels that a GPU gets, on tensors of the CPU, and compare."""
+    """Attend with a GPU's kernels on CPU tensors, and compare."""
     q = torch.randn(8, HEADS, HEAD_DIM).half()
     contexts = torch.randn(2, 12, KV_HEADS, HEAD_DIM).half()
     out = torch.full_like(q, torch.nan)
@@ -304,7 +304,7 @@ def test_a_torch_without_an_operator_is_told_at_once(
 def test_operators_take_what_they_are_called_with(
     kernel: PrefillKernel, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch checks names, types and shapes of arguments for tensors without memory, too."""
+    """Torch checks names, types and shapes of arguments even for meta tensors."""
     monkeypatch.setattr(prefill, "kernel_on", lambda *_: kernel)
     chunks = [
         Prefill(slice(0, 3), 4, torch.zeros(7, dtype=torch.int64, device="meta")),
@@ -326,5 +326,5 @@ def test_groups_keep_all_chunks_in_order_and_small(lengths: list[tuple[int, int]
         assert len(group.slots) <= 50 or len(group.chunks) == 1
         assert group.ends[1, -1] == len(group.slots)
         assert group.ends[0, -1] == group.rows.stop - group.rows.start
-    for group, following in pairwise(groups):  # no two of them would have been one
+    for group, following in pairwise(groups):  # no neighbors could have been merged
         assert len(group.slots) + following.chunks[0].context_len > 50

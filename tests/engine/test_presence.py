@@ -1,4 +1,4 @@
-"""A GPU that torch cannot use: why, and what to do about it."""
+"""Messages for a GPU that torch cannot use: the cause and the remedy."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ _FINE = Facts(
     is_on_bus=True,
 )
 _NO_GPU = replace(_FINE, cards=(), is_on_bus=False, driver=None, nvml_error=12, has_devices=False)
-_SILENT = replace(_FINE, cards=())  # a card on the bus that the driver does not tell of
+_SILENT = replace(_FINE, cards=())  # a card on the bus that the driver does not list
 _WSL = replace(
     _FINE, is_wsl=True, is_on_bus=False, wsl_passes_gpu=True, has_wsl_library=True, has_devices=False
 )
@@ -37,10 +37,10 @@ _WSL = replace(
         replace(_NO_GPU, torch_cuda=None, torch_architectures=()),
         _WSL,
         replace(_WSL, cards=(), driver=None, nvml_error=12, wsl_passes_gpu=False, has_wsl_library=False),
-        replace(_FINE, torch_cuda="12.8", driver="535.54.03"),  # any CUDA 12 runs with any driver for it
-        replace(_FINE, cards=(Card("A card to come", (13, 0)),)),  # its driver compiles for it
+        replace(_FINE, torch_cuda="12.8", driver="535.54.03"),  # CUDA 12 builds run with any CUDA 12 driver
+        replace(_FINE, cards=(Card("A card to come", (13, 0)),)),  # the driver compiles for it
         replace(_FINE, cards=(Card("GTX 1060", (6, 1)), Card("RTX 3060", (8, 6)))),
-        replace(_FINE, cards=(Card("RTX 4090", (8, 9)),)),  # runs what was built for 8.6
+        replace(_FINE, cards=(Card("RTX 4090", (8, 9)),)),  # runs 8.6 binaries
         replace(_FINE, visible="0"),
     ],
 )
@@ -130,7 +130,7 @@ def test_the_bus_is_looked_at_without_a_driver(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
         (tmp_path / name / "class").write_text(f"{kind}\n")
-    assert not presence._is_on_bus(tmp_path)  # another maker's graphics, NVIDIA's sound
+    assert not presence._is_on_bus(tmp_path)  # another vendor's graphics, and NVIDIA's sound device
     (tmp_path / "b" / "class").write_text("0x030200\n")
     assert presence._is_on_bus(tmp_path)
     assert not presence._is_on_bus(tmp_path / "nothing")

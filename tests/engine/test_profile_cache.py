@@ -1,4 +1,4 @@
-"""Measured tables are found again for exactly what they were measured on, and bad files do no harm."""
+"""Measured tables are reused only for the exact configuration they were measured on; bad files do no harm."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[TableCostModel]:
-    """What was measured so far; every measurement gives other times."""
+    """Return the list of measurements; each measurement gives different times."""
     results: list[TableCostModel] = []
 
     def profile(*_: Any, **__: Any) -> TableCostModel:
@@ -82,7 +82,7 @@ def test_what_was_measured_is_found_at_the_next_start(
     second = load_or_profile(decoder, storage, LIMITS)
     assert len(measured) == 1
     assert same(first, second)
-    assert [path.suffix for path in folder.iterdir()] == [".json"]  # no temporary file is left
+    assert [path.suffix for path in folder.iterdir()] == [".json"]  # no temporary file remains
 
 
 def test_refresh_measures_and_replaces(
@@ -174,7 +174,7 @@ def test_another_gpu_or_driver_has_another_key(storage: KVStorage, monkeypatch: 
         paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
     driver[0] = "580.2"
     paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
-    for sms in (16, 24):  # of a slice
+    for sms in (16, 24):  # sizes of a GPU slice
         streams = SimpleNamespace(sms=sms)
         paths.add(profile_path(profile_key(decoder, storage, LIMITS, cast("Streams", streams))))
     assert len(paths) == 7
@@ -206,7 +206,7 @@ def test_a_damaged_file_is_told_and_measured_again(
         second = load_or_profile(decoder, storage, LIMITS)
     assert str(path) in caplog.text
     assert len(measured) == 2
-    assert same(load_or_profile(decoder, storage, LIMITS), second)  # and the file is whole again
+    assert same(load_or_profile(decoder, storage, LIMITS), second)  # the file is repaired
 
 
 @pytest.mark.parametrize("damage", ["cut", "negative", "other version", "other key"])
@@ -257,7 +257,7 @@ def test_tables_of_a_model_are_found_before_it_is_loaded(
 ) -> None:
     assert find_tables(CONFIG, torch.float32, CPU, set()) is None
     load_or_profile(decoder, storage, LIMITS)
-    other = storage_of({KVTier.DEVICE: 64, KVTier.HOST: 8})  # more room makes it no other computer
+    other = storage_of({KVTier.DEVICE: 64, KVTier.HOST: 8})  # more KV memory does not make another machine
     newest = load_or_profile(decoder, other, LIMITS)
     old, *_ = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
     os.utime(old, (0, 0))

@@ -1,4 +1,4 @@
-"""The profiler's tables are finite, never fall, and span what the scheduler may ask for."""
+"""The profiler's tables are finite, never fall, and cover every size that the scheduler may use."""
 
 import gc
 import itertools
@@ -77,7 +77,7 @@ def check(tables: TableCostModel) -> None:
     "blocks",
     [
         {"device": 64, "host": 256},
-        {"device": 4096, "host": 1},  # one of them all but empty
+        {"device": 4096, "host": 1},  # one tier all but empty
         {"device": 1, "host": 1},
         {"host": 32},  # fastdecode
         {"device": 32},
@@ -121,7 +121,7 @@ def test_progress_runs_from_start_to_end(decoder: Decoder) -> None:
 
 
 class FakeTimer(StageTimer):
-    """Times by a formula and a clock of its own."""
+    """A timer with a formula for times and its own clock."""
 
     capacity = 1 << 16
 
@@ -176,7 +176,7 @@ def test_short_time_costs_density_before_range(clock: list[float]) -> None:
 
 
 def test_what_costs_next_to_nothing_is_measured_all_the_same(clock: list[float]) -> None:
-    """The points that span a surface can take most of its time; between them there are cheap ones."""
+    """The corner points of a surface can take most of its time; the points between them can be cheap."""
     timer = FakeTimer(lambda point: 1e-5 * point.work, clock)
     grid = stage_grids(timer, shape("qwen2.5-0.5b"), SchedulerLimits(512, 256))[Stage.LATER_CHUNK_ATTENTION]
     seconds = sum(1e-8 * point.work for point in grid.spanning) / 0.6
@@ -223,7 +223,7 @@ def test_one_disturbance_does_not_show(clock: list[float]) -> None:
 def test_grids_span_what_the_scheduler_may_ask_for() -> None:
     timer = FakeTimer(lambda _: 1.0, [0.0])
     grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
-    assert Stage.GPU_ATTENTION not in grids  # no GPU here
+    assert Stage.GPU_ATTENTION not in grids  # no GPU in this test
     assert {grids[stage].points[0].x for stage in grids} <= {1, 2, 8}
     assert max(point.x for point in grids[Stage.LINEAR].points) == 2048
     assert max(point.x for point in grids[Stage.HEAD].points) == 256
@@ -306,7 +306,7 @@ def test_where_flags_fail_threads_hand_over(
 
 
 class WallClock:
-    """Stands for an event: there is no GPU whose clock it could read."""
+    """A CUDA event on the host's clock."""
 
     def __init__(self, *, in_graph: bool) -> None:
         self.at_s = 0.0
@@ -319,9 +319,9 @@ class WallClock:
 
 
 class Gpu(ImitatedBackend):
-    """Notes how the last program ran."""
+    """A launcher that records the mode of the last program."""
 
-    way: tuple[bool, bool]  # whether it was a graph, and whether flags told the CPU
+    way: tuple[bool, bool]  # ran as a graph, and signaled the CPU by flags
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         is_first = super().start(program, with_flags=with_flags, with_graphs=with_graphs)
@@ -348,7 +348,7 @@ def gpu() -> Gpu:
 def gpu_timer(
     levels: Levels, device_pool: KVPool, host_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StageTimer]:
-    """On an imitated GPU, whose kernels are torch's operators."""
+    """Return a timer on an imitated GPU, whose kernels are torch's operators."""
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     levels(**dict.fromkeys(KERNELS, "torch"))
     model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_tiles=False))
@@ -376,7 +376,7 @@ def test_on_a_gpu_stages_run_as_iterations_run_them(
     for turn in range(2):
         assert gpu_timer.time_ms(point, turn) > 0
         assert gpu.way == (is_graph, with_flags)
-        assert not gpu.has_graphs  # none is kept
+        assert not gpu.has_graphs  # no graph is kept
     levels(graphs="device-only")
     assert gpu_timer.time_ms(point, 2) > 0
     assert gpu.way == (is_graph and not with_flags, False)
@@ -388,7 +388,7 @@ def test_on_a_gpu_stages_run_as_iterations_run_them(
 def test_copies_both_ways_are_compared_with_the_longer_of_both(
     gpu_timer: StageTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the least of some times; whatever was measured, it is between one way and both in turn."""
+    """The least of several times counts; the ratio stays between 1 (one direction) and 2 (both in turn)."""
     assert 1.0 <= gpu_timer.duplex() <= 2.0
     disturbances = itertools.cycle((0.5, 0.0, 9.0))
     took = {(Lane.SWAP_IN,): 4.0, (Lane.SWAP_OUT,): 5.0}
@@ -423,7 +423,7 @@ def test_transfers_that_are_measured_bring_blocks_to_the_host_and_back(
     levels(graphs=level)
 
     def num_rows(pool: KVPool) -> list[int]:
-        """Of each layer, how many are not zero."""
+        """Return the number of nonzero rows per layer."""
         slots = torch.arange(pool.num_blocks * BLOCK_SIZE)
         rows = torch.empty(2, len(slots), CONFIG.num_kv_heads, CONFIG.head_dim)
         counts = []
@@ -469,7 +469,7 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
 def test_a_model_with_weights_in_host_memory(
     is_gpu: bool, graphs: str, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its matrices are divided by what was measured, and the tables are those of that division."""
+    """Measured rates divide its matrices, and the tables describe that division."""
     levels(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     names = {name: 64 for name, _ in CONFIG.each_matrix() if name != "head"}
@@ -481,7 +481,7 @@ def test_a_model_with_weights_in_host_memory(
     backend = ImitatedBackend()
     with closing(StageTimer(model, storage, limits, gpu=backend if is_gpu else None)) as timer:
         ms = [timer.time_ms(Point(Stage.LINEAR, rows), 0) for rows in (1, 3, 16)]
-        if is_gpu:  # no graph holds what threads do
+        if is_gpu:  # no graph can hold the threads' work
             assert backend.was_graph is (graphs == "host-flags")
         assert all(each > 0 for each in ms)
         assert all(each > 0 for values in timer.host_linear_ms.values() for each in values)
@@ -490,11 +490,11 @@ def test_a_model_with_weights_in_host_memory(
         tables = profile(model, storage, limits, seconds=0.2)
         check(tables)
         assert tables.streamed_shares == model.streamed_shares != UNMEASURED
-        assert tables.host_linear_ms(1) == 0  # where it is no GPU, nothing overlaps
+        assert tables.host_linear_ms(1) == 0  # without a GPU nothing overlaps
 
 
 def test_a_model_with_experts_in_host_memory(levels: Levels) -> None:
-    """How many of them are streamed is measured, too, by itself."""
+    """The streamed share of experts has its own measurement."""
     levels(**dict.fromkeys(KERNELS, "torch"))
     model = expert_model(3)
     model.streamed_shares = model.streamed_experts = UNMEASURED

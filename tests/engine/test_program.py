@@ -1,4 +1,4 @@
-"""A program on threads gives the tokens of a plain computation, overlaps, and ends cleanly whatever fails."""
+"""A program on threads gives the tokens of a plain computation, overlaps, and ends cleanly after failures."""
 
 import gc
 import json
@@ -40,9 +40,9 @@ from neo_desktop.engine.watchdog import Timeout
 from neo_desktop.models.decoder import Decoder
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 NUM_BLOCKS = 24
-# All but those of weights in host memory, and of KV that is swapped.
+# All lanes except the ones for weights in host memory and streamed KV.
 _OTHERS = (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT)
 LANES = tuple(lane for lane in Lane if lane not in _OTHERS)
 
@@ -68,7 +68,7 @@ def sequence(
     return ScheduledSequence(name, tuple(tokens), start, tier, blocks, sampling_input(start + len(tokens)))
 
 
-# Two iterations; the second uses every lane in every layer, for both sub-batches.
+# Two iterations: the second uses every lane in every layer, for both sub-batches.
 TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(30)] for name in "abcdef"}
 HOMES = {
     "a": (KVTier.DEVICE, 0),
@@ -80,7 +80,7 @@ HOMES = {
 
 
 def prompts() -> IterationPlan:
-    """Compute the first tokens of all, where they live."""
+    """Compute the first tokens of the named requests in their tiers."""
     return IterationPlan(
         (SubBatch(tuple(sequence(name, TOKENS[name][:20], 0, *home) for name, home in HOMES.items())),)
     )
@@ -116,7 +116,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def model_with_sinks() -> Decoder:
-    """And with a cap of scores."""
+    """Return a model with attention sinks and a softcap on scores."""
     return tiny_model(attention_sinks=True, softcap=0.5)
 
 
@@ -150,7 +150,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
 @pytest.mark.parametrize("seed", range(10))
 def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
     rng = random.Random(seed)
-    slow = rng.choice(LANES)  # one lane far behind all others, and everybody hesitates now and then
+    slow = rng.choice(LANES)  # one lane far behind the others, plus random pauses everywhere
 
     def hesitate(lane: str, stage: Stage) -> None:
         if lane == slow:
@@ -186,7 +186,7 @@ def test_the_same_tokens_wherever_all_live(model: Decoder, tier: KVTier, num_sub
 @pytest.mark.parametrize("slow", LANES)
 @pytest.mark.parametrize("target", MEASURED_TIERS, ids=str)
 def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target: KVTier, slow: str) -> None:
-    """Nothing but the copies' own signals can make the attention wait for a swap lane that lags behind."""
+    """Only the copies' own signals make the attention wait for a slow swap lane."""
     (source,) = set(MEASURED_TIERS) - {target}
     names, is_slow = "abcd", False
 
@@ -207,7 +207,7 @@ def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target
 
 
 class Meeting:
-    """Lets named stages wait until others have begun: without overlap, nothing would ever go on."""
+    """Hook that makes named stages wait until others have begun; without overlap a wait times out."""
 
     def __init__(self, waits: Callable[[str, Stage], tuple[str, str, int, int] | None]) -> None:
         self._waits = waits
@@ -232,7 +232,7 @@ class Meeting:
 
 
 def test_cpu_attention_of_one_sub_batch_runs_beside_the_device_work_of_the_other(model: Decoder) -> None:
-    """Each waits inside its stage for the other to have begun, in every layer."""
+    """In every layer, each stage waits until the other one has begun."""
 
     def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
         if lane == "cpu" and stage.sub_batch == 0:
@@ -270,7 +270,7 @@ def test_cpu_attention_runs_beside_the_device_attention_of_its_only_sub_batch(mo
 
 
 def test_swapping_runs_beside_the_computation_of_other_layers(model: Decoder) -> None:
-    """Prompts' KV leaves behind the next layer's computation; copies and earlier KV come a layer ahead."""
+    """Prompts' KV leaves behind the next layer's computation; copies and earlier KV come one layer ahead."""
 
     def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
         if lane == "swap" and stage.name in ("copy blocks", "fetch earlier KV") and stage.layer > 0:
@@ -286,7 +286,7 @@ def test_swapping_runs_beside_the_computation_of_other_layers(model: Decoder) ->
     executor.execute(prompts())
     meeting.forget()
     run_and_check(model, executor, mixed())
-    assert meeting.num_meetings == 5 * (NUM_LAYERS - 1)  # stores, fetches of two sub-batches; copies
+    assert meeting.num_meetings == 5 * (NUM_LAYERS - 1)  # stores, fetches of two sub-batches, copies
     executor.close()
 
 
@@ -314,7 +314,7 @@ def stages_of_the_mixed_iteration(model: Decoder) -> list[tuple[str, Stage]]:
 
 @pytest.fixture
 def brief_collections() -> Iterator[None]:
-    """A garbage collection follows each lack of memory: let it not look at all that tests have imported."""
+    """Keep collections short: each lack of memory causes one, which would scan all imported modules."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -326,10 +326,10 @@ def brief_collections() -> Iterator[None]:
 def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
     model: Decoder, error_type: type[BaseException]
 ) -> None:
-    """Every stage of every lane, layer and sub-batch fails once; nothing is under way then."""
+    """Every stage of every lane, layer and sub-batch fails once; no work is in flight afterwards."""
     stages = stages_of_the_mixed_iteration(model)
     assert {lane for lane, _ in stages} == set(LANES)
-    if error_type is KeyboardInterrupt:  # comes to the main thread only
+    if error_type is KeyboardInterrupt:  # raised in the main thread only
         stages = [(lane, stage) for lane, stage in stages if lane == "device"]
     failing: list[tuple[str, Stage]] = []
 
@@ -389,7 +389,7 @@ def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: De
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match="is closed"):
         executor.execute(prompts())
-    executor.close()  # again
+    executor.close()  # a second close does nothing
 
 
 @pytest.mark.parametrize("lane", LANES[1:])
@@ -415,7 +415,7 @@ def test_a_thread_that_hangs_ends_the_iteration_in_words_and_loses_the_executor(
     with pytest.raises(StageStalledError) as caught:
         run()
     assert f"the CPU did not end {stuck[0].words} (thread '{lane}') within 0.5 s" in str(caught.value)
-    with pytest.raises(StageStalledError):  # at once, and the same
+    with pytest.raises(StageStalledError):  # at once, with the same error
         executor.execute(prompts())
     executor.close()
     gate.set()
