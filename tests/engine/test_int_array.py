@@ -1,4 +1,4 @@
-"""An array that grows without changing earlier views of it."""
+"""An array that grows without changing its earlier views."""
 
 import numpy as np
 import pytest

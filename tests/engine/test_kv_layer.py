@@ -32,8 +32,7 @@ KINDS = [
         for kind in (HostLayer, TorchLayer, GpuLayer)
         for dtype in FLOATS
         for block_size in (16, 8)
-        if kind is not GpuLayer
-        or dtype is not torch.bfloat16  # Triton's interpreter cannot multiply bfloat16
+        if kind is not GpuLayer or dtype is not torch.bfloat16  # the interpreter cannot multiply bfloat16
     ),
     (HostLayer, torch.float32, 48),
     (HostLayer, torch.int8, 16),

@@ -44,7 +44,7 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """Let memory be pinned as if a GPU were present."""
+    """Fake CUDA's runtime, so memory is pinned as on a GPU."""
     made = Runtime()
     all_pages = WeakSet[pinned._Pages]()
 

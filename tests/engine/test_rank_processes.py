@@ -1,4 +1,4 @@
-"""A model divided among processes: the same tokens as of one, and what happens when one of them is lost."""
+"""A model divided among processes gives the tokens of one process; a lost rank ends requests clearly."""
 
 import signal
 import subprocess
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine(model: Path, ranks: int, policy: str = "neo", tokens: int = 256) -> Iterator[Engine]:
-    """One whose caches are so small that requests live in both of them, and move."""
+    """Make an engine with two small caches, so requests live in both caches and move."""
     made = Engine.from_pretrained(
         model,
         device="cpu",
@@ -89,7 +89,7 @@ def go_on(engine: Engine) -> None:
     ],
 )
 def test_tokens_are_those_of_one_process(folder: Path, model: str, ranks: int, policy: str) -> None:
-    """Of greedy requests and sampled ones, in all tiers; sums of hidden states, too."""
+    """Greedy and sampled requests in all tiers give the same tokens, and pooled hidden states agree."""
     with engine(folder / model, 1, policy) as alone:
         expected, states = tokens_of(alone), alone.embed(PROMPTS)
     threads = torch.get_num_threads(), native.default_num_threads()
@@ -112,12 +112,12 @@ def test_a_rank_that_is_killed_ends_requests_with_a_sentence(folder: Path) -> No
         other.send_signal(signal.SIGKILL)
         with pytest.raises(RankLostError, match="part 2 of the model, was ended by SIGKILL"):
             go_on(divided)
-        with pytest.raises(RankLostError, match="SIGKILL"):  # nor does it go on later
+        with pytest.raises(RankLostError, match="SIGKILL"):  # a later step fails the same way
             divided.step()
 
 
 def test_what_a_lost_rank_wrote_last_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A crash leaves the lines of Python on its stderr: they stand beside the sentence."""
+    """A crash leaves Python's lines on stderr; the log shows them beside the error message."""
     with engine(folder / "llama", 2) as divided:
         (other,) = others_of(divided)
         other.send_signal(signal.SIGSEGV)
@@ -167,7 +167,7 @@ time.sleep(600)
 
 
 def test_ranks_end_with_rank_0(folder: Path) -> None:
-    """However it ended: their pipes do."""
+    """Their pipes close, in whichever way rank 0 ends."""
     command = [sys.executable, "-P", "-c", PROGRAM, str(folder / "llama")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -181,7 +181,7 @@ def test_ranks_end_with_rank_0(folder: Path) -> None:
 def test_an_error_after_the_layers_ends_its_requests_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks have computed the same, so that they go on together."""
+    """All ranks have computed the same, so they remain in step."""
     with engine(folder / "llama", 2) as divided:
         expected = tokens_of(divided)
 
@@ -196,7 +196,7 @@ def test_an_error_after_the_layers_ends_its_requests_alone(
 
 
 def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks wait for sums that do not come."""
+    """The other ranks wait for sums that never arrive."""
     monkeypatch.setattr(driver, "ANSWER_S", 1.0)
     with engine(folder / "llama", 2) as divided:
 

@@ -1,4 +1,4 @@
-"""Ranks execute what rank 0 plans: the tokens are those of a whole model, and little is told."""
+"""Ranks execute rank 0's plans and give the tokens of a whole model, with short messages."""
 
 import pickle
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
 
 
 class ThreadRanks:
-    """Executors of all ranks; what rank 0 plans reaches the others as bytes."""
+    """One executor per rank; rank 0's plans reach the others as bytes."""
 
     def __init__(self, model: Decoder, count: int, tiers: tuple[KVTier, ...]) -> None:
         sums = ThreadSums(count)
@@ -63,7 +63,7 @@ def check_iterations(model: Decoder, iterations: RandomIterations, ranks: Thread
 
 @pytest.mark.parametrize("seed", range(3))
 def test_divided_models_give_the_tokens_of_the_whole(seed: int) -> None:
-    """Prompts in chunks, decodes, moves between all tiers, in one or two sub-batches."""
+    """Plans mix chunked prompts, decodes and moves between all tiers, in one or two sub-batches."""
     model = tiny_model()
     check_iterations(model, RandomIterations(seed, NUM_BLOCKS, ALL), ThreadRanks(model, 2, ALL), 12)
 
@@ -97,7 +97,7 @@ Told = st.tuples(
 def test_plans_arrive_as_they_were(
     iterations: list[list[tuple[str, KVTier, list[int], int]]], most: int
 ) -> None:
-    """Whatever becomes of requests: tables that grow, end, begin anew elsewhere, or have been forgotten."""
+    """Block tables grow, end, restart in another tier, or drop out of the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "MAX_TABLES", most)
         writer, reader = PlanWriter(), PlanReader()

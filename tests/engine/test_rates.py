@@ -1,4 +1,4 @@
-"""What a machine's sides do is measured before a model is loaded, its hand-offs as iterations have them."""
+"""The speed of CPU, GPU and bus is measured before loading; offload times match those of iterations."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class FakeOffload:
-    """Takes 7 microseconds with flags, if there are any, and 300 with threads."""
+    """Offload timer that takes 7 µs with flags, if available, and 300 µs with threads."""
 
     has_flags = True
 
@@ -64,7 +64,7 @@ def test_on_a_rung_without_flags_none_are_tried(levels: Levels) -> None:
 
 
 def test_what_is_read_is_more_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A B200 has 126 MB of second-level cache, a desktop's CPU 128 MB of its third level."""
+    """A B200 has 126 MB of L2 cache, a desktop CPU up to 128 MB of L3."""
     read: list[int] = []
 
     class Recorded(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Who may talk to a worker, what it answers, and what it refuses."""
+"""Access to a worker: accepted clients, answers and refusals."""
 
 import socket
 import struct
@@ -43,7 +43,7 @@ def open_link(model: Decoder, address: Address, trust: Trust = TRUST, most: int 
 
 
 def open_next(model: Decoder, address: Address, most: int = 8) -> WorkerLink:
-    """Open a link once the worker has ended the session of the last one, which takes a moment."""
+    """Open a link as soon as the worker has ended the previous session, which takes a moment."""
     for _ in range(400):
         with suppress(ProtocolError):
             return open_link(model, address, most=most)
@@ -88,7 +88,7 @@ def test_a_secret_is_in_no_text() -> None:
 
 
 def against(worker: Callable[[socket.socket], None]) -> None:
-    """Greet something that is no worker."""
+    """Greet an impostor instead of a worker."""
     here, there = socket.socketpair()
     thread = threading.Thread(target=worker, args=(there,))
     thread.start()
@@ -105,7 +105,7 @@ def test_whoever_does_not_know_the_secret_cannot_stand_for_a_worker() -> None:
         connection.recv(100)
         connection.sendall(struct.pack("<8sH32s", greeting.MAGIC, greeting.VERSION, bytes(32)))
         proof = connection.recv(100)
-        connection.sendall(b"\x01" + proof)  # what the engine has said itself
+        connection.sendall(b"\x01" + proof)  # the engine's own proof, replayed
 
     with pytest.raises(RefusedError, match="does not know the secret"):
         against(impostor)
@@ -143,13 +143,13 @@ def test_strangers_are_hung_up_on_and_the_worker_goes_on(
 ) -> None:
     with socket.create_connection((address.host, address.port), 20) as connection:
         heard = b""
-        with suppress(OSError):  # it may have hung up already
+        with suppress(OSError):  # the worker may have hung up already
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(4096):
                 heard += piece
         assert not heard or heard.startswith(greeting.MAGIC)
-        assert len(heard) <= 43  # a greeting, and no
+        assert len(heard) <= 43  # a greeting without an acceptance
     open_link(model, address).close()
 
 
@@ -165,10 +165,10 @@ def test_one_engine_at_a_time_and_the_next_one_once_it_is_gone(model: Decoder, a
 
 
 def test_an_engine_that_lost_the_connection_comes_back_at_once(model: Decoder, address: Address) -> None:
-    """Its old session ends, even if nobody has told the worker that its connections are dead."""
+    """Its old session ends, even if the worker does not know that the connections are dead."""
     link = open_link(model, address)
     assert link._attention is not None
-    old, link._attention = link._attention, None  # open still, and silent
+    old, link._attention = link._attention, None  # still open, and silent
     link.open(shape_of(model, BLOCK_SIZE), sinks_of(model), 8)
     link.ping()
     with pytest.raises(ConnectionError):
@@ -235,7 +235,7 @@ def test_a_shape_that_cannot_be_is_refused(model: Decoder) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_lost_by_name_after_a_while(model: Decoder) -> None:
-    """It accepts, since the system does that in its place, and says nothing."""
+    """The system accepts connections for the worker, but no answer follows."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         link = WorkerLink("worker-3", lambda: Address(*silent.getsockname()), Trust(SECRET, timeout_s=0.2))
         with pytest.raises(TimeoutError):
@@ -277,7 +277,7 @@ def test_addresses() -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two certificates that sign themselves, each with its key in the same file."""
+    """Return two self-signed certificates, each with its key in the same file."""
     folder = tmp_path_factory.mktemp("tls")
     return [make_certificate(folder, name) for name in ("first", "second")]
 

@@ -1,4 +1,4 @@
-"""Rows are sent to a worker before it has answered those before, and each answer comes to its rows."""
+"""A worker receives rows before it has answered earlier ones, and each answer reaches its rows."""
 
 import threading
 from concurrent.futures import CancelledError
@@ -27,7 +27,7 @@ from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
 ONE, TWO = KVTier.worker(1), KVTier.worker(2)
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def model() -> Decoder:
 
 
 class Gate:
-    """Holds the attention of workers in this process, which gives their queries back."""
+    """Blocks the attention of workers in this process; the output is a copy of the queries."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.opened = threading.Semaphore(0), threading.Event()
@@ -54,7 +54,7 @@ class Gate:
 def test_a_worker_takes_the_next_rows_in_while_it_attends(
     stack: ExitStack, model: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encrypted: bool
 ) -> None:
-    """More than the system keeps for it: without a reader the second rows would not leave."""
+    """The rows exceed the system's buffers: without a reader the second rows would not leave."""
     tls = None, None
     if encrypted:
         certificate = make_certificate(tmp_path, "worker")
@@ -122,7 +122,7 @@ def tokens_of(name: str) -> list[int]:
 
 
 def plan_of(sub_batches: list[dict[str, KVTier]], start: int, end: int) -> IterationPlan:
-    """Requests with a block of their own each."""
+    """Return a plan whose requests have blocks of their own."""
 
     def sequence(name: str, home: KVTier) -> ScheduledSequence:
         first = 3 * (ord(name) - ord("a"))
@@ -139,7 +139,7 @@ def plan_of(sub_batches: list[dict[str, KVTier]], start: int, end: int) -> Itera
 def test_answers_stay_with_their_rows_when_another_worker_is_lost(
     stack: ExitStack, model: Decoder, monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
-    """Wherever in an iteration that happens: the one that is left is asked again, and gives the tokens."""
+    """At any point of the iteration, the other worker answers a repeated request and gives the tokens."""
     workers = [stack.enter_context(running_worker()) for _ in range(2)]
     addresses: list[Address] = [address for _, address in workers]
     pools = make_storage(model, {KVTier.DEVICE: NUM_BLOCKS})

@@ -1,4 +1,4 @@
-"""The whole engine with attention workers: the tokens of a model alone, whatever happens to a worker."""
+"""The whole engine with attention workers: the tokens of the model alone, even after worker failures."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
     gpu_cache_tokens: int | None,
     cpu_cache_tokens: int | None,
 ) -> None:
-    """Requests live on workers, move there and back, are preempted and computed again."""
+    """Requests live on workers, move there and back, are preempted and recomputed."""
     batch = prompts()
     expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
     addresses = [stack.enter_context(running_worker())[1] for _ in range(num_workers)]
@@ -83,7 +83,7 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
 def test_workers_that_divide_the_heads_give_the_same_tokens(
     stack: ExitStack, checkpoints: dict[str, Path], secret: Path, family: str, policy: str
 ) -> None:
-    """One tier, whose blocks both have; a model with sinks, which are divided, too."""
+    """Both workers hold the blocks of one tier; a model with sinks has its sinks divided between them."""
     batch = prompts()
     addresses = [stack.enter_context(running_worker(memory))[1] for memory in (1 << 24, 1 << 22)]
     engine = stack.enter_context(
@@ -116,7 +116,7 @@ def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     family: str,
     policy: str,
 ) -> None:
-    """Its memory is the CPU's here, and torch's operators stand in for the kernels."""
+    """It stores KV in CPU memory, and torch's operators replace the kernels."""
     batch = prompts()
     expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
     monkeypatch.setattr(session, "HostLayer", GpuLayer)

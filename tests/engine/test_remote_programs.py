@@ -1,4 +1,4 @@
-"""KV in workers' memory: the tokens of a plain computation, lanes of their own, clean ends."""
+"""KV in workers' memory: the tokens of a plain computation, separate lanes, clean ends."""
 
 from contextlib import ExitStack
 
@@ -33,7 +33,7 @@ ONE, TWO = KVTier.worker(1), KVTier.worker(2)
 
 
 class Case:
-    """A storage with workers, and what ends with the test."""
+    """A storage with workers, closed at the end of the test."""
 
     def __init__(self, stack: ExitStack, model: Decoder, local: tuple[KVTier, ...], num_workers: int) -> None:
         self.workers: list[AttentionWorker] = []
@@ -57,7 +57,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def model_with_sinks() -> Decoder:
-    """And with a cap of scores."""
+    """Return a model with attention sinks and a softcap on scores."""
     return tiny_model(attention_sinks=True, softcap=0.5)
 
 
@@ -75,7 +75,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     local: tuple[KVTier, ...],
     num_workers: int,
 ) -> None:
-    """Prompts in chunks, decodes, moves to workers and back, in one or two sub-batches."""
+    """Plans mix chunked prompts, decodes, and moves to workers and back, in one or two sub-batches."""
     model = model_with_sinks if seed % 3 == 0 else model
     case = Case(stack, model, local, num_workers)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers)
@@ -89,7 +89,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
 def test_random_plans_with_heads_divided_among_workers(
     stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int
 ) -> None:
-    """One place of two workers, beside the device and a worker with requests of its own."""
+    """One tier of two workers, beside the device and a worker with requests of its own."""
     model = model_with_sinks if seed % 2 else model
     addresses = [stack.enter_context(running_worker())[1] for _ in range(3)]
     pools = {
@@ -113,7 +113,7 @@ def test_random_plans_with_heads_divided_among_workers(
 def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(
     stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[KVTier, ...]
 ) -> None:
-    """Those of several tiers share turns, and are next to others of the same workers."""
+    """Async decodes of several tiers share steps, beside ordinary decodes of the same workers."""
     model = model_with_sinks if seed % 3 == 0 else model
     case = Case(stack, model, local, 2)
     tiers = case.storage.tiers

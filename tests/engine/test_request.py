@@ -1,4 +1,4 @@
-"""When a request ends, and what of its text is shown when."""
+"""End of a request, and release of its text."""
 
 import pytest
 from engine_fakes import make_request
@@ -13,7 +13,7 @@ from neo_desktop.models.thoughts import Thoughts, ThoughtSplitter
 
 
 class PieceStream:
-    """Token `i` is the i-th of the given pieces of text."""
+    """A stream whose token `i` is the i-th of the given pieces of text."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
@@ -45,7 +45,7 @@ def test_text_ends_before_the_first_stop_string_and_no_part_of_one_is_ever_shown
             break
     text.finish()
     shown += text.take()
-    # All stop strings that this last token completed: the text ends before the first of them.
+    # This last token may complete several stop strings: the text ends before the first one.
     ends = [seen.find(s) for s in stop if s in seen]
     assert shown == seen[: min(ends, default=len(seen))]
 
@@ -127,7 +127,7 @@ def test_penalties_see_each_prompt_token_once_and_the_output_so_far() -> None:
     request = make_request("r", [5, 3, 5, 3, 3], SamplingParams(presence_penalty=1.0))
     before = request.sampling_input()
     for token_id in (7, 7, 3):
-        request.num_tokens += 1  # as the scheduler counts it once it is under way
+        request.num_tokens += 1  # the scheduler counts it at the start of its iteration
         request.append(SampledToken(token_id))
     now = request.sampling_input()
     assert now.prompt_token_ids.tolist() == [3, 5]

@@ -1,4 +1,4 @@
-"""What a system may refuse, or a person switch off: an engine does without, and gives the same tokens."""
+"""The engine works without mechanisms that a system refuses or a user disables, with the same tokens."""
 
 import json
 import os
@@ -35,7 +35,7 @@ print(json.dumps([tokens, dict(fallbacks.limits())]))
 
 
 def answer(policy: str, levels: Mapping[str, str]) -> tuple[list[list[int]], dict[str, str]]:
-    """The tokens of an engine in a process of its own, and the levels below the highest that it ended on."""
+    """Return the tokens of an engine in its own process, and its final levels below the highest."""
     result = subprocess.run(
         [sys.executable, "-P", "-c", ANSWER.replace("{policy}", policy)],
         env=os.environ | {variable(mechanism): level for mechanism, level in levels.items()},
@@ -98,7 +98,7 @@ def test_huge_pages_that_the_system_does_not_give_are_noticed(
         file.write_text(policy)
     monkeypatch.setattr(huge_pages, "HUGE_PAGE_POLICY", file)
     monkeypatch.setattr(native, "advise_huge_pages", advise)
-    ask_for_huge_pages(torch.empty(8))  # smaller than any page: none is refused
+    ask_for_huge_pages(torch.empty(8))  # smaller than any page, so nothing is refused
     assert (asked, fallbacks.level("huge_pages")) == ([], "huge")
     for _ in range(2):
         ask_for_huge_pages(empty_aligned((1 << 16,), torch.float32))

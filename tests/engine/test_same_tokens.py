@@ -43,7 +43,7 @@ def same_threads() -> Iterator[None]:
 
 
 def prompts() -> st.SearchStrategy[list[list[int]]]:
-    """Beginnings of one text and what follows in each: some share most of their KV."""
+    """Draw prompts that share prefixes of one text, most of their KV in some cases."""
     text = [(37 * i * i + 11 * i) % VOCABULARY for i in range(MOST_TOKENS)]
     tail = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
     one = st.builds(lambda shared, own: text[:shared] + own, st.integers(0, MOST_TOKENS - 20), tail)

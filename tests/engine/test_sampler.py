@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution that its settings describe, reproducibly."""
+"""The sampler draws from the distribution of its settings, reproducibly."""
 
 import warnings
 from dataclasses import fields, replace
@@ -40,14 +40,14 @@ def item(params: SamplingParams, position: int = 0, seed: int = 1) -> SamplingIn
 
 
 def draw(params: SamplingParams, count: int) -> list[int]:
-    """Token ids at `count` positions of one request."""
+    """Return token ids at `count` positions of one request."""
     tokens = sample(logits(count), [item(params, position) for position in range(count)])
     assert all(token is not None for token in tokens)
     return [token.token_id for token in tokens if token is not None]
 
 
 def transformers_distribution(params: SamplingParams) -> Tensor:
-    """The distribution that transformers' own processors give, [VOCAB]."""
+    """Return the distribution of transformers' own processors, [VOCAB]."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -89,7 +89,7 @@ def test_presence_and_frequency_penalties_follow_openai_s_formula() -> None:
     params = SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=0.4)
     counts = torch.bincount(torch.tensor(OUTPUT), minlength=VOCAB)
     expected = logits()[0] - 0.4 * counts - 0.7 * (counts > 0)
-    # Put the two best tokens at the border: the one in the output wins before the penalty and loses after it.
+    # Two best tokens at the border: the one in the output wins before the penalty and loses after it.
     close = logits().clone()
     close[0, 5] = expected.max() + 1.0
     assert close.argmax() == 5
@@ -192,7 +192,7 @@ def test_a_row_that_is_not_finite_harms_no_other(params: SamplingParams, damage:
 
 
 def test_every_row_gets_its_own_settings() -> None:
-    """What a request gets does not depend on who else is in the batch."""
+    """The result of a request is independent of the other requests in the batch."""
     every = [
         SamplingParams(temperature=0, logprobs=0),
         SamplingParams(temperature=2.0),
@@ -251,7 +251,7 @@ def test_tokens_do_not_depend_on_how_many_are_sorted(
     spread: float, top_k: int, top_p: float, min_p: float, count: int, seed: int
 ) -> None:
     rows = spread * torch.randn(6, 300, generator=torch.Generator().manual_seed(seed))
-    rows[2, 40:] = -torch.inf  # as under a grammar
+    rows[2, 40:] = -torch.inf  # a grammar does the same
     rows[3, 7] = torch.nan
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
     inputs = [item(params, position=row, seed=seed) for row in range(6)]
@@ -264,7 +264,7 @@ def test_tokens_do_not_depend_on_how_many_are_sorted(
 
 
 def test_random_numbers_are_those_of_philox() -> None:
-    """Tokens of a seed stay the same from one version to the next."""
+    """A seed keeps its tokens from one version to the next."""
     inputs = [item(SamplingParams(), position=p, seed=s) for p, s in [(0, 0), (1, 7), (8000, -3), (5, 2**63)]]
     expected = [
         np.random.Generator(
@@ -272,7 +272,7 @@ def test_random_numbers_are_those_of_philox() -> None:
         ).random()
         for i in inputs
     ]
-    flat = torch.zeros(len(inputs), 10_000)  # of equal weights, the one drawn tells the number
+    flat = torch.zeros(len(inputs), 10_000)  # equal weights: the token drawn reveals the random number
     tokens = sample(flat, inputs)
     assert [token.token_id if token else None for token in tokens] == [int(10_000 * u) for u in expected]
 

@@ -1,4 +1,4 @@
-"""Every request ends with its own tokens, within the budgets, however scarce the memory."""
+"""Every request ends with its own tokens, within the budgets, in scarce memory."""
 
 import random
 from collections import defaultdict
@@ -61,7 +61,7 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.num_blocks = num_blocks
-        self.was_short = False  # of the device's memory, so that iterations may be smaller than asked for
+        self.was_short = False  # out of device memory before, so iterations may be smaller than requested
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         name = str(len(self.requests))
@@ -159,8 +159,8 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 ) -> None:
     """Memory is scarce; 13 blocks hold the longest request.
 
-    At any time, also while an iteration is under way, requests arrive and are aborted, the next iteration is
-    decided on, and the device may have too little memory for the one under way.
+    At any time, also during an iteration, requests arrive and are aborted, and the next iteration is
+    planned. The device may run out of memory during any iteration.
     """
     tiers = ALL_POLICIES[policy].tiers
     if KVTier.DEVICE not in tiers:
@@ -194,7 +194,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
             harness.scheduler.look_ahead()
         elif action == "shrink" and plan is not None and sum(b.num_tokens for b in plan.sub_batches) > 1:
             if data.draw(st.booleans()):
-                harness.executor.execute(plan)  # it got that far
+                harness.executor.execute(plan)  # the failed iteration got that far
             assert harness.scheduler.shrink()
             harness.was_short = True
             plan = None
@@ -207,7 +207,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 
 
 def test_a_lone_request_that_has_to_give_way_begins_again_at_once() -> None:
-    """It grows out of the preferred tier, and nobody else is there to be computed meanwhile."""
+    """It outgrows the preferred tier, and no other request could run meanwhile."""
     harness = Harness({THIRD: 1, KVTier.HOST: 13}, "two that the host attends for", 1, 1)
     harness.add([0, 0], 4)
     harness.run()
@@ -215,7 +215,7 @@ def test_a_lone_request_that_has_to_give_way_begins_again_at_once() -> None:
 
 
 def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_layers() -> None:
-    """Beside a long request on the device; who ends gives way, and none of them waits for ever."""
+    """A long request runs on the device; ended decodes make room, and none waits for ever."""
     cost = machine(num_layers=5)
     harness = Harness({KVTier.DEVICE: 30, KVTier.HOST: 60}, "own pace", max_batch_tokens=64, cost_model=cost)
     harness.add([1] * 20, 90)
@@ -228,7 +228,7 @@ def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_la
 
 
 def test_nobody_begins_a_turn_that_nobody_is_left_for() -> None:
-    """Who waits is a prompt's last token, which may be asked for more; or the only beginner is aborted."""
+    """The decode is a prompt's last token, which may need more; or the only new async decode is aborted."""
     cost = machine(num_layers=3)
     harness = Harness({KVTier.DEVICE: 20, KVTier.HOST: 40}, "own pace", max_batch_tokens=32, cost_model=cost)
     harness.add([1] * 20, 50)
@@ -272,7 +272,7 @@ def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> N
 
 
 def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> None:
-    """Longer workloads than hypothesis finds by itself; the harness checks every plan."""
+    """Workloads are longer than hypothesis would generate; the harness checks every plan."""
     for seed in range(60):
         rng = random.Random(seed)
         max_batch_requests = rng.randint(2, 6)
@@ -329,7 +329,7 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     big, bigger, small = harness.add([1] * 20, 4), harness.add([2] * 24, 4), harness.add([3], 1)
     plan = harness.step()
     assert plan is not None
-    # The second does not fit; the third would, but overtaking could starve the second.
+    # The second request does not fit; the third would, but overtaking could starve the second.
     assert [sequence.request_id for sequence in plan.sequences] == [f"{big}#0"]
     harness.run()
     assert len(harness.tokens(bigger)) == 4
@@ -413,9 +413,9 @@ def test_auto_never_falls_behind_the_device_alone(
     transfer_token_ms: float,
     overlaps: bool,
 ) -> None:
-    """On machines of all kinds, the absurd ones included.
+    """The machines include absurd ones.
 
-    With so few requests a single one that ends late costs more than the 3 % that hold for real workloads.
+    The 3 % bound holds for real workloads; with few requests a single late end costs more.
     """
     cost = machine(
         cpu_token_ms=cpu_token_ms,
@@ -450,7 +450,7 @@ class LightRequest(RequestState):
 def decisions(
     policy: str, cost: CostModel, num_requests: int = 40
 ) -> Iterator[tuple[RequestQueues[LightRequest], Decision[LightRequest]]]:
-    """Carry a workload out whose KV exceeds the GPU-cache tenfold; yield each decision."""
+    """Run a workload whose KV exceeds the GPU cache tenfold; yield each decision."""
     kv_cache = KVCache({KVTier.DEVICE: 60, KVTier.HOST: 5000}, 16)
     decider: Decider[LightRequest] = Decider(kv_cache, POLICIES[policy], LIMITS, cost)
     queues = decider.queues
@@ -467,7 +467,7 @@ def decisions(
 
 @pytest.mark.parametrize("policy", ["neo", "auto"])
 def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
-    """Llama-2-7B on a small card: some CPU decodes are worth reading the weights twice, so they join."""
+    """Llama-2-7B on a small card: extra CPU decodes justify a second read of the weights, so they join."""
     num_seen = 0
     for queues, decision in decisions(policy, machine()):
         num_joined = len(decision.host_decodes)
@@ -480,7 +480,7 @@ def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["neo", "auto"])
 @pytest.mark.parametrize("cpu_token_ms", [1e-5, 1.5e-4, 1e-3, 0.1])
 def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: float) -> None:
-    """Those that waited longest come first: the wait is bounded by timeout and by who is in front."""
+    """The longest wait goes first, so the limit and the number of earlier requests bound every wait."""
     longest = 0
     for queues, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
         running = {id(r): r for batch in decision.sub_batches for r, _ in batch}.values()
@@ -491,7 +491,7 @@ def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: f
 
 
 def test_prompts_fill_what_reads_the_weights_and_no_more_while_the_device_is_full() -> None:
-    """Beside CPU decodes, a chunk neither makes them wait long nor reads the weights for little work."""
+    """Beside CPU decodes, chunks cause no long waits and no extra read of the weights for little work."""
     cost = machine()
     tokens = [
         [sum(tokens for _, tokens in batch) for batch in decision.sub_batches]

@@ -1,4 +1,4 @@
-"""The division of offloaded matrices between bus and CPU is the fastest that was measured."""
+"""The division of offloaded matrices between bus and CPU is the fastest measured one."""
 
 import pytest
 
@@ -14,7 +14,7 @@ class Machine:
         self.asked: list[int] = []
 
     def offloaded_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
-        """The slower one of the two is waited for."""
+        """Return the time of the slower side."""
         share = shares.of(tokens)
         self.asked.append(tokens)
         return max((1 - share) * max(self.cpu_ms, tokens * self.cpu_row_ms), share * self.bus_ms)

@@ -1,4 +1,4 @@
-"""The simulator: clock, accounting and figures, against hand arithmetic and a closed bound."""
+"""The simulator's clock, accounting and figures against hand arithmetic and a closed bound."""
 
 from dataclasses import replace
 from math import inf
@@ -36,7 +36,7 @@ STREAMED_TOKENS = 2000
 
 
 def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
-    """One layer whose linear stage takes the same for any batch; everything else is free."""
+    """Return the costs of one layer with constant linear time; all other stages are free."""
     free = Surface((1, 2), (1, 2), ((0, 0), (0, 0)))
     nothing = Curve((1, 2), (0, 0))
     return TableCostModel(
@@ -137,7 +137,7 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
     where: tuple[str, str],
     most_requests: int,
 ) -> None:
-    """`simulate` itself checks that no block is left. Refused is what fits no place; nothing else is."""
+    """Only requests that fit no tier are refused; `simulate` itself checks that no block remains."""
     requests = with_rate([WorkloadRequest(0.0, *pair) for pair in lengths], rate)
     cost = machine(*where)
     gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
@@ -193,7 +193,7 @@ def test_the_same_workload_gives_the_same_figures(policy: str) -> None:
         ("a10g", "llama-3.1-8b", 1000, 100, 47_360),
         ("a10g", "llama-3.1-8b", 1000, 400, 26_400),
         ("rtx-3060", "qwen3-4b", 1200, 200, 19_376),
-        ("rtx-4090", "llama-3.1-8b", 370, 45, 49_728),  # short: the last CPU requests must not drag on
+        ("rtx-4090", "llama-3.1-8b", 370, 45, 49_728),  # short: the last CPU requests must not delay the end
         ("h100", "llama-3.1-8b", 500, 50, 503_040),
     ],
 )
@@ -215,7 +215,7 @@ def test_offloading_wins_where_the_gpu_cache_is_small() -> None:
 
 
 def test_at_low_load_offloading_changes_nothing() -> None:
-    """Requests that come one by one all live on the GPU."""
+    """Requests with long gaps between them all live on the GPU."""
     requests = with_rate(synthetic(10, 300, 20), 0.02)
     cost = machine()
     alone, auto = (run(requests, name, cost, 3008) for name in ("gpu-only", "auto"))
@@ -227,7 +227,7 @@ def test_at_low_load_offloading_changes_nothing() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -> None:
-    """The true times are computed anew from what was decided."""
+    """The true times are recomputed from the decisions."""
     requests = with_rate(synthetic(80, 400, 40), 3.0)
     cost = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 400, KVTier.STREAMED: 60}
@@ -242,7 +242,7 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("slowdowns", [(1.0, 2.5), (1.0, 0.5), (2.0, 1.0), (0.5, 1.0)])
 def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float, float]) -> None:
-    """After learning, it does nearly as well as one whose tables were right from the start."""
+    """After learning, it is nearly as fast as with correct tables from the start."""
     requests = synthetic(400, 370, 45)
     tables = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 4096}
@@ -289,7 +289,7 @@ def test_a_mismatch_must_be_possible(wrong: tuple[float, float, float]) -> None:
 
 
 def test_the_bound_equals_the_formula_of_the_roofline() -> None:
-    """Equal requests, and a cost model of straight lines: each term can be written down."""
+    """Each term has a closed form for equal requests and linear costs."""
     requests = [WorkloadRequest(0.0, 100, 11)] * 10
     cost = TableCostModel(
         2,
@@ -306,7 +306,7 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
             KVTier.HOST: Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
         },
     )
-    context = 10 * sum(range(101, 111))  # of the decodes: the first token comes with the prompt
+    context = 10 * sum(range(101, 111))  # decodes only: the first token comes with the prompt
     tokens = 10 * (100 + 10)
     gpu_tokens, room = 150, Room(150, 10_000)
 
@@ -325,13 +325,13 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
 
 
 def test_the_bound_knows_what_an_iteration_costs_and_holds() -> None:
-    """By hand, one limit after the other: an iteration takes 1 ms, and 4 ms to read the weights."""
+    """One limit after the other, by hand: 1 ms per iteration, and 4 ms to read the weights."""
     cost = flat_cost(4.0, iteration_ms=1.0)
 
     def least(count: int, output_tokens: int, room: Room, *shares: float) -> float:
         return Bound(cost, [WorkloadRequest(0.0, 60, output_tokens)] * count, room).makespan_ms(*shares)
 
-    assert least(1, 5, Room(1000, 1000)) == pytest.approx(5 * 5.0)  # one token after the other
+    assert least(1, 5, Room(1000, 1000)) == pytest.approx(5 * 5.0)  # token by token
     context = 8 * (61 + 62 + 63 + 64)
     assert least(8, 5, Room(64, 0)) == pytest.approx(context / 64 * 5.0)  # one decode at a time
     assert least(8, 5, Room(0, 128)) == pytest.approx(context / 128 * 5.0)
@@ -457,7 +457,7 @@ def test_the_analytic_model_is_the_roofline() -> None:
     assert cost.transfer_ms(1000) == pytest.approx(1000 * 4096 / (31.5e9 * 0.8) * 1e3 + 0.0107)
     share = get_gpu("a10g").prefill_attention_share
     for tokens, start in ((100, 0), (2048, 0), (777, 1), (700, 3000), (2048, 2048)):
-        visible = start + tokens / 2  # what is masked is not computed
+        visible = start + tokens / 2  # masked scores are not computed
         flops = 4 * 4096 * tokens * visible
         ms = flops / (70e12 * share) * 1e3 + 0.004
         assert cost.prefill_attention_ms(tokens, start) == pytest.approx(ms, rel=5e-3)
@@ -470,7 +470,7 @@ def test_budgets_are_whole_blocks() -> None:
 
 # ---- swapped layers ----
 
-ALWAYS_ALL = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # whoever has room, whether it hides or not
+ALWAYS_ALL = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # uses all room, even if copies do not hide
 
 
 def streamed(
@@ -482,7 +482,7 @@ def streamed(
 
 @pytest.mark.parametrize("gpu", ["gh200", "h100"])
 def test_swapped_layers_hide_and_no_fixed_expansion_is_better(gpu: str) -> None:
-    """Of the same memory; a swept expansion knows the workload, the policy learns of it as it comes."""
+    """All use the same memory; a swept expansion knows the workload, the policy learns it at run time."""
     cost = machine(gpu, "llama-2-7b")
     budget = KVBudget(8192, 1 << 20)
     alone = streamed(POLICIES["gpu-only"], cost, budget)
@@ -520,7 +520,7 @@ def test_copies_that_take_longer_than_believed_are_fewer_soon(slowdown: float) -
 
 
 def test_auto_with_three_places_is_as_good_as_swapping_alone() -> None:
-    """Where the host's attention and swapping are predicted to be about as good, and lengths differ much."""
+    """CPU attention and streaming have about the same predicted speed, and lengths differ much."""
     cost, lengths = machine("gh200", "llama-2-13b"), Random(3)
     requests = [
         WorkloadRequest(

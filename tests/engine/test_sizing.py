@@ -1,4 +1,4 @@
-"""Attention workers in the simulator, against closed forms: bandwidth, link, memory, how many are wanted."""
+"""Simulated attention workers against closed forms: bandwidth, link, memory, number of workers wanted."""
 
 from dataclasses import replace
 from math import ceil, inf
@@ -45,7 +45,7 @@ def tables(count: int, link: Link = IDEAL, cost: TableCostModel = COST) -> Table
 
 
 def rate(cost: TableCostModel, requests: int = 64, policy: str = "fastdecode") -> float:
-    """Decoded tokens per second of requests that come all at once."""
+    """Return decoded tokens per second of requests that arrive at once."""
     work = [WorkloadRequest(0.0, 16, 400)] * requests
     blocks = KVBudget(4096, 500 * requests).num_blocks(WORKERS)
     where = POLICIES[policy].with_tiers([WORKERS])
@@ -53,7 +53,7 @@ def rate(cost: TableCostModel, requests: int = 64, policy: str = "fastdecode") -
 
 
 def without_device(cost: TableCostModel) -> TableCostModel:
-    """A GPU that takes next to no time, so that only workers and link count."""
+    """Return costs with a free GPU, so only workers and link count."""
     none = Curve((1, 2048), (0, 0))
     cost = replace(cost, iteration_ms=0.0, linear=none, head=none, first_chunk_attention=none)
     return replace(cost, offload=none, networks={})
@@ -81,7 +81,7 @@ def test_throughput_grows_with_workers_where_nothing_else_counts() -> None:
 
 
 def test_a_long_way_is_all_that_counts() -> None:
-    """Both sub-batches are on their way at once, and each waits for its own in each layer."""
+    """Both sub-batches are in flight at once, and each waits for its own answer in each layer."""
     round_trip_ms = 50.0
     found = rate(tables(8, Link(inf, round_trip_ms)))
     predicted = 64 / (CONFIG.num_layers * round_trip_ms) * 1e3
@@ -89,9 +89,9 @@ def test_a_long_way_is_all_that_counts() -> None:
 
 
 def test_a_slow_link_brings_so_many_rows() -> None:
-    """q, k and v there, the output back: 4 x 4096 numbers of two bytes for a row of Llama-2-7B.
+    """A row of Llama-2-7B sends q, k and v and receives its output: 4 x 4096 numbers of two bytes.
 
-    Those of one sub-batch are sent while the output for the other comes back.
+    One sub-batch's rows leave while the output of the other one returns.
     """
     link = Link(1e8, 0.0)
     row_ms = 4 * 4096 * 2 / 1e8 * 1e3
@@ -104,7 +104,7 @@ def test_a_slow_link_brings_so_many_rows() -> None:
 
 
 def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
-    """What a layer takes with two sub-batches of so many decodes at workers."""
+    """Return the time of a layer with two sub-batches of `rows` decodes on workers."""
     load = BatchShape(rows, rows, decodes={WORKERS: Decodes(rows, context_tokens)})
     rest_ms = cost.head_ms(2 * rows) + cost.iteration_ms
     return (iteration_ms(cost, load, load) - rest_ms) / cost.num_layers
@@ -121,7 +121,7 @@ def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
 def test_the_way_of_one_sub_batch_hides_behind_the_attention_for_the_other(
     count: int, rows: int, context: int, gbit: float, round_trip_ms: float
 ) -> None:
-    """Whatever takes longest counts: the GPU's work, the attention, a sub-batch's own chain, the sending."""
+    """The longest counts: the GPU's work, the attention, a sub-batch's own chain, or the sending."""
     link = Link(gbit * 1e9 / 8, round_trip_ms)
     cost = tables(count, link)
     linear, way = cost.linear_ms(rows), cost.network_ms(WORKERS, rows).all
@@ -161,7 +161,7 @@ def test_no_number_makes_up_for_such_a_link(link: Link) -> None:
 
 
 def test_more_workers_than_wanted_bring_little() -> None:
-    """The last of those that are wanted still brings something, as many again next to nothing."""
+    """The last wanted worker still helps; twice the wanted number adds next to nothing."""
     load = SteadyLoad(64, 16, 400)
     wanted = workers_wanted(COST, KIND, IDEAL, CONFIG, DTYPE, load)
     assert wanted is not None

@@ -1,4 +1,4 @@
-"""What is best in the long run, on machines from datasheets, and what tokens are worth there."""
+"""The best steady states on machines from datasheets, and the value of tokens there."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.shapes import shape
 
-# Some of the OSC requests, and of the Azure conversations, on average.
+# Averages of some OSC requests, and of the Azure conversations.
 SHORT = Workload(KVTier.DEVICE, KVTier.HOST, 6, 150, 372, 395, 8.3, 2048, 2000.0)
 CHATS = Workload(KVTier.DEVICE, KVTier.HOST, 50, 200, 1000, 1100, 3.5, 2048, 2000.0)
 
@@ -37,14 +37,14 @@ def best(cost: TableCostModel, workload: Workload) -> SteadyState:
 
 
 def test_prompts_in_both_sub_batches_where_there_are_many() -> None:
-    """A T4 with eight prompt tokens for each output token: both readings of the weights are worthwhile."""
+    """A T4 with eight prompt tokens per output token: both readings of the weights are worthwhile."""
     steady_state = best(cost_of("t4", "llama-2-7b"), SHORT)
     assert steady_state.kind is Kind.PROMPTS_IN_BOTH
     assert steady_state.num_host > 50
 
 
 def test_decodes_go_at_their_own_pace_beside_a_healthy_batch() -> None:
-    """An RTX 4090 with conversations: reading the weights twice would not pay."""
+    """An RTX 4090 with conversations: a second reading of the weights would not pay."""
     cost = cost_of("rtx-4090", "llama-3.1-8b")
     steady_state = best(cost, CHATS)
     assert steady_state.kind is Kind.ONE

@@ -1,4 +1,4 @@
-"""KV that comes from host memory layer by layer gives the tokens of a plain computation, whatever fails."""
+"""Streamed KV gives the tokens of a plain computation, even after failures."""
 
 import random
 import threading
@@ -25,14 +25,14 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.models.decoder import Decoder
 
-WINDOWS = (None, 11, None, 3, None, None)  # of six layers: slots of the window are used again
+WINDOWS = (None, 11, None, 3, None, None)  # six layers, so the prefetch buffer's slots are reused
 NUM_LAYERS = len(WINDOWS)
 NUM_BLOCKS = 24
 ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
 LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS))
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
-# Each request: where it lives, its blocks, and its tokens before the second iteration.
+# Per request: tier, blocks, number of tokens before the second iteration.
 HOMES = {
     "a": (KVTier.STREAMED, (5, 0, 9), 20),
     "b": (KVTier.STREAMED, (1, 3), 9),
@@ -52,7 +52,7 @@ def model() -> Decoder:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_bridged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all that is so small would come in one piece."""
+    """Otherwise KV of this size would come in one piece."""
     monkeypatch.setattr(StreamedPool, "bridged_bytes", 0)
 
 
@@ -75,13 +75,13 @@ def sequence(name: str, start: int, end: int) -> ScheduledSequence:
 
 
 def beginning() -> IterationPlan:
-    """Compute the first tokens of all but one, where they live."""
+    """Compute the first tokens of every request except one, in its tier."""
     names = [name for tier in ALL for name in HOMES if HOMES[name][0] == tier and HOMES[name][2]]
     return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in names)),))
 
 
 def mixed(step: int = 0) -> IterationPlan:
-    """Decodes of all tiers; prompts that go on, and one that begins."""
+    """Decode in all tiers; continue prompts, and start one prompt."""
 
     def decode(name: str) -> ScheduledSequence:
         start = HOMES[name][2] + step
@@ -104,7 +104,7 @@ def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) ->
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     model: Decoder, seed: int, tiers: tuple[KVTier, ...], device_kind: type[KVLayer] | None
 ) -> None:
-    """Prompts in chunks, decodes, moves between all tiers, in one or two sub-batches."""
+    """Plans mix chunked prompts, decodes and moves between all tiers, in one or two sub-batches."""
     executor = make_executor(model, tiers, device_kind=device_kind)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers)
     for plan, contexts in iterations.plans(12):
@@ -116,7 +116,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
 
 @pytest.mark.parametrize("lane", LANES)
 def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
-    """One lane is far behind all others, and everybody hesitates now and then."""
+    """One lane is far behind the others, and all lanes pause at random."""
     rng = random.Random(lane)
 
     def hesitate(at: str, stage: Stage) -> None:
@@ -142,7 +142,7 @@ def test_any_number_of_layers_may_stay_on_the_device(model: Decoder, num_residen
     )
     num_streamed = NUM_LAYERS - max(num_resident, 1)
     assert len(pool.streamed_layers) == num_streamed
-    assert pool.turn(0) is None  # there is something to compute while the next one comes
+    assert pool.turn(0) is None  # a resident layer is computed while the next one arrives
     assert len(pool.parts[0]) == max(num_resident, 1) + min(num_streamed, WINDOW)
     storage = type(storage)({**{tier: storage[tier] for tier in ALL}, KVTier.STREAMED: pool})
     executor = thread_executor(model, storage)
@@ -182,7 +182,7 @@ def test_requests_decode_in_the_iteration_that_moves_them(
 
 
 def test_layers_come_and_new_rows_leave_beside_the_computation_of_others(model: Decoder) -> None:
-    """Each waits inside its stage for the other to have begun."""
+    """Each stage waits until the other one has begun."""
     begun: set[tuple[str, str, int]] = set()
     changed = threading.Condition()
     num_meetings = 0
@@ -192,7 +192,7 @@ def test_layers_come_and_new_rows_leave_beside_the_computation_of_others(model: 
         with changed:
             begun.add((lane, stage.name, stage.layer))
             changed.notify_all()
-            if lane == Lane.SWAP_IN:  # while the layer before it is computed
+            if lane == Lane.SWAP_IN:  # during the computation of the layer before
                 awaited = "device", "linear", stage.layer - 1
             elif lane == Lane.SWAP_OUT and stage.layer + 1 < NUM_LAYERS:
                 awaited = "device", "linear", stage.layer + 1
@@ -213,7 +213,7 @@ def test_layers_come_and_new_rows_leave_beside_the_computation_of_others(model: 
 
 
 def test_the_scheduler_is_told_what_copies_took_and_what_the_device_waited_for_them(model: Decoder) -> None:
-    """Copies begin when the device has come to need them; where nothing is swapped there are none."""
+    """Copies begin only after the device needs them; without streamed KV no copies are made."""
     is_needed = threading.Event()
 
     def hook(lane: str, stage: Stage) -> None:
@@ -229,7 +229,7 @@ def test_the_scheduler_is_told_what_copies_took_and_what_the_device_waited_for_t
 
     executor = make_executor(model, hook=hook)
     prompt = timing(sequence("c", 0, 17), sequence("a", 0, 20))
-    assert (prompt.copies_ms, prompt.copy_wait_ms) == (0, 0)  # there is no KV before it
+    assert (prompt.copies_ms, prompt.copy_wait_ms) == (0, 0)  # no KV precedes it
     is_needed.clear()
     streamed = timing(sequence("c", 17, 18), sequence("a", 20, 21))
     assert 0 < streamed.copies_ms < streamed.total_ms
@@ -240,7 +240,7 @@ def test_the_scheduler_is_told_what_copies_took_and_what_the_device_waited_for_t
 
 
 def test_blocks_that_requests_share_are_brought_once(model: Decoder) -> None:
-    """A prefix is in the tables of both; so many tokens come as there are blocks, in each layer."""
+    """Both tables hold a common prefix; in each layer, each distinct block is copied once."""
     timeline = Timeline()
     executor = make_executor(model, timeline=timeline)
     tokens = TOKENS["a"]
@@ -265,7 +265,7 @@ def test_blocks_that_requests_share_are_brought_once(model: Decoder) -> None:
 
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])
 def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer] | None) -> None:
-    """Other decodes join each iteration. What earlier ones left in the window is not a number."""
+    """Other decodes join each iteration. Earlier contents of the prefetch buffer become NaN."""
     timeline = Timeline()
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), device_kind=device_kind)
     executor = thread_executor(model, storage, timeline=timeline)
@@ -275,7 +275,7 @@ def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer]
     steps = dict.fromkeys(HOMES, 0)
     for names in ("a", "be", "e", "ab", "bea", "b", "eca"):
         for part in pool.parts:
-            part[max(NUM_LAYERS - len(pool.streamed_layers), 1) :] = torch.nan  # the window
+            part[max(NUM_LAYERS - len(pool.streamed_layers), 1) :] = torch.nan  # the prefetch buffer
         timeline.take()
         decodes = []
         for name in names:

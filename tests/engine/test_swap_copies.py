@@ -1,4 +1,4 @@
-"""Copies of swapped KV as the profiler times them: one way, and both at once."""
+"""Copies of streamed KV as the profiler times them: one direction, and both at once."""
 
 import threading
 from contextlib import closing
@@ -14,7 +14,7 @@ from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.profiling.swap_copies import SwapCopies
 from neo_desktop.engine.watchdog import Watchdog
 
-TIMEOUT_S = 20.0  # for what must come at once; only a defect waits for so long
+TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 CPU = torch.device("cpu")
 
 

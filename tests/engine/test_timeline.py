@@ -1,4 +1,4 @@
-"""The timeline keeps what it promised to keep, and writes what trace viewers read."""
+"""The timeline keeps the spans it promised, and writes traces that viewers can read."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def test_a_trace_is_there_from_the_start_and_survives_a_failed_iteration(tmp_pat
     assert not [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     timeline.add("device", STAGE, 1, 2)
     timeline.end_iteration(completed=False)
-    timeline.add("device", STAGE, 3, 4)  # the program is interrupted in the next one
+    timeline.add("device", STAGE, 3, 4)  # an interrupt ends the next iteration
     timeline.close()
     assert len([e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]

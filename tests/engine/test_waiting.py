@@ -1,4 +1,4 @@
-"""Nothing waits for ever: neither for the GPU nor for a thread."""
+"""Every wait for the GPU or a thread ends."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ GPU = torch.device("cuda")
 
 
 class FakeStream:
-    """Work ends when it is looked at, but for what is put on it after `hangs` was set."""
+    """A stream whose work ends on a query, except work added after `hangs` was set."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -50,7 +50,7 @@ class FakeEvent:
 
 
 class Queries:
-    """What CUDA answers, one after the other; the last answer stays."""
+    """A sequence of CUDA's answers to queries; the last answer repeats."""
 
     def __init__(self, *answers: bool | Exception) -> None:
         self._answers = list(answers)
@@ -94,7 +94,7 @@ def test_patience_grows_with_what_an_iteration_should_take() -> None:
 
 
 def test_time_in_which_nobody_could_look_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process, or a virtual machine: the clock jumps between two looks."""
+    """A stopped process or a virtual machine makes the clock jump between two queries."""
     jumps = 3
     monotonic = time.monotonic
     passed_s = 0.0
@@ -111,7 +111,7 @@ def test_time_in_which_nobody_could_look_does_not_count(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
-    """torch's streams and events; returned is the current stream."""
+    """Replace torch's streams and events; return the current stream."""
     current = FakeStream()
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
@@ -150,7 +150,7 @@ def test_the_stage_at_which_the_gpu_hangs_is_named(cuda: FakeStream) -> None:
 
 
 def test_a_thread_that_waits_for_a_gpu_that_hangs_says_so(cuda: FakeStream) -> None:
-    """The CPU's attention waits for q, k and v: the GPU is to blame, not the thread."""
+    """The CPU's attention waits for q, k and v: the error names the GPU, not the thread."""
     lanes, streams = gpu_lanes()
     sent = lanes.run(Lane.TO_HOST, stage("q, k, v", 1), hang(streams[Lane.TO_HOST]))
     step = HostStep(nothing, torch.zeros(2, 1, dtype=torch.int32))

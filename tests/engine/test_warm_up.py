@@ -1,4 +1,4 @@
-"""Memory is divided after the largest iterations have run, and what was promised is kept."""
+"""Memory is divided after the largest iterations have run, and promised amounts are kept."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ BOTH = MEASURED_TIERS
 
 
 class FakeGauge:
-    """Memory of which each iteration takes more than the one before."""
+    """A memory gauge that reads more with each iteration."""
 
     def __init__(self) -> None:
         self.begun = self.taken = 0
@@ -50,7 +50,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
-    """The iterations that are carried out."""
+    """Return the list of executed iterations."""
     seen: list[IterationPlan] = []
     start = ModelRunner.start
 
@@ -69,19 +69,19 @@ def test_the_largest_iterations_of_each_kind_run(
     gauge = FakeGauge()
     gauge.taken = 77
     assert warm_up(decoder, tiers, LIMITS, WholeDevice(CPU), gauge) == 77
-    assert gauge.begun == 2  # what was taken is given back
+    assert gauge.begun == 2  # the second call returns the memory
     sequences = [list(plan.sequences) for plan in plans]
     tokens = [sum(len(s.token_ids) for s in each) for each in sequences]
     for tier in tiers:
         prompts = [each for each in sequences if each[0].tier == tier and not each[0].is_decode]
         assert any(len(each) == LIMITS.max_batch_requests for each in prompts)  # with as many samples
-        assert any(len(each[0].token_ids) == LIMITS.max_batch_tokens for each in prompts)  # a long one
-        assert any(each[0].start >= LIMITS.max_batch_tokens for each in prompts)  # after others
+        assert any(len(each[0].token_ids) == LIMITS.max_batch_tokens for each in prompts)  # one long prompt
+        assert any(each[0].start >= LIMITS.max_batch_tokens for each in prompts)  # after earlier tokens
     assert max(tokens) == LIMITS.max_batch_tokens
     decodes = [each for each in sequences if all(s.is_decode for s in each)]
     assert {len(each) for each in decodes} == {LIMITS.max_batch_requests}
     assert {s.tier for each in decodes for s in each} == set(tiers)
-    assert len(decodes) > 1  # by a graph, too
+    assert len(decodes) > 1  # also as a graph
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("odd")])
@@ -106,7 +106,7 @@ def test_too_little_memory_is_told_with_what_to_do(
 def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU of which the warm-up leaves 3 GB free."""
+    """The warm-up leaves 3 GB of the GPU free."""
     order: list[str] = []
 
     def warmed(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""One plan of memory for weights and KV, and what is told where there is no room."""
+"""One memory plan for weights and KV, and the errors if memory is short."""
 
 import pytest
 import torch

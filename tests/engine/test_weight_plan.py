@@ -1,4 +1,4 @@
-"""Weights that do not fit the GPU: who computes which rows, and which ones stay."""
+"""Plans for weights beyond GPU memory: resident rows, and the division between CPU and bus."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +32,7 @@ from neo_desktop.models.stored_form import uniform_form
 CONFIG, DTYPE = shape("llama-3.1-8b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 MATRICES = layer_matrices(CONFIG, DENSE, DTYPE)
-# A desktop, decimal.
+# A desktop, in decimal units.
 RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, offload_ms=0.03)
 GATE_UP = MATRICES["0.gate_up"]
 UNIT = GATE_UP.unit
@@ -57,7 +57,7 @@ def test_for_one_row_bus_and_cpu_divide_the_weights_by_their_speed() -> None:
     """The paper's α = T_cpu / (T_cpu + T_trans)."""
     found = share(replace(RATES, offload_ms=0.0), 1)
     assert found == pytest.approx(20 / (20 + 40), rel=1e-3)
-    assert found < share(RATES, 1) < 1.05 * found  # handing over takes time, too
+    assert found < share(RATES, 1) < 1.05 * found  # offloading takes time as well
 
 
 def test_for_a_prompt_all_weights_are_streamed() -> None:
@@ -67,7 +67,7 @@ def test_for_a_prompt_all_weights_are_streamed() -> None:
 
 
 def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
-    """CPU and bus read from the same memory: what the CPU can read itself need not be sent."""
+    """CPU and bus share host memory's bandwidth, so rows that the CPU can read are not streamed."""
     shared = replace(RATES, host_bytes_per_s=40e9, offload_ms=0.0)
     assert share(shared, 1) == pytest.approx(0, abs=1e-3)
     assert share(shared, 2048) > 0.95
@@ -75,7 +75,7 @@ def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
 
 @given(rates, st.integers(1, 4096), st.floats(0, 0.99))
 def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) -> None:
-    """The CPU's time and that of bus and GPU, written down once more, for shares all over the range."""
+    """Recompute the times of the CPU and of bus with GPU, for shares over the whole range."""
     sizes, others = GATE_UP, 1 - int(resident * GATE_UP.rows) / GATE_UP.rows
     nbytes, flop = others * sizes.host_bytes, 2 * others * sizes.parameters * rows
     on_gpu = [
@@ -120,7 +120,7 @@ def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) 
         plan_weights(CONFIG, DENSE, DTYPE, int(each * WEIGHTS), machine, load)
         for each in (share, share + more)
     )
-    slack = 1.1  # steps are whole, and gains that are nearly the same count as one
+    slack = 1.1  # steps are discrete, and nearly equal gains count as one
     assert (
         weight_times(MATRICES, large, machine, 1).ms <= slack * weight_times(MATRICES, small, machine, 1).ms
     )
@@ -143,7 +143,7 @@ def test_half_of_the_weights_nearly_reach_what_cpu_and_bus_can_read() -> None:
 
 
 def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
-    """Some of them, at even distances, instead of some rows of all."""
+    """A few whole matrices at even distances are resident, instead of some rows of every matrix."""
     config = shape("qwen2.5-0.5b")
     slow = replace(RATES, offload_ms=0.3)
     always = least_gpu_bytes(config, DENSE, DTYPE)
@@ -158,7 +158,7 @@ def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_s
 
 
 def test_what_the_cpu_does_faster_beside_the_gpu_stays_with_it() -> None:
-    """A server's CPU beside a slow card: with all weights on the card, both would take longer."""
+    """A server CPU beside a slow card: with all weights on the card, the work would take longer."""
     equal = Rates(200e9, 4e12, 20e9, 220e9, 3e13, offload_ms=0.01)
     plan = plan_weights(CONFIG, DENSE, DTYPE, 2 * WEIGHTS, equal)
     assert 0.3 * WEIGHTS < plan.host_bytes < 0.6 * WEIGHTS
@@ -188,7 +188,7 @@ def test_quantised_rows_are_counted_as_they_are_kept_on_each_side() -> None:
 
 
 def test_streamed_rows_cost_the_gpu_time_too() -> None:
-    """A GPU that is slow at unpacking gets fewer of them."""
+    """A GPU with slow unpacking gets fewer rows."""
     sizes = Sizes(4096, 4096, 10_000_000, 10_000_000, 33_554_432)
     slow = replace(RATES, gpu_bytes_per_s=60e9)
     assert product_time(slow, sizes, 0, 1).streamed_share < product_time(RATES, sizes, 0, 1).streamed_share
@@ -241,7 +241,7 @@ def test_a_token_reads_its_experts_alone_and_a_prompt_all_of_them() -> None:
     one, many = product_time(RATES, experts, 0, 1, 0.0), product_time(RATES, experts, 0, 1000, 0.0)
     assert one.host_ms == pytest.approx(1e3 * experts.host_bytes * 4 / 64 / RATES.cpu_bytes_per_s)
     assert many.host_ms >= 1e3 * experts.host_bytes * 0.99 / RATES.cpu_bytes_per_s
-    # Nobody knows early enough which ones: all come, and of one row's few are needed.
+    # The router's choice comes too late: all experts are sent, although one row needs only a few.
     sent = product_time(RATES, experts, 0, 1, 1.0)
     assert sent.ms == pytest.approx(1e3 * experts.host_bytes / RATES.bus_bytes_per_s)
     shares = [product_time(RATES, experts, 0, rows).streamed_share for rows in (1, 4, 16, 64, 1000)]

@@ -1,4 +1,4 @@
-"""Decodes of attention workers at their own pace: planned where it pays, and nothing is lost."""
+"""Async decodes on attention workers: planned only if they pay, and without lost tokens."""
 
 import random
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ BLOCK_SIZE = 4
 
 
 def far(round_trip_ms: float = 5.0, sending_ms: float = 0.001, **figures: float) -> TableCostModel:
-    """A machine with two workers at the other end of a long network."""
+    """Return the costs of a machine with two workers behind a slow network."""
     cost = machine(tiers=EVERYWHERE, **figures)  # type: ignore[arg-type]
     ways = Curve((1, 64), (round_trip_ms + sending_ms, round_trip_ms + 64 * sending_ms))
     network = Network(ways, Curve((1, 64), (sending_ms, 64 * sending_ms)))
@@ -69,7 +69,7 @@ def test_the_bound_on_a_token_holds_for_workers_too() -> None:
 
 
 def test_each_place_gets_as_many_as_it_has_time_for() -> None:
-    """A slow CPU does not hold workers up, and no place reckons with another's time."""
+    """A slow CPU does not delay workers, and no tier uses another tier's time."""
     cost = far(cpu_token_ms=0.004)
     slow = cost.attention[KVTier.HOST]
     fast = Surface(slow.x, slow.y, [[ms / 1000 for ms in row] for row in slow.ms])
@@ -132,7 +132,7 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
 
 @pytest.mark.parametrize("policy", ["own pace", "apex", "auto"])
 def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(policy: str) -> None:
-    """Workers are lost in mid-token and come back; requests are aborted, move and are preempted."""
+    """Workers fail in mid-token and return; requests are aborted, moved and preempted."""
     num_async = num_lost = 0
     for seed in range(40):
         rng = random.Random(seed)
@@ -150,7 +150,7 @@ def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(poli
 
 
 class _Run:
-    """A scheduler over a fake model; workers come and go at random."""
+    """A scheduler over a fake model, with workers that come and go at random."""
 
     def __init__(self, rng: random.Random, policy: Policy, cost: TableCostModel) -> None:
         self.rng = rng
@@ -189,7 +189,7 @@ class _Run:
             tier = rng.choice([each for each in WORKERS if self.num_blocks[each]])
             if tier not in self.lost:
                 if rng.random() < 0.5:
-                    self.executor.execute(plan)  # it got that far
+                    self.executor.execute(plan)  # the failed iteration got that far
                 standing = {each.request_id for group in plan.async_decodes[:-1] for each in group if each}
                 names = {name for name in standing if self.kv.tier_of(name) == tier}
                 self.num_lost_in_mid_token += bool(names)
@@ -227,7 +227,7 @@ class _Run:
 
 
 def test_what_grows_with_the_context_is_attention_and_the_rest_the_way() -> None:
-    """A round trip of 1 ms, 0.01 ms for the rows of a request, 0.001 ms for each token of its context."""
+    """A round trip takes 1 ms, a request's rows 0.01 ms, a token of its context 0.001 ms."""
     requests, contexts = (1, 4, 16), (64, 1024)
     measured = Surface(
         requests, contexts, [[1.0 + 0.01 * n + 0.001 * n * c for c in contexts] for n in requests]
@@ -273,7 +273,7 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
     cost = far(round_trip_ms)
     measured = ({tier: cost.attention[tier] for tier in WORKERS}, dict(cost.networks))
     monkeypatch.setattr("neo_desktop.engine.engine.measured_workers", lambda *_: measured)
-    monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans are those of that machine
+    monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans stay those of that machine
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, policy=policy))
     assert_async_answers(engine, checkpoints["llama"])
@@ -294,7 +294,7 @@ def test_however_workers_divide_the_work_the_tokens_are_the_same(
 def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
     checkpoints: dict[str, Path], secret: Path, partition: str
 ) -> None:
-    """They begin again elsewhere; whose other tokens were under way with others begin again, too."""
+    """Its requests restart elsewhere; requests with async tokens on other workers restart as well."""
     batch = prompts()
     with WorkerProcess(secret) as first, WorkerProcess(secret) as second:
         workers = f"{first.address},{second.address}"

@@ -1,4 +1,4 @@
-"""Workloads: what is read is what the file says; what is malformed is named by its line."""
+"""Workloads contain the file's data; errors name the malformed line."""
 
 import json
 from itertools import pairwise
@@ -147,7 +147,7 @@ def test_poisson_arrivals_have_the_rate_and_change_nothing_else() -> None:
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(500, rel=0.05)
-    assert variance**0.5 == pytest.approx(mean, rel=0.1)  # exponential: as wide as its mean
+    assert variance**0.5 == pytest.approx(mean, rel=0.1)  # exponential: its deviation equals its mean
     assert arriving[0].arrival_ms == 0
     assert with_rate(arriving, inf) == requests
     assert with_rate(requests, 2.0, seed=1) == arriving
