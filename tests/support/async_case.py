@@ -1,4 +1,4 @@
-"""Random iterations among which decodes go through the layers at their own pace."""
+"""Random iterations with async decodes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ MOST_SLOTS = 4
 
 
 class AsyncIterations(RandomIterations):
-    """Some decodes of the CPU and workers take one layer per turn; anything comes between, and they may go.
+    """Random iterations in which some CPU and worker decodes become async, and some async decodes restart.
 
     Args:
-        num_layers: of the model.
-        turns: the share of iterations that are turns.
-        tiers: where KV may lie.
+        num_layers: number of layers of the model.
+        turns: share of iterations that are async steps.
+        tiers: KV tiers of the requests.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AsyncIterations(RandomIterations):
     ) -> None:
         super().__init__(seed, num_blocks, tiers, block_size)
         self._turns = turns
-        # By stage, as of the last turn; who stands at the last one has ended.
+        # Async decodes by stage, as of the last async step; decodes at the last stage have ended.
         self._async_groups: list[list[Request | None]] = [[] for _ in range(num_layers + 1)]
         self._ending: list[Request] = []
         self.num_ended = 0
@@ -50,7 +50,7 @@ class AsyncIterations(RandomIterations):
         if self._rng.random() > self._turns:
             return ()
         self._async_groups = [self._join_async(), *self._async_groups[:-1]]
-        for group in self._async_groups:  # somebody gives up now and then, and begins again some time
+        for group in self._async_groups:  # some decodes leave the pipeline, to restart later
             for slot, request in enumerate(group):
                 if request is not None and (request not in self._requests or self._rng.random() < 0.03):
                     request.is_async = False
@@ -100,13 +100,13 @@ class AsyncIterations(RandomIterations):
 
 @dataclass
 class Conveyor:
-    """A steady state: in each turn somebody begins, if anybody can, all others are a stage further.
+    """A steady state: in each async step one decode starts, if one is free, and all others advance a stage.
 
     Args:
-        num_layers: of the model.
-        names: who goes through the layers at their own pace, of `graph_case.HOMES`.
-        beside: who decodes in sub-batches meanwhile, a token in each turn.
-        sampling: how all tokens are chosen; None: greedily, with probabilities.
+        num_layers: number of layers of the model.
+        names: requests that decode asynchronously, from `graph_case.HOMES`.
+        beside: requests that decode in sub-batches meanwhile, a token in each async step.
+        sampling: sampling settings for every request; None: greedy, with probabilities.
     """
 
     num_layers: int
@@ -114,11 +114,11 @@ class Conveyor:
     beside: tuple[str, ...] = ("ab",)
     sampling: SamplingInput | None = None
     num_turns: int = 0
-    line: list[str | None] = field(default_factory=list)  # by stage
-    steps: Counter[str] = field(default_factory=Counter)  # decodes that each has made
+    line: list[str | None] = field(default_factory=list)  # async decodes by stage
+    steps: Counter[str] = field(default_factory=Counter)  # finished decodes per request
 
     def turns(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
-        """Yield plans, each with the whole context of each of its sequences."""
+        """Yield plans, each with the whole context of its sequences."""
         for _ in range(count):
             free = [name for name in self.names if name not in self.line[:-1]]
             before = self.line or [None] * (self.num_layers + 1)

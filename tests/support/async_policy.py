@@ -1,4 +1,4 @@
-"""A policy whose CPU and worker decodes go at their own pace whenever the device has anything else to do."""
+"""A policy whose CPU and worker decodes are asynchronous whenever the device has other work."""
 
 from dataclasses import replace
 
@@ -9,10 +9,9 @@ from neo_desktop.engine.schedule.policies import Policy
 
 
 class AllAsync(Policy):
-    """No prediction is asked; now and then, by the number of those who wait, nobody is taken along."""
+    """Needs no prediction; each third number of waiting requests advances no async decode."""
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        """Let all go at their own pace."""
         generator = CandidateGenerator(builder.cost, builder.shape, builder.queue, builder.moved_tokens)
         waiting = builder.queue.decodes(range(len(builder.queue)))
         counts = {tier: requests for tier, (requests, _) in joined(builder.async_decodes, waiting).items()}

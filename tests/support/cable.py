@@ -1,11 +1,11 @@
 """A cable between two computers, as a process: `python cable.py NEAR FAR`, the files of two TUN devices.
 
-It carries packets from each to the other, as a `Condition` says that comes on stdin, one per line in JSON.
-It ends with stdin. A thread would wait for Python's lock in a busy engine. Where it may, it goes before other
-programs, so that a busy computer changes little of what it imitates.
+It carries packets both ways, under the latest `Condition` from stdin (one per line, in JSON), and ends with
+stdin. A thread would wait for Python's lock in a busy engine. If permitted, the process takes real-time
+priority, so a busy computer hardly changes the imitated network.
 
-At a rate, a packet leaves when the one before it in its direction has left, so that the rate holds from the
-first byte on. (The token buckets of `tc` let some bytes through at once, and not all kernels have its netem.)
+A packet leaves after its predecessor in the same direction, so the rate limit holds from the first byte.
+(The token buckets of `tc` let some bytes through at once, and not all kernels have its netem.)
 """
 
 import json
@@ -18,36 +18,36 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-MAX_PACKET_BYTES = 65_000  # so large that Python has few of them to carry
-AT_ONCE = 8  # packets that are taken in before others are looked at
+MAX_PACKET_BYTES = 65_000  # large, so Python carries few packets
+AT_ONCE = 8  # packets read before other files are polled
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a cable is like; the same both ways."""
+    """Properties of a cable, equal in both directions."""
 
-    delay_s: float = 0.0  # of each packet
-    bits_per_s: float = 0.0  # 0: as fast as it can
-    loss: float = 0.0  # the share of packets that never arrive
+    delay_s: float = 0.0  # delay per packet
+    bits_per_s: float = 0.0  # 0: unlimited
+    loss: float = 0.0  # share of lost packets
     is_cut: bool = False
 
     def line(self) -> bytes:
-        """Return it for a cable's stdin."""
+        """Return the line for a cable's stdin."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class _Direction:
-    """Packets on their way to one end."""
+    """Packets in transit to one end."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source, self._target = source, target
         self._packets: deque[tuple[float, bytes]] = deque()
-        self._free_s = 0.0  # when the last one has been sent
+        self._free_s = 0.0  # end of the last transmission
         self._rng = random.Random(source)
 
     @property
     def due_s(self) -> float:
-        """When the next one arrives."""
+        """Arrival time of the next packet."""
         return self._packets[0][0] if self._packets else float("inf")
 
     def take_in(self, condition: Condition) -> None:

@@ -1,4 +1,4 @@
-"""Certificates that sign themselves."""
+"""Self-signed certificates."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 
 def make_certificate(folder: Path, name: str) -> Path:
-    """Return a file with a certificate of this computer, and its key; skips without openssl."""
+    """Return a file with a certificate of this computer and its key; skip the test without openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the command openssl")
     key, certificate = folder / f"{name}.key", folder / f"{name}.crt"

@@ -1,5 +1,5 @@
 # ruff: noqa: E501, RUF001
-"""Chat templates in the forms of well-known families, with the marks that are control tokens there."""
+"""Chat templates in the forms of well-known families, with their control tokens."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 class Family(NamedTuple):
     source: str
     special: tuple[str, ...]
-    ordinary: tuple[str, ...] = ()  # tokens that are text, and marks all the same
+    ordinary: tuple[str, ...] = ()  # marks that are plain text tokens
 
 
 _CHATML = """\

@@ -103,16 +103,16 @@ FAMILIES = tuple(_FAMILIES)
 def save_checkpoint(
     folder: Path, family: str, seed: int = 0, with_template: bool = True, **sizes: object
 ) -> Path:
-    """Write a checkpoint that transformers and this project can both load; return its folder.
+    """Write a checkpoint for transformers and this project; return its folder.
 
     Args:
-        sizes: other ones than the family's usual ones.
+        sizes: changes to the family's usual sizes.
     """
     torch.manual_seed(seed)
     model_class, config_class, changes = _FAMILIES[family]
     model = model_class(config_class(**(_SIZES | changes | sizes)))
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts biases at zero, which would hide a missing one
+        if name.endswith("bias"):  # transformers starts biases at zero, which would hide a missing bias
             torch.nn.init.normal_(parameter, std=0.1)
     model.eval().save_pretrained(folder)
     save_tokenizer(folder, with_template)
@@ -120,7 +120,7 @@ def save_checkpoint(
 
 
 class Checkpoints(dict[str, Path]):
-    """A checkpoint of each family, saved when a test first asks for it; no test changes one."""
+    """One checkpoint per family, saved at its first use; tests never change a checkpoint."""
 
     def __init__(self, make_folder: Callable[[str], Path]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Checkpoints(dict[str, Path]):
 def transformers_greedy(
     folder: Path, prompt: list[int], num_tokens: int, attention: str | None = None
 ) -> list[int]:
-    """Return what transformers chooses, in float32, with its own choice of attention or another of its."""
+    """Return transformers' greedy tokens in float32; attention: its implementation, None: its default."""
     return list(_greedy(folder, tuple(prompt), num_tokens, attention))
 
 

@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels for GPUs that are not there; a program, since elsewhere Triton may interpret.
+"""Compiles the Triton kernels for absent GPUs; a program, because other processes may use the interpreter.
 
-    python compile_kernels.py 0 2   one line of JSON per kernel and GPU: what `Compiled` has; the first of two
-                                    halves, so that two processes can share the work
+    python compile_kernels.py 0 2   prints the first of two halves, so two processes can share the work.
 
-The functions that launch the kernels are called as they are, with tensors that have no memory: what is
-compiled is what a GPU would get, with all specialisations. A stand-in for the CUDA driver says which GPU.
+The output has one JSON line per kernel and GPU, with the fields of `Compiled`. The launch functions run
+unchanged, on tensors without memory: so the compiled code is a GPU's code, with all specialisations. A fake
+CUDA driver names the GPU.
 """
 
 import json
@@ -38,30 +38,30 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one GPU."""
+    """Figures of one kernel on one GPU."""
 
     variant: str
-    capability: int  # 86 is 8.6
+    capability: int  # 86 means 8.6
     kernel: str
-    registers: int  # per thread
+    registers: int
     spilled: int  # bytes per thread in local memory
     shared: int  # bytes per program
-    programs_per_sm: int  # that fit into a multiprocessor at once
-    # Of decode attention per 32 tokens of its loop, of others in the longest loop, or in all.
+    programs_per_sm: int
+    # Decode attention: per 32 tokens of its loop. Others: in the longest loop, or in the whole kernel.
     instructions: int
-    wide_loads: int  # those that load 16 bytes
+    wide_loads: int  # loads of 16 bytes
     shared_loads: int
     barriers: int
 
 
 class AbsentGPU:
-    """As much of a CUDA driver as compiling asks for."""
+    """CUDA driver with just the functions that compilation needs."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        return self._capability  # kernels are kept per device, so no two GPUs may share a number
+        return self._capability  # kernels are cached per device, so each GPU needs its own number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -71,7 +71,7 @@ class AbsentGPU:
 
 
 def compile_instead_of_launching(found: list[tuple[str, Any]]) -> None:
-    """From now on kernels are not launched but collected, each as often as it would have been launched."""
+    """Collect kernels instead of launching them, each once per launch."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -108,7 +108,7 @@ def rope(dtype: torch.dtype, *, normed: bool, head_dim: int = 128) -> None:
     angles = empty(tokens, 1, head_dim, dtype=FP32)
     cache = empty(64, 16, kv_heads, head_dim, dtype=dtype)
     weights = empty(heads + kv_heads, head_dim, dtype=dtype) if normed else None
-    slots = empty(tokens, dtype=torch.int32)  # as graphs have them
+    slots = empty(tokens, dtype=torch.int32)  # the slots of a graph
     rope_append(qkv, angles, angles, slots, cache, cache, weights, 1e-6)
 
 
@@ -154,7 +154,7 @@ def choice(dtype: torch.dtype) -> None:
 
 
 def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> None:
-    """The down matrices of 128 experts, as Qwen3-30B-A3B has them."""
+    """Return the down matrices of 128 experts, as in Qwen3-30B-A3B."""
     rows, columns, blocks = 2048, 768, 32
     ids = empty(blocks, 1, dtype=torch.int32)
     x, out = empty(blocks, columns, dtype=dtype), empty(blocks, rows, dtype=dtype)
@@ -170,9 +170,9 @@ def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> Non
 ATTENTION = ("_attend", "attend_plain")
 ANYTHING = re.compile("")
 FP16_GPUS = (75, 80, 86, 89, 90, 120)
-BF16_GPUS = (80, 86, 89, 90, 120)  # 7.5 has no bf16
+BF16_GPUS = (80, 86, 89, 90, 120)  # 7.5 lacks bf16
 
-# variant -> (how to launch it, on which GPUs)
+# variant -> (launch function, GPUs)
 VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode fp16, group 1, head_dim 128": (lambda: decode(FP16, 1, 128), FP16_GPUS),
     "decode fp16, group 2, head_dim 128": (lambda: decode(FP16, 2, 128), (75,)),
@@ -183,7 +183,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
     "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
     "decode bf16, group 8, head_dim 128, window": (lambda: decode(BF16, 8, 128, window=4096), BF16_GPUS),
-    # Not on 8.6 and 8.9: there such heads spill 8 bytes, with a cap or without.
+    # Not on 8.6 and 8.9: there these heads spill 8 bytes, with a cap or without.
     "decode bf16, group 2, head_dim 256, softcap": (
         lambda: decode(BF16, 2, 256, softcap=50.0),
         (80, 90, 120),

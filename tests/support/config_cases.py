@@ -134,7 +134,7 @@ _NESTED = {"full_attention": {"rope_theta": 900.0}, "sliding_attention": {"rope_
 
 
 def edits_of(model_type: str) -> Iterator[Edit]:
-    """Yield edits of one key each, and rotations in all their places."""
+    """Yield edits of one key each, and rotations at every location."""
     known = {field.name for field in fields(CONFIG_MAPPING[model_type])}
     for key in sorted(known | _VALUES.keys()):
         yield from ({key: value} for value in (ABSENT, None, *_VALUES.get(key, [])))
@@ -159,14 +159,14 @@ def edits_of(model_type: str) -> Iterator[Edit]:
 
 
 def sample(model_type: str, count: int, seed: int) -> list[Edit]:
-    """Return edits, every third one a pair."""
+    """Return a sample of edits; every third entry is a pair."""
     chosen, edits = random.Random(f"{model_type} {seed}"), list(edits_of(model_type))
     found = chosen.sample(edits, count)
     return [edit | chosen.choice(edits) if index % 3 == 2 else edit for index, edit in enumerate(found)]
 
 
 def config_of(model_type: str, edit: Edit) -> Edit:
-    """Return the config.json that an edit makes of a small model's."""
+    """Return the config.json of a small model after an edit."""
     values = {"model_type": model_type} | _BASE | _OF_TYPE.get(model_type, {}) | edit
     return {key: value for key, value in values.items() if value is not ABSENT}
 
@@ -181,7 +181,7 @@ def _weights(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, torch
 
 
 def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
-    """Write a checkpoint and return the scores of transformers; None: it cannot read or compute it."""
+    """Write a checkpoint and return transformers' scores; None if transformers cannot read or run it."""
     (folder / "config.json").write_text(json.dumps(values))
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -203,17 +203,17 @@ def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
             model = make.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.inference_mode():
                 scores: torch.Tensor = model(_prompt(config.get_text_config().vocab_size)[None]).logits[0]
-        except Exception:  # any kind: there is nothing to compare with
+        except Exception:  # any kind: no scores to compare with
             (folder / "config.json").write_text(json.dumps(values))
             return None
     return scores
 
 
 def own_scores(folder: Path, *, with_traced: bool) -> torch.Tensor | None:
-    """Return the scores of this project; None: it refuses the folder, or leaves it to transformers' code.
+    """Return this project's scores; None if it refuses the folder or leaves it to transformers' code.
 
     Args:
-        with_traced: let the code of transformers compute what is left to it, which takes seconds.
+        with_traced: let transformers' code compute the remaining models, which takes seconds.
     """
     checkpoint = open_checkpoint(folder)
     try:

@@ -1,4 +1,4 @@
-"""Cost models for tests: simple formulas in tables, and a hypothesis strategy over them."""
+"""Cost models for tests: simple formulas in tables, and a hypothesis strategy for random models."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from neo_desktop.engine.predict.cost_model import (
     ZeroCostModel,
 )
 
-# A second memory that the host attends for, as a slower one behind a CPU would be.
+# A second tier with attention on the host, like slower memory behind a CPU.
 THIRD = KVTier("third", label="third", in_host_memory=True, host_attends=True)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (1, 16, 256, 4096)
@@ -36,7 +36,7 @@ def machine(
     num_layers: int = 32,
     tiers: Sequence[KVTier] = MEASURED_TIERS,
 ) -> TableCostModel:
-    """A machine by formulas; the defaults are about Llama-2-7B on a T4-class slice (times per layer)."""
+    """Return the costs of a machine; defaults resemble Llama-2-7B on a T4-class slice (times per layer)."""
 
     def surface(token_ms: float) -> Surface:
         return Surface(
@@ -63,7 +63,7 @@ def machine(
 
 
 def cost_models(tiers: Sequence[KVTier] = MEASURED_TIERS) -> st.SearchStrategy[CostModel]:
-    """Machines of all kinds, the sensible ones and the odd."""
+    """Draw cost models of sensible and odd machines."""
     times = st.sampled_from((0.0, 1e-5, 1e-3, 0.1, 10.0))
     return st.one_of(
         st.just(ZeroCostModel()),

@@ -1,4 +1,4 @@
-"""Attention as it is defined, in float64."""
+"""Attention by its definition, in float64."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def dense(
     """Attend from the last `len(q)` tokens of one context, each up to itself; [queries, heads, head_dim].
 
     Keys and values are [context, kv_heads, head_dim]; with a window each query sees that many tokens.
-    Sinks [heads] are the scores of one more token, whose value is zero. With a softcap, the score s of each
+    Sinks [heads] are the scores of one more token, whose value is zero. With a softcap, a score s of any
     other token becomes softcap * tanh(s / softcap).
     """
     group = q.shape[1] // k.shape[1]

@@ -10,7 +10,7 @@ from neo_desktop.models.stages import Reduce, Scratch, Stages, State
 def logits_of_all(
     model: Decoder, token_ids: Tensor, reduce: Reduce | None = None, stages: Stages | None = None
 ) -> Tensor:
-    """Scores `[n, vocab]` float32 after each token of one sequence `[n]`; attention in double precision."""
+    """Return scores `[n, vocab]` float32 after each token of a sequence `[n]`; attention in float64."""
     config, device = model.config, model.device
     of = config, len(token_ids), model.dtype, device
     given, state = stages, State.empty(*of, Scratch.empty(*of))

@@ -1,4 +1,4 @@
-"""Parts that stand in for a model, so that scheduling is tested in milliseconds."""
+"""Fakes of a model's parts, so scheduling is tested in milliseconds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 
 class LetterStream:
-    """Token 0 is "a", token 1 is "b", and so on."""
+    """A stream with token 0 as "a", token 1 as "b", and so on."""
 
     def step(self, token_id: int) -> str:
         return chr(ord("a") + token_id % 26)
@@ -48,22 +48,22 @@ def make_request(
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """A "model": the next token depends on all tokens before it."""
+    """Return the token of a "model" whose next token depends on all tokens before it."""
     return hash(tuple(tokens)) % 23
 
 
 @dataclass
 class FakeExecutor(Executor):
-    """Executes plans on lists of tokens instead of tensors, and checks each plan as it goes.
+    """Executes plans on lists of tokens instead of tensors, and checks each plan.
 
-    `slots[tier][slot]` is the token whose KV lies there: attending means reading the slots of the block
-    table. A plan that names a wrong block, or copies in a wrong order, changes the tokens that come out.
+    `slots[tier][slot]` is the token with its KV in that slot: attention reads the slots of the block table.
+    A plan with a wrong block, or with copies in a wrong order, changes the output tokens.
     """
 
     block_size: int
     max_batch_tokens: int
     slots: dict[KVTier, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    # (stage, slot) -> the decode that stands there, at its own pace, as of the last turn.
+    # (stage, slot) -> the async decode at that stage, as of the last async step.
     standing: dict[tuple[int, int], ScheduledSequence] = field(default_factory=dict)
     num_turns: int = 0
 
@@ -96,7 +96,7 @@ class FakeExecutor(Executor):
         return IterationResult(sampled, {})
 
     def _turn(self, plan: IterationPlan) -> Iterator[ScheduledSequence]:
-        """Check that all who go at their own pace go on by one stage; yield those who pass the last one."""
+        """Check that every async decode advances by one stage; yield decodes that pass the last stage."""
         if not plan.async_decodes:
             return
         assert all(plan.async_decodes), "a turn without slots"
@@ -122,7 +122,7 @@ class FakeExecutor(Executor):
 
 
 def reference_output(request: Request, num_tokens: int) -> list[int]:
-    """What the fake model gives for a prompt on its own."""
+    """Return the fake model's output for a prompt on its own."""
     tokens = list(request.prompt_token_ids)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))

@@ -1,4 +1,4 @@
-"""Executors for tests, on threads whose stages can be watched and held up."""
+"""Executors for tests, on threads whose stages can be observed and delayed."""
 
 from collections.abc import Callable, Sequence
 
@@ -57,7 +57,7 @@ class _HookedCaller(CallerLane):
 
 
 class HookedLanes(Lanes):
-    """Lanes that call a hook."""
+    """Lanes that call a hook at each stage."""
 
     def __init__(self, hook: Hook, timeline: Timeline | None = None) -> None:
         self._threads: dict[Lane, _HookedThread] = {
@@ -69,14 +69,14 @@ class HookedLanes(Lanes):
 
     @property
     def num_active(self) -> int:
-        """Threads that are in a stage."""
+        """Number of threads inside a stage."""
         return sum(thread.num_active for thread in self._threads.values())
 
 
 def carry_out_copies(
     config: ModelConfig, dtype: torch.dtype, storage: KVStorage, copies: Sequence[BlockCopy]
 ) -> None:
-    """Move blocks in all layers, without a GPU."""
+    """Copy blocks in all layers, without a GPU."""
     memory = TransferMemory(
         config.num_layers, (config.num_kv_heads, config.head_dim), dtype, torch.device("cpu")
     )
@@ -99,7 +99,7 @@ def thread_executor(
     """Make an executor without a GPU.
 
     Args:
-        stages: of the model; None: the usual ones.
+        stages: stages of the model; None: the usual ones.
     """
     capacity = Capacity.of(MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT, storage.block_size)
     backend = ThreadBackend(timeline, lanes)

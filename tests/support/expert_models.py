@@ -1,4 +1,4 @@
-"""Models with experts, of which some lie on the device and the others in host memory."""
+"""Models with some experts on the device and the others in host memory."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ EXPERTS = ("experts_gate", "experts_up", "experts_down")
 
 
 def experts_config(windows: tuple[int | None, ...] = WINDOWS, intermediate_size: int = 64) -> ModelConfig:
-    """Six experts in all layers but one, of which a token takes two."""
+    """Return a config with six experts in all layers except one; a token uses two experts."""
     layers = tuple(layer for layer in range(len(windows)) if layer != 1)
     experts = ExpertsConfig(count=6, per_token=2, intermediate_size=intermediate_size, layers=layers)
     return replace(tiny_config(windows), architecture="Qwen3MoeForCausalLM", experts=experts)
@@ -33,7 +33,7 @@ def expert_model(
     intermediate_size: int = 64,
     share: float | None = None,
 ) -> Decoder:
-    """Any number of experts of a layer, and of rows of other matrices, is resident; without a seed all are.
+    """Return a model with any number of resident experts and rows per layer; all, without a seed.
 
     Args:
         share: see `with_shares`.
@@ -50,7 +50,7 @@ def expert_model(
 
 
 def with_shares(model: Decoder, seed: int, share: float | None) -> Decoder:
-    """Let so much of the experts in host memory be streamed; None: it depends on the rows of a product."""
+    """Stream the given share of the experts in host memory; None: shares depend on the number of rows."""
     rng = random.Random(seed)
     rows, shares = sorted(rng.sample(range(1, 40), 4)), sorted(rng.choices(SHARES, k=4))
     model.streamed_experts = StreamedShares(tuple(rows), tuple(shares))
@@ -69,5 +69,5 @@ def _form(config: ModelConfig, seed: int | None) -> Dense | OffloadedFormat:
         resident.pop(f"{layer}.router")
         count = rng.choice((0, 1, 4, 6))
         for name in EXPERTS:
-            resident[f"{layer}.{name}"] = count * 64  # of rows of one expert
+            resident[f"{layer}.{name}"] = count * 64  # counted in rows of one expert
     return OffloadedFormat(Dense(uses_tiles=False), DENSE, resident)

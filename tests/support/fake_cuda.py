@@ -1,4 +1,4 @@
-"""As much of CUDA as a slice of a GPU needs: the driver's functions, cuBLAS, and torch's idea of streams."""
+"""The parts of CUDA that a GPU slice needs: driver functions, cuBLAS, and torch's current streams."""
 
 import threading
 from collections.abc import Iterator
@@ -14,27 +14,27 @@ SM_RESOURCE = object()
 
 
 def accelerator_error(text: str, code: int) -> Exception:
-    """What torch raises when a call of CUDA's runtime fails."""
+    """Return torch's error for a failed call of CUDA's runtime."""
     error = torch.AcceleratorError(text)
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
 
 def value(argument: Any) -> int:
-    """A number, whether or not it is wrapped for C."""
+    """Return a number, unwrapped from its C type if necessary."""
     return int(getattr(argument, "value", argument) or 0)
 
 
 def sms(count: int) -> SimpleNamespace:
-    """A resource of so many SMs."""
+    """Return a resource with `count` SMs."""
     return SimpleNamespace(sm=SimpleNamespace(smCount=count))
 
 
 class FakeDriver:
-    """cuda.bindings.driver before a GPU that gives its SMs in groups; functions in `fail` return that error.
+    """cuda.bindings.driver on a GPU that allocates SMs in groups; functions in `fail` return that error.
 
-    `calls` are the names of the functions in order; `streams` the handles made; `open_contexts` what was not
-    destroyed.
+    `calls` holds the functions' names in order, `streams` the handles made, `open_contexts` the number of
+    contexts not yet destroyed.
     """
 
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=SM_RESOURCE)
@@ -45,7 +45,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self.streams: list[int] = []
         self.open_contexts = 0
-        self.described_sms = 0  # what the last descriptor stands for
+        self.described_sms = 0  # SM count of the last descriptor
         self.context_sms = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class FakeDriver:
 
 
 class FakeCublas:
-    """The SM counts that were set, by handle."""
+    """SM count targets by handle."""
 
     def __init__(self) -> None:
         self.targets: dict[int, int] = {}
@@ -121,7 +121,7 @@ class FakeCublas:
 
 
 class FakeStream:
-    """What torch knows of a stream, and whom it waited for."""
+    """A torch stream that records the streams it waited for."""
 
     def __init__(self, handle: int, device: torch.device | None = None) -> None:
         self.handle, self.device = handle, device
@@ -141,7 +141,7 @@ class FakeStream:
 
 
 class FakeTorchCuda:
-    """Each thread has its current stream and its cuBLAS handle, as in torch."""
+    """Current streams and cuBLAS handles per thread, as in torch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.default = FakeStream(0)
@@ -171,7 +171,7 @@ class FakeTorchCuda:
 
 
 class RecordedStreams:
-    """`Streams` of a CPU that know whether a thread is inside `on_device`."""
+    """CPU `Streams` that know if a thread is inside `on_device`."""
 
     note = "a note"
     sms = 8

@@ -1,4 +1,4 @@
-"""A GPU with known rates and NVIDIA's driver of it, for suites that measure one."""
+"""A GPU with known rates, and its NVIDIA driver, for measuring suites."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.profiling.device_rates import Direction
 
-LAUNCH_S = 4e-6  # what starting any work takes
+LAUNCH_S = 4e-6  # launch overhead of any work
 FLOP_PER_S = 80e12
 READ_BYTES_PER_S = 800e9
 BUS_BYTES_PER_S = {Direction.TO_DEVICE: 24e9, Direction.TO_HOST: 20e9}
@@ -16,7 +16,7 @@ UUID = "12345678-aaaa-bbbb-cccc-1234567890ab"
 
 
 class FakeTimer:
-    """A `CudaTimer` on a clock of its own; counts what it was asked for."""
+    """A `CudaTimer` with its own clock, which counts its requests."""
 
     name = "Fake RTX"
     dtypes = ("float16", "bfloat16")
@@ -50,7 +50,7 @@ class FakeTimer:
 
 
 class FakeNvml:
-    """pynvml before a GPU on which somebody else works; functions named in `refuse` are not supported."""
+    """pynvml on a shared, busy GPU; functions named in `refuse` are not supported."""
 
     class NVMLError(Exception):
         pass

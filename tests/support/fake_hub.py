@@ -1,4 +1,4 @@
-"""A server that speaks the hub's API: what there is, and its files, also from the middle on."""
+"""A server with the hub's API: listings, and files from any byte on."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Repositories by name, of each `file -> content`."""
+    """Repositories by name, each as `file -> content`."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -22,14 +22,14 @@ class FakeHub:
         default_factory=list
     )  # bytes of large files after which connections end, in turns
     ignores_ranges: bool = False
-    damages: bool = False  # what it sends of large files
+    damages: bool = False  # corrupts large files
     requests: list[tuple[str, str | None]] = field(default_factory=list)  # file and range
     url: str = ""
 
 
 @contextmanager
 def serve_hub(hub: FakeHub) -> Iterator[FakeHub]:
-    """Serve it from a thread; `hub.url` is its address."""
+    """Serve a hub from a thread; `hub.url` is its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

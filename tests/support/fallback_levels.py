@@ -1,4 +1,4 @@
-"""Sets levels of the process's fallbacks for one test."""
+"""Fallback levels of the process for one test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from neo_desktop.engine.fallbacks import Fallbacks, fallbacks
 
 
 class Levels:
-    """`levels(mechanism="level", ...)` within a test; the limits and levels from before are restored."""
+    """Sets levels by `levels(mechanism="level", ...)`; the previous limits and levels return later."""
 
     def __call__(self, **levels: str) -> None:
-        """Let mechanisms stand on levels until the test ends, or they are limited further."""
+        """Set levels until the test ends or a mechanism is limited further."""
         fallbacks.put(levels)
 
 
@@ -21,7 +21,7 @@ KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "qua
 
 @contextmanager
 def kernels_on(level: str) -> Iterator[None]:
-    """Let all kernels stand on a level; one that gives up, for a lower one to serve, fails the test."""
+    """Put all kernels on a level; a fallback to a lower level fails the test."""
 
     def given_up(self: Fallbacks, mechanism: str, lower: str, reason: str) -> bool:
         assert mechanism not in KERNELS, f"{mechanism}: {reason}"
@@ -35,6 +35,6 @@ def kernels_on(level: str) -> Iterator[None]:
 
 @contextmanager
 def restored_fallbacks() -> Iterator[Levels]:
-    """Give the process's fallbacks back as it was."""
+    """Restore the process's fallbacks at the end."""
     with fallbacks.at_levels({}):
         yield Levels()

@@ -1,4 +1,4 @@
-"""Small GGUF files of models of transformers, written as llama.cpp's converter writes them."""
+"""Small GGUF files of transformers models, in the format of llama.cpp's converter."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ TYPES = {
     for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 }
 STORED = {stored.name: stored for stored in STORED_TYPES.values()}
-# Where blocks have numbers in float16, if not only at their beginning.
+# Offsets of float16 fields in a block, unless the only one is at its start.
 HALVES = {
     "MXFP4": (),
     "Q2_K": (80, 82),
@@ -24,7 +24,7 @@ HALVES = {
     "Q6_K": (208,),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
 }
-# Of GPT-2's vocabularies: a character for each byte.
+# GPT-2's alphabet: one character per byte.
 ALPHABET = [
     chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(256, 324))
 ]
@@ -40,13 +40,13 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a model of transformers.
+    """Write a transformers model as a GGUF file.
 
     Args:
-        type_name: of matrices; numbers of those that gguf cannot round to are any.
-        type_names: of matrices whose names contain a text; of all others, `type_name`.
-        metadata: changes of entries, under their full names; None removes one.
-        tensors: more of them.
+        type_name: type of matrices; types that gguf cannot quantise get random numbers.
+        type_names: types of matrices by a part of their names; others have `type_name`.
+        metadata: changed entries, by full name; None removes an entry.
+        tensors: additional tensors.
     """
     config = model.config
     writer = gguf.GGUFWriter(None, architecture)
@@ -57,7 +57,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         getattr(gguf.MODEL_ARCH, architecture.upper().replace("-", "_")), config.num_hidden_layers
     )
-    state = dict(model.named_parameters())  # tied ones once
+    state = dict(model.named_parameters())  # tied parameters appear once
     for tensor, value in _of_gpt_oss(state) if architecture == "gpt-oss" else _of_experts(state):
         kind = next((kind for part, kind in (type_names or {}).items() if part in tensor), type_name)
         add_tensor(writer, tensor, value.detach(), kind if tensor.endswith("_exps.weight") else "F32")
@@ -78,7 +78,7 @@ def write_gguf(
 
 
 def _of_experts(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Take out what belongs to a mixture of experts, under the names of llama.cpp."""
+    """Remove the MoE tensors from `state`, and yield them under llama.cpp's names."""
     for name in list(state):
         prefix = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
         if name.endswith("experts.gate_up_proj"):
@@ -92,7 +92,7 @@ def _of_experts(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_gpt_oss(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Likewise; gates and ups take turns, and matrices lie on their side."""
+    """Do the same for gpt-oss, whose gates and ups interleave in transposed matrices."""
     for name in list(state):
         prefix = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
         _, is_expert, part = name.partition(".mlp.experts.")
@@ -113,7 +113,7 @@ def _of_gpt_oss(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Any bits, `[rows, bytes of a row]`, with scales (and minima) that are finite."""
+    """Return random bits, `[rows, bytes of a row]`, with finite scales and minima."""
     generator = torch.Generator().manual_seed(seed)
     stored = STORED[name]
     shape = (rows, columns // stored.elements, stored.nbytes)
@@ -128,7 +128,7 @@ def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def small_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
-    """The same, of about the size of weights."""
+    """Return random rows of about the size of weights."""
     raw = stored_rows(name, rows, columns, seed)
     factor = 0.02 / STORED[name].dequantised(raw).std().item()
     blocks = raw.view(rows, -1, STORED[name].nbytes)
@@ -139,19 +139,19 @@ def small_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def permuted(rows: Tensor, head_dim: int) -> Tensor:
-    """Order rows of queries or keys as llama.cpp's converter does for its architecture "llama"."""
+    """Reorder rows of queries or keys like llama.cpp's converter for architecture "llama"."""
     heads = rows.shape[0] // head_dim
     return rows.view(heads, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def dequantised(weight: Tensor, type_name: str) -> Tensor:
-    """What a weight is once it was stored."""
+    """Return a weight after a round trip through a type."""
     kind = TYPES[type_name]
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
 
 
 def vocabulary(size: int) -> dict[str, Any]:
-    """A byte-level vocabulary without merges, with a token that ends answers."""
+    """Return a byte-level vocabulary with two merges and an end token."""
     tokens = [*ALPHABET, "th", "the", "<|end|>"]
     padding = [f"[PAD{index}]" for index in range(len(tokens), size)]
     return {
@@ -196,7 +196,7 @@ def _entries(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def add(writer: Any, key: str, value: Any) -> None:
-    """Add an entry of the type that a value has."""
+    """Add an entry with the type of its value."""
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -211,8 +211,8 @@ def add(writer: Any, key: str, value: Any) -> None:
 
 
 def add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
-    """Add a tensor; where nothing rounds to a type, its numbers are any."""
-    if type_name not in TYPES:  # nothing here rounds numbers to it
+    """Add a tensor; types that gguf cannot quantise get random numbers."""
+    if type_name not in TYPES:  # gguf cannot quantise to it
         kind = gguf.GGMLQuantizationType[type_name]
         raw = small_rows(type_name, value.shape[:-1].numel(), value.shape[-1])
         writer.add_tensor(name, raw.view(*value.shape[:-1], -1).numpy(), raw_dtype=kind)
@@ -226,5 +226,5 @@ def add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
 
 
 def joined(pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """A whole tensor of the pieces in which it is read."""
+    """Concatenate the pieces of a tensor."""
     return torch.cat([piece for _, piece in pieces])

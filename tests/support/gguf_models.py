@@ -1,4 +1,4 @@
-"""Models of every kind that is written to GGUF files."""
+"""Models of every architecture in GGUF tests."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A model in which every weight matters."""
+    """Return a model in which every weight matters."""
     decoder = Decoder(config, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(1)
     for weight in named_weights(decoder):

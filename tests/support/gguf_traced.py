@@ -1,4 +1,4 @@
-"""GGUF files of models that have no decoder here, written as llama.cpp's converter writes them."""
+"""GGUF files of models without a decoder here, in the format of llama.cpp's converter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,8 +105,8 @@ _LONG = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
-    # of `traced_models.FAMILIES` -> architecture, its entries, and what config.json says else
-    "gemma2": ("gemma2", _gemma2, {"query_pre_attn_scalar": 32}),  # llama.cpp knows no other
+    # family in `traced_models.FAMILIES` -> architecture, metadata entries, changes of config.json
+    "gemma2": ("gemma2", _gemma2, {"query_pre_attn_scalar": 32}),  # llama.cpp supports no other value
     "gemma3": ("gemma3", _gemma3, _SEVEN),
     "gemma3 long": ("gemma3", _gemma3, _SEVEN | {"rope_parameters": _LONG}),
     "granite": ("granite", _granite, {"embedding_multiplier": 3.0}),
@@ -141,13 +141,13 @@ def write_traced(
     metadata: Changes | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> tuple[Path, Any]:
-    """Write a random model as a folder, and as a file in it; return the file and the model.
+    """Write a random model as a folder and as a GGUF file in it; return the file and the model.
 
     Args:
-        type_name: of matrices; the model's are as they are stored.
-        sizes: of config.json, that are others.
-        metadata: changes of entries, under their full names; None removes one.
-        tensors: more of them.
+        type_name: type of matrices; the model gets the dequantised values.
+        sizes: changed sizes in config.json.
+        metadata: changed entries, by full name; None removes an entry.
+        tensors: additional tensors.
     """
     architecture, entries, settings = WRITTEN[family]
     model_type, own = FAMILIES[family.split(maxsplit=1)[0]]
@@ -162,7 +162,7 @@ def write_traced(
             add(writer, key, value)
     arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():  # tied ones once
+    for name, parameter in model.named_parameters():  # tied parameters appear once
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         _write(writer, stored, parameter.detach(), type_name, architecture, config)
@@ -178,7 +178,7 @@ def write_traced(
 
 
 def _write(writer: Any, name: str, value: Tensor, type_name: str, architecture: str, config: Any) -> None:
-    """Add a tensor; the model's own takes the numbers that are stored."""
+    """Add a tensor, and copy its dequantised values into the model."""
     if architecture in _SHIFTED and name.endswith("norm.weight"):
         add_tensor(writer, name, value + 1, "F32")
         return

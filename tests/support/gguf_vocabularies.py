@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, E501
-"""Vocabularies whose tokens cross words, so that each cut between words shows in the ids; and texts to try them."""
+"""Vocabularies with tokens across words, so every cut between words shows in the ids; and test texts."""
 
 from collections import Counter
 from functools import cache
@@ -49,7 +49,7 @@ _LEARNT = [text for text in TEXTS if SPECIAL[0] not in text and "\0" not in text
 
 
 def byte_level(pre: str, **changes: Any) -> dict[str, Any]:
-    """A vocabulary of bytes and of what is frequent in the texts, wherever it begins and ends."""
+    """Return a vocabulary of bytes and of frequent text pieces, at any boundaries."""
     merges = _byte_merges()
     tokens = list(dict.fromkeys([*ALPHABET, *(left + right for left, right in merges)]))
     entries = {
@@ -65,7 +65,7 @@ def byte_level(pre: str, **changes: Any) -> dict[str, Any]:
 
 
 def sentence_piece(**changes: Any) -> dict[str, Any]:
-    """Likewise of characters, with scores, and bytes for what is no token."""
+    """Return a vocabulary of characters and frequent pieces with scores, and bytes for unknown characters."""
     words = [list(_SPACE + text.replace(" ", _SPACE)) for text in _LEARNT]
     merges = _merges(words, 500)
     common = Counter(char for word in words for char in word)
@@ -93,7 +93,7 @@ def sentence_piece(**changes: Any) -> dict[str, Any]:
 
 
 def write_vocabulary(path: Path, entries: dict[str, Any]) -> Path:
-    """Write a file without weights."""
+    """Write a GGUF file without weights."""
     writer = gguf.GGUFWriter(None, "llama")
     for key, value in entries.items():
         match value:
@@ -119,13 +119,13 @@ def _byte_merges() -> list[tuple[str, str]]:
 
 
 def _ordered_bytes() -> list[int]:
-    """The bytes that the characters of the alphabet stand for."""
+    """Return the bytes that the alphabet's characters represent."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [*printable, *(byte for byte in range(256) if byte not in printable)]
 
 
 def _merges(words: list[list[str]], count: int) -> list[tuple[str, str]]:
-    """The most frequent neighbours become one, again and again."""
+    """Return the byte-pair merges: repeatedly merge the most frequent neighbors."""
     found = []
     for _ in range(count):
         pairs = Counter(pair for word in words for pair in pairwise(word))

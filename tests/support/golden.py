@@ -1,9 +1,9 @@
-"""Programs as text: the stages of each lane in order, and the stages of other lanes that each one waits for.
+"""Programs as text: the stages per lane, in order, and the stages of other lanes they wait for.
 
     cd tests/support; python golden.py DIR
 
-writes the record of each kind of program to a file. Run it on two commits and compare the folders to see what
-changed. `tests/engine/golden.json` keeps a digest per kind.
+writes one record per kind of program to a file. Run it on two commits and compare the folders to see the
+changes. `tests/engine/golden.json` keeps a digest per kind.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
-NUM_PLANS = 10  # of a case, at most
+NUM_PLANS = 10  # maximum per case
 
 
 @dataclass
 class Record:
-    """The stages of one iteration, in the order in which lanes got them."""
+    """Stages of one iteration, in the order of submission to lanes."""
 
-    lanes: list[str] = field(default_factory=list)  # of each stage
+    lanes: list[str] = field(default_factory=list)  # lane per stage
     stages: list[Stage] = field(default_factory=list)
-    before: list[set[int]] = field(default_factory=list)  # all stages that end before it begins
+    before: list[set[int]] = field(default_factory=list)  # stages that end before this one begins
 
     def add(self, lane: str, stage: Stage, after: set[int]) -> int:
         """Append a stage that waits for its lane and for the stages `after`; return its number."""
@@ -67,19 +67,19 @@ class Record:
 
 
 class RecordingLanes(Lanes):
-    """Lanes on threads that keep a record of each iteration."""
+    """Lanes on threads that record every iteration."""
 
     def __init__(self) -> None:
         host = {lane: ThreadLane(lane, None) for lane in TOLD_BY}
         others = set(Lane) - set(TOLD_BY) - {Lane.DEVICE}
         super().__init__(CallerLane(None), {lane: ThreadLane(lane, None) for lane in others}, host)
         self.record = Record()
-        self._numbers: dict[int, int] = {}  # by the signal's identity
-        self._signals: list[Signal] = []  # keeps identities unique
-        self._awaited: set[int] = set()  # by the device's next stage
+        self._numbers: dict[int, int] = {}  # by identity of the signal
+        self._signals: list[Signal] = []  # kept alive, so identities stay unique
+        self._awaited: set[int] = set()  # stages that the device's next stage waits for
 
     def restart(self) -> Record:
-        """Return the record of the iteration that has ended, and begin another."""
+        """Return the record of the finished iteration, and start a new one."""
         record, self.record = self.record, Record()
         self._numbers, self._signals, self._awaited = {}, [], set()
         return record
@@ -122,7 +122,7 @@ class _Own:
 
 @dataclass(frozen=True)
 class Case:
-    """Random iterations of a model, and the model whose tokens they must have."""
+    """Random iterations of a model, and the reference model for their tokens."""
 
     iterations: RandomIterations
     model: Decoder
@@ -131,7 +131,7 @@ class Case:
     num_workers: int = 0
 
     def records(self) -> Iterator[str]:
-        """Carry the iterations out, check their tokens, and yield the record of each."""
+        """Run the iterations, check their tokens, and yield a record per iteration."""
         with ExitStack() as stack:
             storage = make_storage(self.model, dict.fromkeys(self.tiers, NUM_BLOCKS))
             if self.num_workers:

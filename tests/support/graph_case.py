@@ -1,4 +1,4 @@
-"""Plans over a tiny model, and an executor whose GPU is imitated."""
+"""Plans for a tiny model, and an executor on an imitated GPU."""
 
 from collections.abc import Collection
 
@@ -50,7 +50,7 @@ def make_executor(
 
 
 TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(40)] for name in "abcdefg"}
-# Where each lives, its blocks, and how many tokens it has before the first decode.
+# Per request: tier, blocks, number of tokens before the first decode.
 HOMES = {
     "a": (KVTier.DEVICE, (0, 5), 20),
     "b": (KVTier.DEVICE, (2,), 3),
@@ -76,7 +76,7 @@ def prompts(names: str) -> IterationPlan:
 
 
 def decodes(*names: str, step: int = 0, sampling: SamplingInput | None = None) -> IterationPlan:
-    """The tokens after the prompts: sub-batches of these names."""
+    """Return a plan with the first decodes after the prompts, one sub-batch per string of names."""
 
     def one(name: str) -> ScheduledSequence:
         start = HOMES[name][2] + step

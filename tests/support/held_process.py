@@ -1,4 +1,4 @@
-"""A program in a process of its own, which tests lead by lines and kill."""
+"""A program in its own process, controlled by lines and killed by tests."""
 
 import subprocess
 import sys
@@ -11,35 +11,34 @@ TESTS = Path(__file__).parent.parent
 
 
 class HeldProcess:
-    """It obeys lines on its stdin, and has its stdout read line by line."""
+    """A process that takes commands on stdin and answers on stdout, line by line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def tell(self, line: str) -> None:
-        """Send a line."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def read_line(self) -> str:
-        """Wait for its next line."""
+        """Wait for the next line of its stdout."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
-        """Kill it in the middle of whatever it does."""
+        """Kill the process at any point of its work."""
         self.process.kill()
         self.process.wait(30)
 
 
 @contextmanager
 def held_process(program: str, **fields: object) -> Iterator[HeldProcess]:
-    """Run a program, which is killed in the end.
+    """Run a program, and kill it at the end.
 
     Args:
-        program: its source, in which {tests!r} stands for the folder of all tests.
-        fields: what other names in braces stand for.
+        program: source text, with {tests!r} in place of the tests folder.
+        fields: values of the other names in braces.
     """
     source = textwrap.dedent(program).format(tests=str(TESTS), **fields)
     pipe = subprocess.PIPE

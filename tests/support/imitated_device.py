@@ -1,4 +1,4 @@
-"""The imitated GPU's own controls: how many queues it has, and what fails on it."""
+"""Controls of the imitated GPU: number of queues, and injected failures."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ RUNTIME = "libcudart.so.13"
 
 
 class ImitatedDevice:
-    """What tests ask of the GPU that `scripts/imitated_gpu.sh` puts in the place of a real one.
+    """Controls of the GPU that `scripts/imitated_gpu.sh` imitates.
 
     Args:
         library: the imitated CUDA runtime.
@@ -27,38 +27,38 @@ class ImitatedDevice:
         self._library = library
 
     def set_queues(self, count: int, seed: int = 0) -> None:
-        """Take so many hardware queues, 1 to 8 (0: drawn), once nothing is under way."""
+        """Set the number of hardware queues, 1 to 8 (0: random), once no work is in flight."""
         if error := self._library.imitated_gpu_set_queues(count, seed):
             raise RuntimeError(f"the imitated GPU does not take {count} queues: CUDA error {error}")
 
     def set_timeout(self, seconds: float) -> None:
-        """Set for how long nothing may be able to run before that is told as a deadlock."""
+        """Set the time without runnable work after which a deadlock is reported."""
         self._library.imitated_gpu_set_timeout(ctypes.c_double(seconds))
 
     def fail(self, call: str, error: int, first: int = 1, times: int = 1) -> None:
-        """Let calls from now on fail.
+        """Make later calls fail.
 
         Args:
-            call: a function's name; "NAME in a capture"; "operation": the device dies in the middle of work.
-            error: CUDA's number.
-            first: which call from now on is the first to fail.
-            times: how many do.
+            call: function name, "NAME in a capture", or "operation": the device dies in the middle of work.
+            error: CUDA error code.
+            first: number of the first failing call, counted from now.
+            times: number of failing calls.
         """
         self._library.imitated_gpu_fail(
             call.encode(), ctypes.c_int(error), ctypes.c_long(first), ctypes.c_long(times)
         )
 
     def hang(self, number: int) -> None:
-        """Let the operation that is the `number`-th from now on never end."""
+        """Make the `number`-th operation from now hang."""
         self._library.imitated_gpu_hang(ctypes.c_long(number))
 
     def delay(self, us: int) -> None:
-        """Let each operation take so much longer."""
+        """Lengthen every operation by `us` microseconds."""
         self._library.imitated_gpu_delay(ctypes.c_int(us))
 
     @contextmanager
     def counted_calls(self) -> Iterator[Counter[str]]:
-        """Count the calls that put something on a stream, by what that is: a kernel, "copy", "graph".."""
+        """Count the calls that add work to a stream, by kind: a kernel's name, "copy", "graph", and so on."""
         calls = Counter[str]()
         self._library.imitated_gpu_count_calls()
         try:
@@ -71,22 +71,22 @@ class ImitatedDevice:
 
     @property
     def num_failed(self) -> int:
-        """How many calls and operations failed or hung as they were asked to."""
+        """Number of calls and operations that failed or hung on request."""
         return int(self._library.imitated_gpu_num_failed())
 
     @property
     def num_deadlocks(self) -> int:
-        """How many deadlocks were found; each ended the device with a launch timeout."""
+        """Number of deadlocks; each ended the device with a launch timeout."""
         return int(self._library.imitated_gpu_num_deadlocks())
 
     def recover(self) -> None:
-        """Forget all that was asked for and all that came of it; what hangs is dropped."""
+        """Drop all injected failures and their effects, including hung work."""
         self._library.imitated_gpu_recover()
 
 
 @cache
 def imitated_device() -> ImitatedDevice | None:
-    """Return the imitated GPU, if torch computes on it."""
+    """Return the imitated GPU, if torch runs on it."""
     if not torch.cuda.is_available():
         return None
     try:

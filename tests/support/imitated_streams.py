@@ -1,4 +1,4 @@
-"""CUDA streams and graphs without a GPU: work in any order that the streams and their events allow."""
+"""CUDA streams and graphs without a GPU: operations run in any order that streams and events allow."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
-TIMEOUT_S = 20.0  # for a flag that must come; only a defect waits for so long
+TIMEOUT_S = 20.0  # for a flag that must come; only a defect waits this long
 LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
 FIXED = tuple(lane for lane in LANES if lane not in NEVER_FIXED)
 NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)
@@ -32,9 +32,9 @@ class Operation:
     lane: Lane
     stage: Stage
     work: Callable[[], object]
-    after: tuple["Operation", ...]  # the one before it on its lane, and those that it waits for
+    after: tuple["Operation", ...]  # its predecessor on the lane, and the operations it waits for
     is_ready: Callable[[], bool] = lambda: True
-    flag: int | None = None  # address of the flag that is raised, or of the one behind what is waited for
+    flag: int | None = None  # address of the raised flag; for a wait, of the flag raised before
     is_wait: bool = False
 
     def wait(self) -> None:
@@ -44,7 +44,7 @@ class Operation:
         raise AssertionError("there are no streams")
 
     def follows(self, other: "Operation") -> bool:
-        """Whether there is a way from `other` to this one along what CUDA is told of."""
+        """True if CUDA's known dependencies order this operation after `other`."""
         seen, left = set[Operation](), [self]
         while left:
             operation = left.pop()
@@ -57,7 +57,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Answer:
-    """The end of a relay's step."""
+    """End of a relay's step."""
 
     raised: Operation
     done: Tensor
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass
 class ImitatedLauncher:
-    """Takes some stages; what comes before them on a lane is `last`. Without flags the CPU's work is one."""
+    """Collects the stages of a part after those in `last`. Without flags, the CPU's work is one operation."""
 
     with_flags: bool = True
     last: dict[Lane, Operation] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ImitatedLauncher:
         return self._add(Operation(lane, stage, work, self._after(lane, after)))
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        if step.flags is None:  # a worker's rows, by a thread
+        if step.flags is None:  # a worker's rows, sent by a thread
             return self.run(Lane.SWAP, stage, step.work, after)
         told_by = TOLD_BY[Lane(lane)] if lane in TOLD_BY else Lane.TO_HOST  # a worker's attention
         if not self.with_flags:
@@ -111,7 +111,7 @@ class ImitatedLauncher:
         others = []
         for signal in signals:
             if isinstance(signal, Answer):
-                # Of an earlier graph everything comes before this one.
+                # An earlier graph precedes this one as a whole.
                 asked = (signal.raised,) if signal.raised in self.operations else ()
                 done = signal.done
                 before = (*asked, *filter(None, (self.last.get(lane),)))
@@ -134,15 +134,15 @@ class ImitatedLauncher:
 
 
 class ImitatedBackend:
-    """Records each fixed part once, like a graph, and from then on knows its operations only.
+    """Records each fixed part once, like a graph, and then replays its operations.
 
-    Which lane goes on is drawn at random among those that can. So a missing wait shows: sooner or later work
-    is done too early, on memory that is not ready. It is done while somebody waits, as late as it can be; of
-    the next program, if that has started, some is done then, too.
+    The next lane is drawn at random among the runnable ones. So a missing wait shows: sooner or later an
+    operation runs too early, on memory that is not ready. Work runs as late as possible, during a wait for
+    its program; some work of the next program runs then as well, if that program has started.
 
     Args:
-        num_queues: a GPU has so many queues, each of which carries out in order what was put into it. Every
-            operation goes to one at random, in an order that is drawn among those that CUDA has been told of.
+        num_queues: number of hardware queues, each with its operations in order. An operation enters a random
+            queue, in a random order that respects CUDA's known dependencies.
             None: a queue per lane.
     """
 
@@ -153,13 +153,13 @@ class ImitatedBackend:
         self._seen: set[object] = set()
         self._graphs: dict[tuple[object, int], list[Operation]] = {}
         self._launcher = ImitatedLauncher()
-        self._runs: deque[Operation] = deque()  # the ends of programs that nobody has waited for
-        self._end: Operation | None = None  # of the last one
+        self._runs: deque[Operation] = deque()  # ends of programs without a wait yet
+        self._end: Operation | None = None  # end of the last program
         self._queues: list[list[Operation]] = [[] for _ in range(num_queues or len(LANES))]
         self._done: set[Operation] = set()
         self.num_runs = 0
         self.num_graphs_launched = 0  # in the last program
-        self.num_launched = 0  # of stages one by one, in the last program
+        self.num_launched = 0  # stages launched one by one in the last program
         self.was_graph = False
         self.num_abandoned = 0
         self.is_closed = False
@@ -174,7 +174,7 @@ class ImitatedBackend:
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """Those of the last program, in the order in which they were given."""
+        """Operations of the last program, in the order of submission."""
         return self._launcher.operations
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -253,7 +253,7 @@ class ImitatedBackend:
         self.num_abandoned += 1
         lost = None if isinstance(error, DeviceStalledError) else error  # flags may have been raised since
         if not isinstance(lost, EngineLostError):
-            for end in self._runs:  # who waits for them finds that they have ended
+            for end in self._runs:  # later waits find them finished
                 self._carry_out(end)
         self._queues = [[] for _ in self._queues]
         self._end, self._done = None, set(self._runs)
@@ -267,7 +267,7 @@ class ImitatedBackend:
         self.is_closed = True
 
     def check_flags(self) -> int:
-        """Check that each wait follows its raise along what CUDA is told of; return how many there are."""
+        """Check that known dependencies order each wait after its raise; return the number of waits."""
         num_waits = 0
         operations = self.operations
         raised = {o.flag: o for o in operations if o.flag is not None and not o.is_wait}
@@ -295,7 +295,7 @@ class ImitatedBackend:
 
 
 class StallingBackend(ImitatedBackend):
-    """A GPU that never comes to hand q, k and v of the second layer over; whoever waits for flags goes on."""
+    """A GPU that never signals q, k and v of the second layer; waits for flags end."""
 
     is_stalling = False
 

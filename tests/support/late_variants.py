@@ -1,6 +1,6 @@
-"""Prints how many kernels are compiled at start-up, and how many only later, by iterations of many kinds.
+"""Counts kernels compiled at start-up, and kernels compiled later by iterations of many kinds.
 
-A program, since elsewhere Triton may interpret; see `compile_kernels`.
+A program, because other processes may use Triton's interpreter; see `compile_kernels`.
 """
 
 from dataclasses import replace
@@ -22,12 +22,12 @@ NUMBERS = torch.zeros(1 << 16, dtype=torch.int32)
 
 
 def numbers(first: int, count: int) -> torch.Tensor:
-    """A part of a larger tensor: at any address that a multiple of 4 can be."""
+    """Return a slice of a larger tensor, at any address that is a multiple of 4."""
     return NUMBERS[first : first + count]
 
 
 def rotate(pool: KVPool, first: int, tokens: int) -> None:
-    """Rotate and store as graphs do; the slots of a sub-batch lie behind those of another one."""
+    """Rotate and store like a graph; the slots of sub-batches share one tensor."""
     qkv = torch.empty(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.float16)
     angles = torch.empty(tokens, 1, HEAD_DIM)
     k_caches, v_caches = pool.parts
@@ -41,12 +41,12 @@ def main() -> None:
     device_layer.num_sms = lambda device: 40
     config = replace(shape("tiny"), num_layers=2, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     pool = KVPool(config, 512, 16, torch.float16, torch.device("cpu"), DeviceLayer)
-    rotate(pool, 0, 4)  # as warming the graphs up does
+    rotate(pool, 0, 4)  # the warm-up of graphs does this
     at_start = {id(kernel) for _, kernel in found}
     for layer, (requests, max_blocks, window) in enumerate(
         [(1, 1, None), (2, 17, 1), (3, 16, 64), (7, 100, 700), (33, 5, None), (100, 256, 4096)]
     ):
-        # As the model makes them: rows of one product, decodes behind an odd number of prompts' tokens.
+        # The model's tensors: rows of one product, decodes after an odd number of prompt tokens.
         qkv = torch.empty(requests + 3, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.float16)[3:]
         rotated = torch.empty(requests + 3, HEADS + KV_HEADS, HEAD_DIM, dtype=torch.float16)[3:]
         pool.layer(layer % 2).decode(

@@ -1,4 +1,4 @@
-"""Builds and runs the core's own test program (native/tests), in which there is no Python."""
+"""Builds and runs the core's own test program (native/tests), without Python."""
 
 import os
 import shutil
@@ -12,12 +12,12 @@ _SOURCE = Path(__file__).parents[2] / "native"
 
 
 def _tool(name: str) -> str | None:
-    """The command of this name: the virtual environment's own, else the system's."""
+    """Return the path of a command, from the virtual environment or else the system."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def find_compiler(*names: str) -> str:
-    """The first of these C++ compilers that there is; skips the test if there is none."""
+    """Return the first available C++ compiler; skip the test if none is."""
     for name in names:
         if compiler := shutil.which(name):
             return compiler
@@ -25,7 +25,7 @@ def find_compiler(*names: str) -> str:
 
 
 def can_compile(compiler: str, folder: Path, *flags: str) -> bool:
-    """Whether a program that does nothing can be built with these flags."""
+    """True if an empty program builds with these flags."""
     source = folder / "nothing.cpp"
     source.write_text("int main() {}\n")
     command = [compiler, *flags, str(source), "-o", str(folder / "nothing")]
@@ -33,7 +33,7 @@ def can_compile(compiler: str, folder: Path, *flags: str) -> bool:
 
 
 def build(folder: Path, compiler: str, flags: str, *cmake_arguments: str) -> Path:
-    """The program, built in `folder` with these flags; skips the test if there is no cmake."""
+    """Build the test program in `folder` with these flags and return it; skip the test without cmake."""
     cmake, ninja = _tool("cmake"), _tool("ninja")
     if cmake is None:
         pytest.skip("needs cmake")
@@ -51,7 +51,7 @@ def build(folder: Path, compiler: str, flags: str, *cmake_arguments: str) -> Pat
 
 
 def run(command: list[str | Path], environment: dict[str, str] | None = None) -> str:
-    """What the program printed; fails the test with it unless the program ended well."""
+    """Return the program's output; fail the test with the output if the program fails."""
     return _run([str(part) for part in command], environment=environment)
 
 

@@ -1,6 +1,6 @@
-"""Another host on this computer: a network namespace behind a cable that can be slow, lossy, narrow or cut.
+"""Another host on this computer: a network namespace behind a slow, lossy, narrow or cut cable.
 
-The cable is a process that carries packets between two TUN devices, one of which is in the namespace.
+The cable is a process that carries packets between two TUN devices; the namespace holds one device.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 class NoNetworkError(RuntimeError):
-    """No namespaces or devices can be made here."""
+    """The system allows no namespaces or devices."""
 
 
 class Cable:
     """Carries packets until `close`.
 
     Args:
-        ends: files of two TUN devices, which it closes.
+        ends: files of two TUN devices, closed here.
     """
 
     def __init__(self, *ends: int) -> None:
@@ -39,13 +39,13 @@ class Cable:
             os.close(end)
 
     def set(self, condition: Condition) -> None:
-        """Be like that from now on."""
+        """Set the cable's condition."""
         assert self._process.stdin is not None
         self._process.stdin.write(condition.line())
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it."""
+        """End the cable's process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(20)
@@ -53,7 +53,7 @@ class Cable:
 
 @dataclass(frozen=True)
 class Host:
-    """The other host."""
+    """A host behind a cable."""
 
     name: str
     address: str
@@ -61,12 +61,12 @@ class Host:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What runs a command there."""
+        """Command prefix that runs a command on the host."""
         return ("ip", "netns", "exec", self.name)
 
 
 def run(*command: str) -> None:
-    """Run a command of the system's network."""
+    """Run a network command of the system."""
     if shutil.which(command[0]) is None:
         raise NoNetworkError(f"{command[0]} is not installed")
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -75,7 +75,7 @@ def run(*command: str) -> None:
 
 
 def _device(name: str) -> int:
-    """Make a TUN device; return the file through which its packets come and go."""
+    """Create a TUN device; return the file of its packets."""
     try:
         end = os.open(Path("/dev/net/tun"), os.O_RDWR)
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -89,7 +89,7 @@ def another_host() -> Iterator[Host]:
     """Make a host behind a cable.
 
     Raises:
-        NoNetworkError: this user or system cannot.
+        NoNetworkError: the user or system lacks permission.
     """
     name = f"neo{os.getpid()}"
     near, far = (f"10.77.{os.getpid() % 250}.{number}" for number in (1, 2))
@@ -104,7 +104,7 @@ def another_host() -> Iterator[Host]:
         ):
             run(*prefix, "ip", "address", "add", mine, "peer", other, "dev", device)
             run(*prefix, "ip", "link", "set", device, "mtu", str(MAX_PACKET_BYTES), "up")
-            if "cubic" in _CONTROLS.read_text():  # Linux's default, which finds a rate out soonest
+            if "cubic" in _CONTROLS.read_text():  # Linux's default, which finds the rate soonest
                 way = (other, "dev", device, "src", mine, "congctl", "cubic")
                 run(*prefix, "ip", "route", "replace", *way)
         cable = Cable(*ends)

@@ -1,4 +1,4 @@
-"""Models with matrices that are split, and the parts of their products."""
+"""Models with offloaded matrices, and the parts of their products."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def random_split(
     host_form: Dense,
     kernels: Kernels = unpack,
 ) -> OffloadedFormat:
-    """Each matrix of the layers is resident up to any row, or as a whole, or not at all."""
+    """Make none, some or all rows of every layer matrix resident."""
     generator = torch.Generator().manual_seed(seed)
     resident = {}
     for name, matrix in config.each_matrix():
@@ -30,7 +30,7 @@ def random_split(
 
 
 def multiply_in_parts(linear: OffloadedLinear, x: Tensor, out: Tensor, share: float) -> None:
-    """As a pipeline does: bytes are staged before they are unpacked, the CPU has memory of its own."""
+    """Multiply like a pipeline: stage bytes before unpacking; the CPU uses memory of its own."""
     streamed_rows = linear.streamed(share)
     linear.multiply_resident(x, out)
     pieces = linear.pieces(streamed_rows)

@@ -1,4 +1,4 @@
-"""Random decode-attention problems over a paged cache, and their solution in float64."""
+"""Random decode-attention problems over a paged cache, and their solutions in float64."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from neo_desktop.native import empty_paired_keys, paged_attention_decode
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# Relative error of a head's output vector, rounding to the output's dtype included.
+# Relative error of a head's output vector, including rounding to the output's dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 @dataclass
 class PagedCase:
-    """The arguments of one call. Whatever no request attends to is NaN in the caches."""
+    """Arguments of one call; unused slots of the caches are NaN."""
 
     q: Tensor
     k_cache: Tensor
@@ -26,10 +26,10 @@ class PagedCase:
     window: int = 0
     block_size: int | None = None  # None: a page of the caches
     sinks: Tensor | None = None  # [heads]
-    softcap: float = 0.0  # 0: none
+    softcap: float = 0.0  # 0: no cap
 
     def run(self, *, num_threads: int = 0, isa: str | None = None, out: Tensor | None = None) -> Tensor:
-        """The native kernel's answer."""
+        """Return the native kernel's answer."""
         return paged_attention_decode(
             self.q,
             self.k_cache,
@@ -47,7 +47,7 @@ class PagedCase:
         )
 
     def context(self, cache: Tensor, request: int) -> Tensor:
-        """What a request attends to: [tokens, heads, head_dim] in float64, KV heads repeated per group."""
+        """Return a request's K or V, [tokens, heads, head_dim] float64, KV heads repeated per group."""
         length = int(self.context_lens[request])
         first = max(0, length - self.window) if self.window else 0
         page_tokens = cache.shape[2]
@@ -56,12 +56,12 @@ class PagedCase:
         return rows.double().repeat_interleave(self.q.shape[1] // cache.shape[1], dim=1)
 
     def slots(self, request: int, tokens: Tensor) -> Tensor:
-        """Where tokens of a request lie."""
+        """Return the slots of a request's tokens."""
         block_size = self.block_size or self.k_cache.shape[2]
         return self.block_tables[request, tokens // block_size].long() * block_size + tokens % block_size
 
     def reference(self) -> Tensor:
-        """The answer in float64, one request at a time."""
+        """Return the answer in float64, computed request by request."""
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for request, q in enumerate(self.q.double()):
             scores = torch.einsum("hd,thd->ht", q, self.context(self.k_cache, request)) * self.scale
@@ -74,14 +74,14 @@ class PagedCase:
         return out
 
     def error_from_scores(self) -> Tensor:
-        """How far rounded fp32 scores may move each head's output vector, [batch, heads] float64.
+        """Return the effect of rounded fp32 scores on each head's output vector, [batch, heads] float64.
 
-        In whatever order n products are summed, the sum is off by n roundings of the sum of their sizes at
-        most (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); scores off by e change a
-        weight by a factor within exp(±2e). The worst case: for scores near 1e5, where a rounding is 0.004.
+        In any order of summation, a sum of n products is off by at most n roundings of the products' total
+        size. (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1.) Scores off by e change
+        a weight by a factor within exp(±2e). Scores near 1e5, with a rounding of 0.004, are the worst case.
         """
         bound = torch.zeros(self.q.shape[:2], dtype=torch.float64)
-        roundings = (self.q.shape[-1] + 2) * torch.finfo(torch.float32).eps / 2  # the scale is two of them
+        roundings = (self.q.shape[-1] + 2) * torch.finfo(torch.float32).eps / 2  # two roundings for the scale
         for request in range(len(self.q)):
             q, k, v = (
                 self.q[request].double(),
@@ -97,9 +97,9 @@ class PagedCase:
         return bound
 
     def error_from_least_numbers(self) -> Tensor:
-        """What the spacing of numbers below the normal ones may move each head's output vector, as above.
+        """Return the effect of subnormal spacing on each head's output vector, [batch, heads] float64.
 
-        Weights, which kernels may round to the dtype of V, and the output are so small where a sink is large.
+        A large sink makes the weights, which kernels may round to the dtype of V, and the output that small.
         """
         of = torch.finfo(self.q.dtype)
         bound = torch.full(self.q.shape[:2], self.q.shape[2] ** 0.5, dtype=torch.float64)
@@ -108,7 +108,7 @@ class PagedCase:
         return bound * of.smallest_normal * of.eps
 
     def error(self, out: Tensor) -> float:
-        """The largest relative error of any head's output vector."""
+        """Return the largest relative error of any head's output vector."""
         reference = self.reference()
         return float(((out.double() - reference).norm(dim=-1) / reference.norm(dim=-1)).max())
 
@@ -126,10 +126,10 @@ def make_case(
     seed: int = 0,
     paired: bool = False,
 ) -> PagedCase:
-    """Normal random q, k, v; blocks scattered over the cache; unused table entries far out of range.
+    """Return random normal q, k, v in scattered blocks; unused table entries are far out of range.
 
-    `paired` lays the keys out in pairs of dimensions, which wants a block_size that is a multiple of 16. Only
-    with several `blocks_per_page` is the call told a block_size.
+    `paired` stores keys in pairs of dimensions; block_size must be a multiple of 16 then. The call gets a
+    block_size only with several `blocks_per_page`.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // block_size) for length in lengths]

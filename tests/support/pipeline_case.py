@@ -1,4 +1,4 @@
-"""Random iterations over a tiny model, and what they must give: dense attention over the whole context."""
+"""Random iterations of a tiny model, checked against dense attention over the whole context."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +45,7 @@ def tiny_config(
     attention_sinks: bool = False,
     softcap: float | None = None,
 ) -> ModelConfig:
-    """Grouped-query attention, and a sliding window in some layers."""
+    """Return a config with grouped-query attention, and a sliding window in some layers."""
     return replace(
         shape("tiny"),
         num_layers=len(windows),
@@ -68,7 +68,7 @@ def tiny_model(
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
     wide = Decoder(model.config, dtype=torch.float32, device=torch.device(device), form=form)
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):
-        # Wide enough that attention decides which token comes next.
+        # Wide enough that attention decides the next token.
         factor = 8.0 if "_proj" in source.name else 100.0 if "sinks" in source.name else 1.0
         target.load(0, source.dense() * factor)
     return wide
@@ -81,10 +81,10 @@ def make_storage(
     *,
     device_kind: type[KVLayer] | None = TorchLayer,
 ) -> KVStorage:
-    """Pools full of NaN: whatever is read before it was written shows.
+    """Return pools full of NaN, so any read of unwritten memory shows.
 
-    Without a GPU the device's pool lies as in a GPU's memory, all the same, unless `device_kind` says
-    something else (None: what an engine would do).
+    Without a GPU the device's pool has a GPU's layout nevertheless, unless `device_kind` says otherwise
+    (None: the engine's choice).
     """
     if model.device.type != "cpu":
         device_kind = None
@@ -115,7 +115,7 @@ def sampling_input(position: int) -> SamplingInput:
 
 @torch.inference_mode()
 def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
-    """Log-probabilities of what follows, without a KV cache, a batch or a kernel."""
+    """Return log-probabilities of the next token, without a KV cache, a batch or a kernel."""
     stages = stages_of(model, None) if isinstance(model, TracedDecoder) else None
     return logits_of_all(model, torch.tensor(token_ids), stages=stages)[-1].log_softmax(-1)
 
@@ -127,14 +127,14 @@ class Request:
     tier: KVTier
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    is_async: bool = False  # on its way through the layers, one in each turn
+    is_async: bool = False  # an async decode in progress
 
 
 class RandomIterations:
-    """Requests that come, are computed in chunks of any size, move between tiers and go, at random.
+    """Requests that arrive, run in chunks of any size, move between tiers and leave, at random.
 
-    There are few blocks, and the one given up last is taken first: within one iteration a block is given up
-    by a move and taken by another move, by a prompt or by a decode.
+    Blocks are scarce, and the last freed block is reused first. So within one iteration a move frees a
+    block, and another move, a prompt or a decode takes it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RandomIterations:
         self._num_made = 0
 
     def plans(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
-        """Yield plans, each with the whole context of each of its sequences."""
+        """Yield plans, each with the whole context of its sequences."""
         copies: list[BlockCopy] = []
         for _ in range(count):
             self._leave()
@@ -177,7 +177,7 @@ class RandomIterations:
             )
 
     def take_in(self, result: IterationResult) -> None:
-        """Append the sampled tokens where a request has no more of its own."""
+        """Append the sampled tokens to requests without unread tokens."""
         for request in self._requests:
             if request.num_computed == len(request.token_ids) and request.name in result.sampled:
                 request.token_ids.append(result.sampled[request.name].token_id)
@@ -200,7 +200,7 @@ class RandomIterations:
             if tier == request.tier or request.is_async or self._rng.random() < 0.5:
                 continue
             if tier.host_attends and request.tier.host_attends:
-                continue  # rows go to the device or come from there
+                continue  # moves start or end on the device
             if len(self._free[tier]) < len(request.blocks):
                 continue
             taken = [self._free[tier].pop() for _ in request.blocks]
@@ -221,11 +221,11 @@ class RandomIterations:
             )
 
     def _make_async_groups(self) -> tuple[AsyncGroup, ...]:
-        """AsyncDecodes decodes, by stage: there are none."""
+        """Return the async decodes by stage; none here."""
         return ()
 
     def _take_blocks(self, request: Request, context_len: int) -> bool:
-        """Give a request blocks for so many tokens, if there are as many."""
+        """Give a request blocks for `context_len` tokens; return False if too few are free."""
         free = self._free[request.tier]
         needed = -(-context_len // self._block_size) - len(request.blocks)
         if needed > len(free):
@@ -251,7 +251,7 @@ class RandomIterations:
         )
 
     def _split(self, sequences: list[ScheduledSequence]) -> tuple[SubBatch, ...]:
-        """Cut at random into one or two sub-batches, either of which may be empty of anything."""
+        """Split at random into one or two sub-batches, either of which may lack prompts, decodes or both."""
         parts: list[list[ScheduledSequence]] = [[] for _ in range(self._rng.choice((1, 2, 2, 2)))]
         for sequence in sequences:
             self._rng.choice(parts).append(sequence)
@@ -268,7 +268,7 @@ def check_random_plans(
     count: int,
     tolerance: float = 2e-4,
 ) -> None:
-    """Carry so many random plans out, and check what comes of each; see `check_result`."""
+    """Run `count` random plans and check every result; see `check_result`."""
     for plan, contexts in iterations.plans(count):
         result = execute(plan)
         check_result(model, plan, contexts, result, tolerance)
@@ -282,7 +282,7 @@ def check_result(
     result: IterationResult,
     tolerance: float = 2e-4,
 ) -> None:
-    """Every sampled sequence has the reference's token, and its logits."""
+    """Check that every sampled sequence has the reference's token and logits."""
     assert not result.failed
     sampled = {s.request_id for s in plan.all_sequences if s.sampling is not None}
     assert result.sampled.keys() == sampled

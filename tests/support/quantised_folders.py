@@ -1,4 +1,4 @@
-"""Folders of Hugging Face with quantised matrices, packed number by number as the formats are described."""
+"""Hugging Face folders with quantised matrices, packed number by number from the formats' descriptions."""
 
 import json
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the numbers of a word, from its lowest bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of the numbers in a word, from its lowest bits
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix in whole numbers."""
+    """A matrix in integers."""
 
     numbers: Tensor  # [out, in], from 0
     zeros: Tensor  # [out, groups]
     scales: Tensor  # [out, groups]
-    groups: Tensor  # [in]: of each column
+    groups: Tensor  # [in], group per column
     bits: int
 
     @property
     def exact(self) -> Tensor:
-        """What it stands for, in float32: all steps are exact, or rounded once."""
+        """The matrix in float32: each step is exact, or rounded once."""
         zeros, scales = self.zeros[:, self.groups], self.scales[:, self.groups].float()
         return (self.numbers - zeros).float() * scales
 
@@ -40,11 +40,11 @@ def grid(
     order: Tensor | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Grid:
-    """Round a matrix to whole numbers.
+    """Round a matrix to integers.
 
     Args:
-        group: columns of a group; -1: all.
-        order: [in]: which columns form groups, one after the other.
+        group: columns per group; -1: all.
+        order: [in], column order for consecutive groups.
     """
     rows, columns = weight.shape
     size = columns if group == -1 else group
@@ -69,7 +69,7 @@ def grid(
 
 
 def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack the columns of `[n, m]`, from the lowest bits of words on; missing ones are zeros."""
+    """Pack the columns of `[n, m]` into words, lowest bits first; missing columns are zeros."""
     per_word = 32 // bits
     packed = torch.zeros(len(numbers), -(-numbers.shape[1] // per_word), dtype=torch.int64)
     for word in range(packed.shape[1]):
@@ -110,7 +110,7 @@ def compressed(of: Grid, *, symmetric: bool, reordered: bool = False) -> Tensors
 
 
 def fp8(weight: Tensor, blocks: tuple[int, int], suffix: str) -> tuple[Tensors, Tensor]:
-    """Round to float8 in blocks of so many rows and columns; return what it stands for, too."""
+    """Round to float8 in blocks of rows and columns; return the tensors and their exact value."""
     rows, columns = weight.shape
     numbers, exact = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     scales = torch.empty(-(-rows // blocks[0]), -(-columns // blocks[1]))
@@ -132,12 +132,12 @@ def quantise(
     make: Callable[[Tensor], tuple[Tensors, Tensor]],
     extra: Tensors | None = None,
 ) -> Tensors:
-    """Quantise all matrices of the layers of a folder; return its weights as they are dequantised.
+    """Quantise all layer matrices in a folder; return its weights after dequantisation.
 
     Args:
         config: the `quantization_config`.
-        make: returns a module's tensors by their last names, and what they stand for.
-        extra: more tensors.
+        make: returns a module's tensors by their last names, and the dequantised matrix.
+        extra: additional tensors.
     """
     file = folder / "model.safetensors"
     exact = {name: value.float() for name, value in load_file(file).items()}

@@ -1,14 +1,14 @@
-"""Python processes that are forked from one that has imported torch: a start takes 0.1 s instead of four.
+"""Python processes forked from a server that has imported torch: a start takes 0.1 s instead of four.
 
-While `quick_processes` is in force, `subprocess.Popen` starts the programs of this project that way. They are
-children of the caller like any others, with their own arguments, environment, folder and streams. A program
-whose environment differs in a variable that libraries read on import starts as usual. So do children of these
+Inside `quick_processes`, `subprocess.Popen` starts this project's programs that way. They are ordinary
+children of the caller, with their own arguments, environment, folder and streams. A program starts as usual
+if its environment differs in a variable that libraries read on import. The same holds for children of these
 children.
 
-    caller ── program, environment, streams ──→ server ── forks ──→ a process that forks the child and ends
-           ←── number of the child ──────────── server ←── number ── the child
+The caller sends program, environment and streams to the server. The server forks a process that forks the
+child and ends. The server then returns the child's number to the caller.
 
-The caller adopts children whose parent has ended (a subreaper, in Linux) until it has the number.
+The caller adopts orphaned children (a subreaper, in Linux) until it has the number.
 """
 
 import atexit
@@ -33,7 +33,7 @@ _PRELOADED = (
     "torch", "neo_desktop.app.engines.child", "neo_desktop.app.engines.service", "fastapi", "gradio", "h11",
     "jinja2", "typer", "uvicorn",
 )  # fmt: skip
-# Libraries read these when they are imported.
+# Libraries read these at import.
 _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
     "TRITON",
@@ -56,7 +56,7 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 class _Server:
-    """The process that forks, and the connection to it."""
+    """The forking process, and the connection to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,12 +87,12 @@ class _Server:
 
 
 _POPEN = subprocess.Popen
-_servers: list[_Server] = []  # one at most
+_servers: list[_Server] = []  # at most one
 
 
 class _QuickPopen(_POPEN):  # type: ignore[type-arg]
     def _execute_child(self, *given: Any) -> None:
-        """Start the child; the parameters are those of the standard library's method of this name."""
+        """Start the child; parameters as in the standard library's method of this name."""
         names = _POPEN._execute_child.__code__.co_varnames  # type: ignore[attr-defined]
         by_name = dict(zip(names[1:], given, strict=False))
         program = _program_of(by_name)
@@ -112,7 +112,7 @@ class _QuickPopen(_POPEN):  # type: ignore[type-arg]
 
 
 def _program_of(given: dict[str, Any]) -> _Program | None:
-    """Return the program of a command of this project; None: of another command."""
+    """Return the program of a command of this project; None for other commands."""
     if isinstance(given["args"], str | bytes | os.PathLike) or given["preexec_fn"] or given["pass_fds"]:
         return None
     code = None
@@ -158,7 +158,7 @@ def _next_child(link: socket.socket) -> _Program:
                 os._exit(0)
             program = _Program(**json.loads(message))
             if program.is_session:
-                os.setsid()  # before the caller knows the number: it may kill the session at once
+                os.setsid()  # before the caller knows the number, because it may kill the session at once
             os.write(tell, str(os.getpid()).encode())
             for each in (told, tell):
                 os.close(each)
@@ -199,7 +199,7 @@ def main() -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(status)  # to take apart what was imported would take half a second
+    os._exit(status)  # an orderly teardown of the imports would take half a second
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ Keyword = Callable[[], Any]
 
 
 class SchemaMaker:
-    """Makes schemas; the same seed makes the same one."""
+    """Generator of schemas; equal seeds give equal schemas."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -190,18 +190,18 @@ class SchemaMaker:
 
 
 class Walker:
-    """Draws texts that a grammar allows, byte by byte."""
+    """Draws texts of a grammar, byte by byte."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.compiler = GrammarCompiler(self.tokenizer, 257, (256,))
 
     def text(self, grammar: str, seed: int, most: int = 9000) -> str | None:
-        """Return a whole text, None if it did not end; after 300 bytes it hurries.
+        """Return a whole text, or None if it does not end; after 300 bytes it prefers an early end.
 
         Raises:
             SettingError: the grammar is refused.
-            RuntimeError: it leads to no end.
+            RuntimeError: the grammar leads to no end.
         """
         state, drawing, written = self.compiler.start(grammar), random.Random(seed), bytearray()
         while not state.is_complete and len(written) < most:

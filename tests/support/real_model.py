@@ -17,9 +17,9 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def smollm2() -> Path:
-    """Return the file, downloaded once per computer (93 MB); skips the test where it cannot be had.
+    """Return the file, downloaded once per computer (93 MB); skip the test if it is unavailable.
 
-    It is kept in the folder that the environment variable NEO_DESKTOP_TEST_MODELS names.
+    The environment variable NEO_DESKTOP_TEST_MODELS names its folder.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get("NEO_DESKTOP_TEST_MODELS") or f"{cache}/neo-desktop-tests").expanduser()

@@ -1,4 +1,4 @@
-"""A native relay, and what a GPU does with it."""
+"""A native relay, and a GPU's part of its work."""
 
 import time
 
@@ -18,7 +18,7 @@ def relay_of(case: PagedCase, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> R
 
 
 def batch_of(case: PagedCase) -> RelayBatch:
-    """K and V of the newest tokens are those that the cache holds already."""
+    """Return a batch whose new K and V equal the cached ones."""
     last = [case.slots(request, length - 1) for request, length in enumerate(case.context_lens)]
     page_tokens = case.k_cache.shape[2]
     k, v = (
@@ -31,7 +31,7 @@ def batch_of(case: PagedCase) -> RelayBatch:
 
 
 def offload_buffers(batch: RelayBatch, layer: int) -> Tensor:
-    """Do what a GPU does in one layer: raise the flag, wait for the other, take the output."""
+    """Act as a GPU in one layer: raise the flag, wait for the other flag, take the output."""
     batch.flags[0, layer, 0] = 1
     while batch.flags[1, layer, 0].item() == 0:
         time.sleep(0)

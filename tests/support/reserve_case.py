@@ -1,4 +1,4 @@
-"""A tiny engine on a computer whose other programs need memory, now and then."""
+"""A tiny engine on a computer whose other programs sometimes need memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.models.tokenizer import ByteTokenizer
 
-RESERVE = 1000  # bytes, of a machine whose blocks take one
+RESERVE = 1000  # bytes, on a machine with blocks of one byte
 MEASURED_TIERS = {
     "neo": (KVTier.DEVICE, KVTier.HOST),
     "auto": (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST),
@@ -26,7 +26,7 @@ MEASURED_TIERS = {
 
 
 class Machine:
-    """What a computer has available at each look; whenever somebody looks at the clock, it is later."""
+    """Available memory per query, and a clock that advances with each query."""
 
     def __init__(self, available: Sequence[int]) -> None:
         self._available = iter(available)

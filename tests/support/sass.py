@@ -1,4 +1,4 @@
-"""Reads machine code of NVIDIA's GPUs, as `cuobjdump -sass` prints it."""
+"""Reads machine code of NVIDIA's GPUs from `cuobjdump -sass`."""
 
 import re
 import subprocess
@@ -19,9 +19,9 @@ BARRIER = re.compile(r"\bBAR\b")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a program takes of a multiprocessor."""
+    """Registers and local memory of a kernel."""
 
-    registers: int  # per thread
+    registers: int
     spilled: int  # bytes per thread, in local memory
 
 
@@ -32,7 +32,7 @@ def usage(cubin: bytes) -> Usage:
 
 
 def main_loop(cubin: bytes) -> Sequence[str]:
-    """Return the instructions of the longest loop, or of the whole kernel if it has none."""
+    """Return the instructions of the longest loop, or of the whole kernel if it has no loop."""
     code = [(int(address, 16), text) for address, text in INSTRUCTION.findall(_dump(cubin, "-sass"))]
     assert code, "cuobjdump's output is not what it was"
     loops = [

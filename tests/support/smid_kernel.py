@@ -1,4 +1,4 @@
-"""A kernel that tells which multiprocessors it ran on."""
+"""A kernel that records the multiprocessors it runs on."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ from torch import Tensor
 from triton import language as tl
 
 PROGRAMS = 8192  # far more than any GPU runs at a time
-SPINS = 2000  # so that a program is not over before the next one has begun elsewhere
+SPINS = 2000  # long enough that the next program starts on another multiprocessor
 
 
 @triton.jit
@@ -21,18 +21,18 @@ def _which_sm(sms, spun, spins):
 
 
 def launch(sms: Tensor, spun: Tensor) -> None:
-    """Put on the current stream what fills `sms` [PROGRAMS] int32; `spun`, likewise, is of no use."""
+    """Launch the kernel: it fills `sms` [PROGRAMS] int32; `spun` [PROGRAMS] int32 only keeps it busy."""
     _which_sm[(PROGRAMS,)](sms, spun, SPINS)
 
 
 def buffers(device: str = "cuda") -> tuple[Tensor, Tensor]:
-    """What `launch` takes."""
+    """Return the arguments of `launch`."""
     empty = torch.full((PROGRAMS,), -1, dtype=torch.int32, device=device)
     return empty, torch.empty_like(empty)
 
 
 def multiprocessors() -> set[int]:
-    """Launch it on the current stream, and return where its programs ran."""
+    """Return the multiprocessors of a launch on the current stream."""
     sms, spun = buffers()
     launch(sms, spun)
     return set(sms.tolist())

@@ -1,4 +1,4 @@
-"""Models whose matrices lie on the device and in host memory."""
+"""Models with matrices on the device and in host memory."""
 
 import random
 
@@ -15,17 +15,17 @@ WINDOWS = (None, 11, None, 3)
 
 
 def split_model(seed: int, windows: tuple[int | None, ...] = WINDOWS, share: float | None = None) -> Decoder:
-    """Some matrices are split anywhere, others lie on the device, or in host memory alone.
+    """Return a model whose matrices are offloaded at any row, as a whole, or not at all.
 
     Args:
-        share: of the rows in host memory that is streamed; None: one that depends on the rows of a product.
+        share: streamed share of the rows in host memory; None: shares depend on the number of rows.
     """
     form = random_split(tiny_config(windows), seed, device_form=Dense(uses_tiles=False), host_form=DENSE)
     return divided(tiny_model(windows, form=form), seed, share)
 
 
 def host_model(share: float, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:
-    """All matrices of all layers lie in host memory."""
+    """Return a model with all layer matrices in host memory."""
     names = [name for name, _ in tiny_config(windows).each_matrix() if name != "head"]
     form = OffloadedFormat(Dense(uses_tiles=False), DENSE, dict.fromkeys(names, 0))
     return divided(tiny_model(windows, form=form), 0, share)

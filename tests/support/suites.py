@@ -1,4 +1,4 @@
-"""Suites in tests: run to the end, shown as in a terminal."""
+"""Suites in tests: run to the end, and shown as in a terminal."""
 
 from collections.abc import Iterable
 from io import StringIO
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def ignore(share: float, what: str) -> None:
-    """Progress that nobody wants to see."""
+    """Ignore progress."""
 
 
 def last(reports: Iterable[T]) -> T:
@@ -23,7 +23,7 @@ def last(reports: Iterable[T]) -> T:
 
 
 def shown(section: Section, width: int = 80) -> str:
-    """What a terminal of that width shows."""
+    """Return a section's text in a terminal of that width."""
     console = Console(width=width, record=True, file=StringIO())
     console.print(render_section(section))
     return console.export_text()

@@ -1,4 +1,4 @@
-"""Ranks of a divided model, each in a thread of one process."""
+"""Ranks of a divided model, one thread each."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Reduce
 from neo_desktop.models.weights import Weights, named_weights
 
-TIMEOUT_S = 60.0  # for a rank that must come; only a defect waits for so long
+TIMEOUT_S = 60.0  # for a rank that must arrive; only a defect waits this long
 T = TypeVar("T")
 
 
 class ThreadSums:
-    """Sums over threads, each of which is a rank."""
+    """Sums over ranks in threads."""
 
     def __init__(self, count: int) -> None:
         self._together = threading.Barrier(count)
@@ -30,7 +30,7 @@ class ThreadSums:
         self.count = count
 
     def of(self, number: int) -> Reduce:
-        """Return what one of them calls."""
+        """Return a rank's sum function."""
         return partial(self._sum, number)
 
     def _sum(self, number: int, part: Tensor) -> None:
@@ -41,11 +41,11 @@ class ThreadSums:
 
 
 def on_ranks(count: int, work: Callable[[Rank, Reduce], T]) -> list[T]:
-    """Let each rank work in a thread, and return what each of them gives."""
+    """Run each rank in a thread, and return their results."""
     sums = ThreadSums(count)
 
     def of_rank(number: int) -> T:
-        with torch.inference_mode():  # each thread's own
+        with torch.inference_mode():  # inference mode is per thread
             return work(Rank(number, count), sums.of(number))
 
     with ThreadPoolExecutor(count) as threads:
@@ -54,7 +54,7 @@ def on_ranks(count: int, work: Callable[[Rank, Reduce], T]) -> list[T]:
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """See `weights.StoredTensor`: one that lies in memory."""
+    """A `weights.StoredTensor` in memory."""
 
     tensor: Tensor
     file = Path("memory")
@@ -75,7 +75,7 @@ class MemoryTensor:
 
 
 def parts_of(model: Decoder, count: int) -> list[Decoder]:
-    """Divide a model that is loaded."""
+    """Divide a loaded model."""
     stored = {each.name: MemoryTensor(each.dense()) for each in named_weights(model)}
     whole, parts = Weights(Path("memory"), "the model", dict(stored)), []
     for rank in (Rank(number, count) for number in range(count)):

@@ -1,4 +1,4 @@
-"""A tiny model's engine, made in a moment, and what it is asked."""
+"""A tiny model's engine, made quickly, and its prompts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ Tokens = list[tuple[int, ...]]
 
 
 def make_engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | None = None) -> Engine:
-    """Return one; `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory.
+    """Return an engine; `gpu-only` keeps all KV on the device, `fastdecode` in host memory.
 
     Args:
-        tiers: of a policy that users are not offered.
+        tiers: KV tiers that no public policy has.
     """
     decoder = tiny_model((None, 5), device=device)
     decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
@@ -43,7 +43,7 @@ def make_engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | Non
 
 @contextmanager
 def engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | None = None) -> Iterator[Engine]:
-    """See `make_engine`; closed in the end, whatever has become of it."""
+    """Yield `make_engine`'s engine, and always close it."""
     made = make_engine(policy, device, tiers)
     try:
         yield made
@@ -52,18 +52,18 @@ def engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | None = N
 
 
 def tokens_of(engine: Engine) -> Tokens:
-    """Return what it answers to all prompts together."""
+    """Return the engine's answers to all prompts in one batch."""
     return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
 
 
 @dataclass(frozen=True)
 class DyingAtFirst:
-    """Makes such an engine in a process of its own; the imitated GPU of the first one dies at work.
+    """Engine factory for a child process; the imitated GPU of the first engine dies at work.
 
     Args:
-        policy: the engine's.
-        operation: of the GPU, counted from the end of loading, at which it dies.
-        loads: a file that gets a line for each load.
+        policy: policy of the engine.
+        operation: GPU operation that dies, counted from the end of loading.
+        loads: file that gets a line per load.
     """
 
     policy: str

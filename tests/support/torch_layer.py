@@ -1,6 +1,6 @@
-"""KV that lies as in a GPU's memory, but is used by plain torch: stands in for it where there is no GPU.
+"""KV with a GPU's layout on plain torch: replaces `DeviceLayer` without a GPU.
 
-`DeviceLayer` would work there, too, in Triton's interpreter: far too slowly for tests of whole iterations.
+`DeviceLayer` would work in Triton's interpreter, but far too slowly for tests of whole iterations.
 """
 
 import torch

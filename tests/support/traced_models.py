@@ -20,7 +20,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Multiples of 64, as matrices of experts are.
+# Multiples of 64, as in expert matrices.
 EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 LATENT = {
     "num_key_value_heads": 4,
@@ -39,7 +39,7 @@ SWA = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "gemma2": (  # query_pre_attn_scalar, caps of attention's scores and of logits that do something
+    "gemma2": (  # query_pre_attn_scalar and softcaps have effects here
         "gemma2",
         {
             "head_dim": 32,
@@ -68,11 +68,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {}),
     "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "starcoder2": ("starcoder2", {}),
-    "cohere2": (  # the two numbers of a rotation are neighbours; full layers have none
+    "cohere2": (  # rotations pair neighboring numbers; full layers have none
         "cohere2",
         {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "apertus": ("apertus", {}),  # activations whose numbers are in the checkpoint
+    "apertus": ("apertus", {}),  # the checkpoint holds activation parameters
     "olmoe": ("olmoe", EXPERTS | {"num_experts": 8}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}),
     # Attention sinks; full layers have no rotations.
@@ -82,14 +82,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "flint",
         EXPERTS | SWA | {"head_dim": 16, "num_experts": 8, "shared_expert_intermediate_size": 64},
     ),
-    # Experts of a layer in one tensor.
+    # A layer's experts in one tensor.
     "granite-moe": ("granitemoe", EXPERTS | {"num_local_experts": 8, "residual_multiplier": 0.7}),
-    # Values narrower than keys; rotations of complex numbers; experts chosen by groups.
+    # Values narrower than keys; complex rotations; experts chosen by groups.
     "deepseek-v2": (
         "deepseek_v2",
         EXPERTS | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
     ),
-    # Biases of the choice that checkpoints have in float32.
+    # Router biases in float32 in checkpoints.
     "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
 }
 

@@ -1,4 +1,4 @@
-"""Attention workers in processes of their own, which can be killed and stopped."""
+"""Attention workers in their own processes, to kill and stop."""
 
 import os
 import re
@@ -14,13 +14,13 @@ from neo_desktop.engine.remote.link import Address
 
 
 class WorkerProcess:
-    """`neo-desktop worker`.
+    """A `neo-desktop worker` process.
 
     Args:
-        secret: the file.
-        port: that it listens on; 0: any free one.
-        host: likewise.
-        prefix: what runs the command, in another network say.
+        secret: file with the secret.
+        port: port to listen on; 0: any free one.
+        host: address to listen on.
+        prefix: command prefix, for example for another network.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WorkerProcess:
         self._signal(signal.SIGCONT)
 
     def end(self) -> int:
-        """Ask it to end; return its exit status."""
+        """End the worker; return its exit status."""
         self._signal(signal.SIGTERM)
         assert self._process.stdout is not None
         self.said += self._process.stdout.read()

@@ -47,7 +47,7 @@ def make_engine(
 
 
 class Answers:
-    """Answers to all prompts, step by step."""
+    """Answers of an engine to all prompts, step by step."""
 
     def __init__(self, engine: Engine, batch: list[list[int]]) -> None:
         self._engine = engine
@@ -73,10 +73,10 @@ class Answers:
             assert time.monotonic() < deadline
 
     def until_back(self, tier: KVTier, timeout_s: float = 60.0) -> None:
-        """Go on until a tier that was lost is used."""
+        """Run steps until a lost tier is used again."""
         deadline = time.monotonic() + timeout_s
         while not self._engine.stats().num_running_at[tier]:
-            if not self._engine.has_work:  # too soon: others ask
+            if not self._engine.has_work:  # too early: add the requests again
                 self._ask()
             self.step()
             assert time.monotonic() < deadline

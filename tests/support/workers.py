@@ -62,7 +62,7 @@ def _same(address: Address) -> Address:
 def connected_by_heads(
     model: Decoder, tier: KVTier, addresses: Sequence[Address], num_blocks: int, block_size: int
 ) -> RemotePool:
-    """Return the pool of workers that divide the heads."""
+    """Return the pool of workers that share one tier by heads."""
     links = [WorkerLink(tier.name, partial(_same, address), TRUST) for address in addresses]
     group = HeadGroup(tier.name, links)
     group.open(shape_of(model, block_size), sinks_of(model), num_blocks)
@@ -76,7 +76,7 @@ def with_workers(
     num_blocks: int,
     block_size: int,
 ) -> dict[KVTier, KVPool]:
-    """Return pools, and one for each worker."""
+    """Return pools extended by one pool per worker."""
     found = dict(pools)
     for number, address in enumerate(addresses, 1):
         tier = KVTier.worker(number)
