@@ -1,6 +1,6 @@
-"""Puts the imitated GPU in the place of the CUDA runtime and the cuBLAS of the torch that runs this.
+"""Replaces the CUDA runtime and the cuBLAS of the running torch by the imitated GPU.
 
-For a virtual environment made for it, and nothing else: its torch computes on no real GPU any more.
+Only for a virtual environment made for this purpose: its torch no longer computes on a real GPU.
 """
 
 import re
@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIBRARIES = {  # their names, and what imitates them; all other functions do nothing and return 0
+LIBRARIES = {  # library -> sources of its imitation; all other functions do nothing and return 0
     "libcudart.so.13": (
         "queues.cpp",
         "streams.cpp",
@@ -24,14 +24,14 @@ LIBRARIES = {  # their names, and what imitates them; all other functions do not
 
 
 def exported(library: Path) -> set[str]:
-    """Names of the functions of a library."""
+    """Return the names of a library's functions."""
     listing = subprocess.check_output(["nm", "-D", "--defined-only", library], text=True)
     symbols = (line.split()[1:] for line in listing.splitlines())
     return {name.split("@")[0] for kind, name in symbols if kind in "TW"}
 
 
 def imitate(folder: Path, name: str, sources: tuple[str, ...], work: Path) -> None:
-    """Build a library with the name and the functions of one in a folder, in its place."""
+    """Replace a library in a folder by a build with the same name and functions."""
     original = folder / f"{name}.original"
     if not original.exists():
         (folder / name).rename(original)
@@ -56,7 +56,7 @@ def imitate(folder: Path, name: str, sources: tuple[str, ...], work: Path) -> No
 
 
 def main() -> None:
-    """Build all; the driver's library, which is the runtime's by another name, goes to the folder given."""
+    """Build all libraries; the given folder gets the driver's library, a second name of the runtime's."""
     work, folder = Path(sys.argv[1]), Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "lib")
     for name, sources in LIBRARIES.items():
         imitate(folder, name, sources, work)

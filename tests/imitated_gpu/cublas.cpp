@@ -1,4 +1,4 @@
-// cuBLAS, as far as handles go: the plugin computes products before they come here.
+// cuBLAS handles only: the plugin computes products before cuBLAS is called.
 #include <cstddef>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,5 +1,5 @@
-// The imitated GPU's state. A few hardware queues carry out what was put into them, each strictly in order,
-// by one thread; which queue goes on is drawn among those whose next entry may.
+// State of the imitated GPU. One thread runs the entries of a few hardware queues, each queue strictly in
+// order; the next queue is drawn at random among the runnable ones.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -20,14 +20,14 @@ namespace imitated {
 
 struct Operation {
   const char* name;
-  std::function<void()> run;    // none: a kernel, which computes nothing
-  std::function<bool()> ready;  // none: whenever those before it have ended
+  std::function<void()> run;    // none: a kernel without computation
+  std::function<bool()> ready;  // none: ready as soon as `after` has ended
   std::vector<std::shared_ptr<Operation>> after;
   bool ended = false;
 };
 using OperationPtr = std::shared_ptr<Operation>;
 
-// What a graph launches again and again; `after` are indices of earlier nodes.
+// One operation of a graph; `after` holds indices of earlier nodes.
 struct Node {
   const char* name;
   std::function<void()> run;
@@ -54,7 +54,7 @@ struct Block {
   bool on_host;  // pinned
 };
 
-// All below is guarded by `lock`. Nothing is ever destroyed: the process may end in the middle of an
+// `lock` guards all state below. Nothing is ever destroyed, because the process may end in the middle of an
 // operation.
 extern std::mutex& lock;
 extern std::set<CapturePtr> captures;
@@ -62,7 +62,7 @@ using Guard = std::unique_lock<std::mutex>;
 
 double setting(const char* name, double otherwise);  // from the environment
 
-// What runs when
+// Scheduling
 
 unsigned draw(unsigned count);        // below `count`, from IMITATED_GPU_SEED
 CUstream stream_of(CUstream handle);  // the default stream has several handles
@@ -71,33 +71,33 @@ OperationPtr submit(unsigned queue, const char* name, std::function<void()> run,
 cudaError_t enqueue(CUstream stream, const char* name, std::function<void()> run = nullptr,
                     std::function<bool()> ready = nullptr);
 
-void note_call(const char* name);  // that puts something on a stream, and is not captured
+void note_call(const char* name);  // counts an uncaptured call that adds work to a stream
 
-// Both return early, with the error, when the device dies.
+// Both return early, with the error, if the device dies.
 cudaError_t wait_until_idle(Guard& guard);
 cudaError_t wait_for(Guard& guard, const OperationPtr& operation);
 
-// Whether a capture that is under way forbids this thread such a call; it is broken then.
+// Returns true if an active capture forbids this call in this thread, and breaks the capture.
 bool is_forbidden(const char* call);
 
 // Errors
 
-cudaError_t fail(cudaError_t error, const std::string& why);  // says so, and returns the error
+cudaError_t fail(cudaError_t error, const std::string& why);  // prints the reason, and returns the error
 void complain(const std::string& what);
-cudaError_t death();  // the error that has ended the device, or 0: all calls fail with it
+cudaError_t death();  // the error of the dead device, for all calls, or 0
 
-// The error that a test asked for at this call, or that the device died of; 0: it may go on.
+// Returns the error that a test requested for this call, or the dead device's error, or 0.
 cudaError_t refused(const char* call);
-void die(cudaError_t error, const std::string& why);  // drops all that was to be carried out
+void die(cudaError_t error, const std::string& why);  // drops all queued operations
 void drop_all();
-void set_up_queues();  // as the environment says
+void set_up_queues();  // from the environment
 
-struct Injuries {  // of an operation that is about to be carried out
+struct Injuries {  // of the operation that runs next
   cudaError_t error = cudaSuccess;
   bool never_ends = false;
 };
 Injuries next_injuries();
-int delay_us();  // of each operation
+int delay_us();  // added to every operation
 
 const Block* block_at(const void* address);
 size_t total_bytes();
@@ -105,18 +105,18 @@ size_t total_bytes();
 }  // namespace imitated
 
 struct CUstream_st {
-  unsigned number = imitated::draw(1u << 30);  // its queue is drawn with it
+  unsigned number = imitated::draw(1u << 30);  // selects its queue, at random
   bool in_slice = false;
   imitated::OperationPtr last;
   imitated::CapturePtr capture;
-  std::vector<int> captured_last;  // nodes that the next one comes after
+  std::vector<int> captured_last;  // predecessors of the next node
 };
 
 struct CUevent_st {
   bool is_timed = true;
   bool is_recorded = false;
   imitated::OperationPtr operation;
-  imitated::CapturePtr capture;  // of the capture that recorded it, if one did
+  imitated::CapturePtr capture;  // the capture that recorded it, if any
   std::vector<int> captured_nodes;
   std::shared_ptr<double> time_ms = std::make_shared<double>(-1.0);
 };

@@ -1,15 +1,14 @@
-// Failures on request: of calls, and of operations that are carried out.
+// Failures on request, of calls and of operations.
 //
 //   IMITATED_GPU_FAIL="CALL ERROR FIRST TIMES,..."  the FIRST-th of these calls and the TIMES - 1 after it
-//   return
-//                                                   this error. CALL is a function's name, "NAME in a
-//                                                   capture", or "operation": then the device dies of it, in
-//                                                   the middle of work
-//   IMITATED_GPU_HANG=N                             the N-th operation never ends
-//   IMITATED_GPU_DELAY_US=N                         each operation takes so much longer
+//                                                   return this error. CALL is a function's name, "NAME in
+//                                                   a capture", or "operation". An operation's error kills
+//                                                   the device in the middle of work.
+//   IMITATED_GPU_HANG=N                             The N-th operation never ends.
+//   IMITATED_GPU_DELAY_US=N                         Each operation takes N microseconds longer.
 //
-// The same by functions below, while the process runs. After some errors nothing works any more, as on a real
-// GPU.
+// The functions below request the same in a running process. As on a real GPU, some errors are final: all
+// later calls fail.
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -148,7 +147,7 @@ EXPORT void imitated_gpu_delay(int us) {
   delay = us;
 }
 
-// Forgets all failures that were asked for, and what they led to; what hangs or has died is dropped.
+// Drops all requested failures and their effects: hung operations and a dead device.
 EXPORT void imitated_gpu_recover() {
   Guard guard(lock);
   failures().clear();

@@ -105,7 +105,7 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph)
     stream->captured_last.clear();
   }
   captures.erase(capture);
-  if (auto error = refused("cudaStreamEndCapture")) return error;  // it has ended all the same
+  if (auto error = refused("cudaStreamEndCapture")) return error;  // the capture has ended nevertheless
   if (capture->is_broken) return fail(cudaErrorStreamCaptureInvalidated, "a broken capture ends");
   if (!all_joined)
     return fail(cudaErrorStreamCaptureUnjoined, "a captured stream did not join the first one");
@@ -132,7 +132,7 @@ EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   CUstream stream = stream_of(handle);
   if (stream->capture) return fail(cudaErrorStreamCaptureUnsupported, "a graph is launched in a capture");
   note_call("graph");
-  // CUDA may give the nodes to its queues in any order that they allow themselves.
+  // CUDA may queue the nodes in any order that respects their dependencies.
   const auto& nodes = (*reinterpret_cast<std::shared_ptr<Graph>*>(exec))->nodes;
   std::vector<OperationPtr> all(nodes.size());
   std::vector<size_t> num_missing(nodes.size()), possible;

@@ -1,9 +1,9 @@
-"""A pytest plugin: computes on the imitated GPU, on the CPU, when an operation's turn comes on its stream.
+"""A pytest plugin for the imitated GPU: operations run on the CPU, in the order of their streams.
 
-The memory of the imitated GPU is host memory. So an operator of torch is put on the current stream as a
-piece of Python that computes the same on views of that memory; a Triton kernel likewise, in Triton's
-interpreter. All else is real: torch's streams, events, allocators and graphs, the engine, the relay.
-Operators that are views, or that only take memory, stay torch's.
+The memory of the imitated GPU is host memory. So a torch operator is put on the current stream as a Python
+function that computes the same on views of that memory; a Triton kernel runs there in Triton's interpreter.
+The rest is real: torch's streams, events, allocators and graphs, the engine, the relay. Torch also keeps its
+own operators for views and for memory allocation.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton's import
 
 import pytest
 import torch
@@ -29,12 +29,12 @@ _runtime = ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_long)
 _runtime.imitated_gpu_enqueue.argtypes = [ctypes.c_void_p, ctypes.c_long, _Work, ctypes.c_char_p]
 _runtime.cudaGetErrorString.restype = ctypes.c_char_p
-_works: dict[int, tuple[bytes, Callable[[], object]]] = {}  # for ever: a graph may carry them out again
+_works: dict[int, tuple[bytes, Callable[[], object]]] = {}  # never freed: graphs may run them again
 _numbers = count()
-_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}  # of the GPU, and what stands for it
-_pinned: list[Tensor] = []  # of copies: torch's own operator, too, keeps such memory until a copy has ended
+_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}  # on the GPU, and its CPU twin
+_pinned: list[Tensor] = []  # copies keep pinned memory until they end, as in torch
 
-# Not computed here: operators that are none (views, memory), and those that an engine has no use for.
+# Not computed here: views, memory operations, and operators that engines never use.
 _LEFT = (
     "empty set_ resize record_stream as_strided view _reshape_alias unfold is_pinned _pin_memory copy_ "
     "_to_copy _copy_from _local_scalar _flash _efficient _scaled_dot _scaled_mm _assert nonzero unique "
@@ -52,7 +52,7 @@ def _carry_out(number: int) -> None:
     try:
         with torch.inference_mode():
             work()
-    except BaseException:  # on a real GPU all that follows would fail, too
+    except BaseException:  # on a real GPU all later work would fail as well
         traceback.print_exc()
         print(f"the imitated GPU could not compute {name.decode()}", flush=True)
         os._exit(1)
@@ -63,7 +63,7 @@ def _enqueue(name: str, work: Callable[[], object]) -> None:
     _works[number] = name.encode(), work
     stream = torch.cuda.current_stream().cuda_stream
     error = _runtime.imitated_gpu_enqueue(stream, number, _carry_out, _works[number][0])
-    if error := error or _runtime.cudaGetLastError():  # which torch asks for after each launch
+    if error := error or _runtime.cudaGetLastError():  # torch asks for it after each launch
         failed = torch.AcceleratorError(
             f"CUDA error: {_runtime.cudaGetErrorString(error).decode()} in {name}"
         )
@@ -72,7 +72,7 @@ def _enqueue(name: str, work: Callable[[], object]) -> None:
 
 
 class _Place:
-    """Where a tensor lies in memory that the GPU sees. It keeps no tensor alive: no kernel does."""
+    """A tensor's location in memory that the GPU sees; like a kernel, it keeps no tensor alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._address, self._dtype = tensor.data_ptr(), tensor.dtype
@@ -90,7 +90,7 @@ class _Place:
 
 
 class _Value:
-    """A number that a kernel is launched with."""
+    """A scalar argument of a kernel."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach().clone()
@@ -133,7 +133,7 @@ def _imitation(operator: Any) -> Callable[..., object]:
 
     def call(*args: object, **kwargs: object) -> object:
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        for each in tensors.intersection(given):  # torch unwraps numbers that it had made tensors
+        for each in tensors.intersection(given):  # torch unwraps scalar tensors
             given[each] = torch.as_tensor(given[each])
         if any(isinstance(x, Tensor) and not x.is_cuda and x.dim() > 0 for x in tree_leaves(given)):
             raise RuntimeError(f"{name}: a tensor of the CPU among those of the GPU")
@@ -167,11 +167,11 @@ def _is_one_piece(target: Tensor, source: Tensor) -> bool:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not target.numel():  # of which torch asks CUDA nothing
+    if not target.numel():  # torch skips CUDA for empty tensors
         return target
     on_host = [x for x in (target, source) if not x.is_cuda]
     if len(on_host) == 1 and target.dim() and not _is_one_piece(target, source):
-        # Over the bus torch copies what lies in one piece on both sides; the rest is a kernel's work.
+        # Over the bus, torch copies contiguous data; a kernel does the rest.
         if source.is_cuda and not target.is_contiguous():
             on_host = _copy(torch.empty(target.shape, dtype=target.dtype), source)
             return target.copy_(on_host)
@@ -230,8 +230,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[object, ...]:
-    *_, mask = rest  # what is behind it is left out if it is the default
-    assert mask == 2  # the last query sees the last key, and no sums of scores are asked for
+    *_, mask = rest  # later arguments have their defaults
+    assert mask == 2  # the last query sees the last key, and no sums of scores are requested
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out, nothing = torch.empty(q.shape, dtype=q.dtype, device="cuda"), torch.empty(0, device="cuda")
     sums = torch.empty(len(q), q.shape[2], 0, device="cuda")
@@ -261,7 +261,7 @@ def _operators() -> Sequence[tuple[str, Any]]:
 
 
 def _spoiled() -> Sequence[str]:
-    """Names of the Triton kernels that compute something else than they should, on request."""
+    """Return the names of the Triton kernels that compute wrong results on request."""
     return os.environ.get("IMITATED_GPU_SPOIL", "").split(",")
 
 
@@ -289,14 +289,14 @@ def _imitate_kernels() -> None:
 
 
 def _give_back_cached_memory(give_back: Callable[[], None] = torch.cuda.empty_cache) -> None:
-    # torch keeps the interpreter's lock while it waits for the GPU, which computes in Python here.
+    # torch holds the GIL while it waits for the GPU, which computes in Python here.
     torch.cuda.synchronize()
     give_back()
 
 
 @pytest.fixture(autouse=True)
 def _no_deadlock() -> Iterator[None]:
-    """A test that does not expect a deadlock fails by it, whatever the engine makes of the error."""
+    """Fail a test with an unexpected deadlock, even if the engine handles the error."""
     yield
     device = imitated_device()
     assert device is not None

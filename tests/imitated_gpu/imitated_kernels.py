@@ -1,7 +1,7 @@
-"""Triton kernels on the CPU: the first launch of each variant in Triton's interpreter, the others by torch.
+"""Triton kernels on the CPU: the first launch per variant in Triton's interpreter, later ones by torch.
 
-The interpreter takes a millisecond for each program of a launch. So it computes as much as shows that a
-kernel is launched with the right arguments; `tests/kernels` shows that it computes what the operator does.
+The interpreter takes a millisecond for each program of a launch. So it runs just enough to check the
+launch arguments; `tests/kernels` checks the kernels' results against the operators.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from triton.runtime.interpreter import GridExecutor
 interpret = GridExecutor.__call__
 
 _interpreted: set[object] = set()  # variants
-_merged: set[int] = set()  # addresses of partial results that were not written, since `out` has the whole
+_merged: set[int] = set()  # addresses of partial results left unwritten, because `out` has the whole
 
 
 @cache
 def _by_torch() -> Mapping[str, Callable[..., None]]:
-    # Imported late: neo_desktop itself may be what imports torch, and with it this.
+    # Imported late: neo_desktop itself may import torch, which imports this module.
     in_torch = import_module("neo_desktop.engine.kernels.in_torch")
     in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
     operators = import_module("neo_desktop.models.operators")
@@ -50,7 +50,7 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
 
 
 def compute_kernel(executor: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Compute a launch of a kernel, whose tensors are views of memory that the CPU sees."""
+    """Compute a kernel launch; its tensors are views of memory that the CPU sees."""
     name = executor.fn.__name__
     variant = name, *((key, named[key]) for key in sorted(named) if key in executor.constexprs)
     if name in _by_torch() and variant in _interpreted:

@@ -1,4 +1,4 @@
-// Memory of the imitated GPU, which is host memory, and copies.
+// Memory of the imitated GPU, in host memory, and copies.
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -13,7 +13,7 @@ auto& blocks = *new std::map<uintptr_t, Block>;
 size_t used_bytes = 0;
 
 void* take(size_t bytes, bool on_host) {
-  // Without physical memory until it is written to.
+  // Takes physical memory at the first write.
   void* address =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   blocks[reinterpret_cast<uintptr_t>(address)] = {bytes, on_host};

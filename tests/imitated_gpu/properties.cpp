@@ -1,4 +1,4 @@
-// What the imitated GPU is, its kernels, which compute nothing, and the driver's functions beside streams.
+// Properties of the imitated GPU, kernels (which compute nothing), and driver functions except streams.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -214,7 +214,7 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
   return cudaSuccess;
 }
 
-// What cuda-bindings finds the driver's functions with.
+// cuda-bindings finds the driver's functions by this call.
 EXPORT CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
                                     CUdriverProcAddressQueryResult* result) {
   cudaDriverEntryPointQueryResult found;
@@ -257,7 +257,7 @@ EXPORT CUresult cuDeviceGetDevResource(CUdevice, CUdevResource* resource, CUdevR
 
 EXPORT CUresult cuDevSmResourceSplitByCount(CUdevResource* part, unsigned* count, const CUdevResource* whole,
                                             CUdevResource* rest, unsigned, unsigned least) {
-  const unsigned wanted = (least + 7) / 8 * 8;  // Hopper gives multiprocessors by 8
+  const unsigned wanted = (least + 7) / 8 * 8;  // Hopper allocates multiprocessors by 8
   if (wanted > whole->sm.smCount) return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
   *part = *rest = *whole;
   part->sm.smCount = wanted;

@@ -1,6 +1,6 @@
-// Hardware queues. What a stream is given goes to the stream's queue, a graph's nodes to any. An entry that
-// waits, for another operation or for a word in memory, holds up all that stands behind it: so CUDA may
-// serialise streams.
+// Hardware queues. A stream's operations enter its queue, a graph's nodes enter any queue. An entry with an
+// unfinished wait, for another operation or a word in memory, blocks all later entries of its queue: so CUDA
+// may serialise streams.
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -33,12 +33,12 @@ std::mt19937& generator() {
   return made;
 }
 
-// 1 to 8; 0: a number that is drawn.
+// Returns 1 to 8; 0: a random number.
 unsigned chosen_queues(double wanted) {
   return wanted > 0 ? static_cast<unsigned>(wanted) : 1 + draw(kMostQueues);
 }
 
-unsigned num_queues = 0;  // 0: none is chosen yet
+unsigned num_queues = 0;  // 0: not chosen yet
 
 bool may_run(const OperationPtr& operation) {
   auto ended = [](const OperationPtr& other) { return other->ended; };
@@ -46,7 +46,7 @@ bool may_run(const OperationPtr& operation) {
          (!operation->ready || operation->ready());
 }
 
-// What the queues wait for, for people.
+// Returns a message that names the waits of every queue.
 std::string standstill() {
   std::string text = "a deadlock: nothing has been able to run for " + std::to_string(timeout_s) + " s";
   for (unsigned i = 0; i < num_queues; i++) {
@@ -74,7 +74,7 @@ void work() {
     std::vector<unsigned> able;
     for (unsigned i = 0; i < kMostQueues; i++)
       if (!queues[i].empty() && may_run(queues[i].front())) able.push_back(i);
-    if (able.empty()) {  // a word in memory is waited for
+    if (able.empty()) {  // all queues wait for words in memory
       if (Clock::now() - last_step > std::chrono::duration<double>(timeout_s)) {
         num_deadlocks++;
         die(cudaErrorLaunchTimeout, standstill());
@@ -174,7 +174,7 @@ void drop_all() {
 
 using namespace imitated;
 
-// Takes so many queues, 1 to 8; 0: a number that is drawn. Waits until nothing is under way.
+// Sets the number of queues, 1 to 8; 0: a random number. Waits until the device is idle.
 EXPORT int imitated_gpu_set_queues(unsigned count, unsigned seed) {
   Guard guard(lock);
   if (count > kMostQueues) return fail(cudaErrorInvalidValue, "there are 8 queues at most");
@@ -184,7 +184,7 @@ EXPORT int imitated_gpu_set_queues(unsigned count, unsigned seed) {
   return cudaSuccess;
 }
 
-// For how long nothing may be able to run before that is a deadlock.
+// Sets the time without runnable work that counts as a deadlock.
 EXPORT void imitated_gpu_set_timeout(double seconds) {
   Guard guard(lock);
   timeout_s = seconds;
@@ -195,14 +195,14 @@ EXPORT unsigned imitated_gpu_num_deadlocks() {
   return num_deadlocks;
 }
 
-// Counts from now on the calls that put something on a stream, by what they put there; a graph is one.
+// Starts to count the calls that add work to a stream, by the name of the work; a graph counts once.
 EXPORT void imitated_gpu_count_calls() {
   Guard guard(lock);
   calls.clear();
   is_counting = true;
 }
 
-// Ends that, and returns lines "COUNT NAME", which stay until it is called again.
+// Ends the count, and returns lines "COUNT NAME", valid until the next call.
 EXPORT const char* imitated_gpu_counted_calls() {
   static auto& text = *new std::string;
   Guard guard(lock);

@@ -1,6 +1,6 @@
-"""Brings the imitated GPU to every process of its environment: child processes know no pytest plugin.
+"""Brings the imitated GPU to every process of its environment: child processes load no pytest plugin.
 
-Python imports this module when it starts, if its folder is on PYTHONPATH. It waits until torch is imported.
+Python imports this module at its start, if its folder is on PYTHONPATH. The module waits for torch's import.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class _TorchLoader(Loader):
-    """Loads torch, and the imitation behind it."""
+    """Loads torch, then the imitation."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -68,7 +68,7 @@ cudaError_t enqueue(CUstream handle, const char* name, std::function<void()> run
 
 using namespace imitated;
 
-// Work in Python on a stream.
+// Adds a Python function to a stream.
 EXPORT int imitated_gpu_enqueue(void* stream, long number, void (*work)(long), const char* name) {
   Guard guard(lock);
   return enqueue(static_cast<CUstream>(stream), name, [=] { work(number); });
@@ -111,7 +111,7 @@ EXPORT cudaError_t cudaDeviceSynchronize() {
   return wait_until_idle(guard);
 }
 
-// The error that such a call fails with; 0: it may go on. Refused in a capture, it ends the capture.
+// Returns the error of a memory operation, or 0. An error in a capture breaks the capture.
 static CUresult refused_memory_operation(const char* name, CUstream handle, const void* word) {
   const auto capture = stream_of(handle)->capture;
   auto error = refused(name);
