@@ -39,7 +39,7 @@ def make_executor(
 
 
 @pytest.mark.sample(10)
-@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(8))
 def test_random_paces_change_no_token(

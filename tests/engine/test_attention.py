@@ -38,7 +38,7 @@ def make_storage(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block given up by one move may be the target of the next, and so on."""
+    """One move frees a block, and a later move may fill it again."""
     monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
     rng = random.Random(seed)
     storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])

@@ -119,7 +119,7 @@ def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: Si
 def test_a_gpu_cap_bounds_weights_activations_kv_and_reserve_together(machine: SimpleNamespace) -> None:
     cap = WEIGHTS + ITERATION + 2 * GIB
     assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[KVTier.DEVICE] == 2 * GIB
-    machine.gpu = ITERATION + GIB  # less is free than the cap would allow
+    machine.gpu = ITERATION + GIB  # less free memory than the cap
     assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[KVTier.DEVICE] == GIB
 
 

@@ -49,7 +49,7 @@ def expected(folder: Path, pooling: Pooling) -> np.ndarray:
 def test_embeddings_are_those_of_transformers(
     checkpoints: dict[str, Path], family: str, pooling: Pooling
 ) -> None:
-    """Long prompts are computed in several chunks."""
+    """Long prompts are computed in chunks."""
     folder = checkpoints[family]
     with Engine.from_pretrained(folder, device="cpu", max_batch_tokens=64, max_batch_requests=4) as engine:
         found = engine.embed(prompts(), pooling)

@@ -1,4 +1,4 @@
-"""Schemas are enforced, and what cannot be is named; what is accepted leads to valid JSON."""
+"""The engine enforces schemas or names the unenforced parts, and accepted outputs are valid JSON."""
 
 import json
 from decimal import Decimal
@@ -20,7 +20,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(schema: Any, text: str) -> None:
-    """Judge an answer with exact numbers, in Python's regular expressions."""
+    """Validate an answer with exact numbers and Python's regular expressions."""
     written = json.dumps(schema).replace(r"\\p{L}", r"[^\\W\\d_]")
     value = json.loads(text, parse_float=Decimal, object_pairs_hook=unique)
     jsonschema.Draft202012Validator(json.loads(written, parse_float=Decimal)).validate(value)
@@ -34,7 +34,7 @@ def walker() -> Walker:
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 @pytest.mark.parametrize("first", range(0, 150, 30))
 def test_random_schemas_are_followed_to_the_end_or_refused(walker: Walker, first: int) -> None:
-    """All keywords of draft 2020-12 and draft 7; the judge takes the whole schema where all is enforced."""
+    """All keywords of draft 2020-12 and draft 7; fully enforced schemas are validated as written."""
     num_whole = 0
     for seed in range(first, first + 30):
         schema = SchemaMaker(seed).schema()
@@ -126,7 +126,7 @@ def test_a_schema_that_nests_without_an_end_is_refused() -> None:
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [
-        # Objects with properties have no others, also where schemas are joined; maps and `true` stay open.
+        # Objects with properties allow no others, even in joined schemas; maps and `true` stay open.
         ({"properties": {"a": True}}, ['{"a": 1}', "{}"], ['{"b": 1}', "1"]),
         ({"properties": {"a": True}, "additionalProperties": True}, ['{"a": 1, "b": 2}'], []),
         ({"type": "object", "properties": {}}, ["{}"], ['{"a": 1}']),
@@ -141,7 +141,7 @@ def test_a_schema_that_nests_without_an_end_is_refused() -> None:
             ['{"a": 1}', '{"b": 1}'],
             ["{}", '{"a": 1, "c": 1}'],
         ),
-        # Patterns that meet properties, and those of words.
+        # Patterns over listed properties, and propertyNames.
         (
             {
                 "properties": {"s": {"type": "integer"}},
@@ -153,7 +153,7 @@ def test_a_schema_that_nests_without_an_end_is_refused() -> None:
             ['{"s": 1}', '{"s": 3, "t": 1}', '{"s": 3, "x-a": 1}'],
         ),
         ({"propertyNames": {"enum": ["a", "b"]}}, ['{"a": 1, "b": 2}'], ['{"c": 1}']),
-        # One of several, told apart by types, values or a property, also behind references.
+        # oneOf, distinguished by types, values or a property, also behind references.
         (
             {
                 "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
@@ -191,7 +191,7 @@ def test_values_that_a_schema_allows(
 
 
 def test_a_key_comes_once(walker: Walker) -> None:
-    """Byte by byte, and where a token holds the whole key or more."""
+    """Keys arrive byte by byte, or in tokens that hold a whole key or more."""
     whole, longer, pair = b'"a"', b', "a"', b', "z": 1, "z"'
     tokens = [b"", *(bytes((byte,)) for byte in range(256)), whole, longer, pair]
     index, allowed = TokenIndex(tokens), b"\xff" * 33

@@ -67,7 +67,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.moved: set[str] = set()
 
     def compute(self, request_id: str, start: int) -> None:
-        """Write the KV of the tokens from `start` on, as an iteration does, and publish it."""
+        """Write the KV of the tokens from `start` on, like an iteration, and publish it."""
         self.carry_moves_out()
         owner = self.owners[request_id]
         table = self.kv.block_table(request_id)

@@ -121,7 +121,7 @@ def model_with_sinks() -> Decoder:
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
@@ -131,7 +131,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     block_size: int,
     device_kind: type[KVLayer] | None,
 ) -> None:
-    """Prompts in chunks, decodes, moves both ways, in one or two sub-batches: the logits are right."""
+    """Plans mix chunked prompts, decodes and moves both ways, in one or two sub-batches."""
     if seed % 3 == 0:
         model = model_with_sinks
     iterations = RandomIterations(seed, NUM_BLOCKS * BLOCK_SIZE // block_size, block_size=block_size)

@@ -89,7 +89,7 @@ def test_a_lone_request_gets_a_token_per_iteration() -> None:
 
 
 def test_the_clock_jumps_to_the_next_arrival_and_waiting_counts_as_latency() -> None:
-    """The second comes during the first's second iteration; the third when nothing runs."""
+    """The second request arrives during the first one's second iteration, the third at an idle time."""
     requests = [WorkloadRequest(0.0, 16, 3), WorkloadRequest(1.5, 16, 1), WorkloadRequest(100.0, 16, 2)]
     result = run(requests, "gpu-only", flat_cost(), 1024)
     assert sorted(result.finished, key=lambda request: request.arrival_ms) == [
@@ -468,7 +468,7 @@ def test_budgets_are_whole_blocks() -> None:
     assert KVBudget(100, 0, 50).num_blocks() == {KVTier.DEVICE: 6, KVTier.STREAMED: 3, KVTier.HOST: 0}
 
 
-# ---- swapped layers ----
+# ---- streamed KV ----
 
 ALWAYS_ALL = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # uses all room, even if copies do not hide
 

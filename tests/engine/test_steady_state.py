@@ -1,4 +1,4 @@
-"""The best steady states on machines from datasheets, and the value of tokens there."""
+"""Best steady states on machines from datasheets, and the value of their tokens."""
 
 from dataclasses import replace
 

@@ -98,7 +98,7 @@ def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) ->
 
 
 @pytest.mark.sample(10)
-@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("tiers", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_plans_give_the_tokens_of_a_plain_computation(

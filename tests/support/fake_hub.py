@@ -18,9 +18,7 @@ class FakeHub:
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
-    cuts: list[int] = field(
-        default_factory=list
-    )  # bytes of large files after which connections end, in turns
+    cuts: list[int] = field(default_factory=list)  # bytes of large files until each connection breaks
     ignores_ranges: bool = False
     damages: bool = False  # corrupts large files
     requests: list[tuple[str, str | None]] = field(default_factory=list)  # file and range

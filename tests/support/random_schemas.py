@@ -1,4 +1,4 @@
-"""Random JSON schemas with every keyword of draft 2020-12 and draft 7, and JSON drawn from their grammars."""
+"""Random JSON schemas with every keyword of draft 2020-12 and draft 7, and JSON from their grammars."""
 
 import random
 from collections.abc import Callable

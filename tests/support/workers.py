@@ -49,7 +49,7 @@ def sinks_of(model: Decoder) -> torch.Tensor | None:
 
 
 def connected(model: Decoder, tier: KVTier, address: Address, num_blocks: int, block_size: int) -> RemotePool:
-    """Return the pool of a worker."""
+    """Return the pool of a connected worker."""
     link = WorkerLink(tier.name, lambda: address, TRUST)
     link.open(shape_of(model, block_size), sinks_of(model), num_blocks)
     return RemotePool(tier, model.config, block_size, model.dtype, link)
