@@ -40,7 +40,7 @@ def _own_fallbacks() -> Iterator[None]:
 
 
 def begun() -> subprocess.Popen[bytes]:
-    """Run a process that dies in the middle of a start."""
+    """Return a process in the middle of a start."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -202,7 +202,7 @@ def test_programs_run_on_streams_of_the_slice_alone(
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
-    """Open CPU streams; from then on, models compute and KV is allocated only on those streams."""
+    """Return CPU streams, outside which model computation and KV allocation fail."""
     monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
     recorded = RecordedStreams()
     monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
