@@ -15,7 +15,7 @@ from .conftest import RunningServer, eventually, running
 from .fake_engine import CONTEXT_TOKENS, MODEL, FakeExecutor, make_engine
 
 QUESTION: Any = [{"role": "user", "content": "hello"}]
-PROMPT = "<user>hello<assistant>"  # what the template makes of it; one token per byte
+PROMPT = "<user>hello<assistant>"  # QUESTION after the chat template; one token per byte
 
 
 @pytest.fixture(scope="module")

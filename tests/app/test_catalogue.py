@@ -1,4 +1,4 @@
-"""The models on this computer, whatever lies in the folders; and whether the engine's own figures agree."""
+"""The catalogue of local models, for any content of the folders; its figures agree with the engine's."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(checkpoint: Path, folder: Path) -> Path:
-    """A copy that can be damaged: files are links."""
+    """Link a checkpoint's files into a new folder, so that a test can replace some files."""
     folder.mkdir(parents=True)
     for file in checkpoint.iterdir():
         (folder / file.name).symlink_to(file)
@@ -289,7 +289,7 @@ def of_gpu(
     policy: str = "auto",
     known: MachineFigures | str = "nothing is known",
 ) -> Fit:
-    """As on a computer with such a GPU."""
+    """Return the fit of a model on a computer with this GPU and host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))

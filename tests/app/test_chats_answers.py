@@ -93,7 +93,7 @@ def test_branches_and_variants_stay_and_can_be_shown(chats: ChatClient) -> None:
     assert chat["leaf_id"] == edited["id"]
     roots = [node for node in chat["nodes"] if node["parent_id"] is None]
     assert [node["text"] for node in roots] == ["one", "uno"]
-    # Any message of a branch stands for the newest way down from it.
+    # Any message of a branch selects the newest path below it.
     chats.call("show", chat_id, roots[0]["id"])
     assert chats.chat(chat_id)["leaf_id"] == second["id"]
     variant = chats.ended(chats.call("retry", first["id"]))
@@ -144,7 +144,7 @@ def test_what_was_stopped_can_be_continued(chats: ChatClient, executor: FakeExec
 def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
     executor: FakeExecutor, tmp_path: Path, thought: str, text: str, thoughts: str
 ) -> None:
-    """Stop strings count from the end of the thought on."""
+    """Stop strings apply after the end of the thought only."""
     engine = make_engine(executor, num_blocks=512, template="<assistant><think>")
     question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
     answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}

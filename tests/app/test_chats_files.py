@@ -153,7 +153,7 @@ def test_texts_are_read_in_their_encoding(
 
 @pytest.fixture
 def page_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What models are asked in the end."""
+    """The prompts' last user messages, as the model receives them."""
     from neo_desktop.app.chats import answers  # noqa: PLC0415
 
     asked: list[str] = []

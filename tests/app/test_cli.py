@@ -323,4 +323,4 @@ def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:
 
         before = cpu_s()
         time.sleep(3)
-        assert cpu_s() - before < 0.15  # a thread that polls or spins uses 3 s
+        assert cpu_s() - before < 0.15  # a polling or spinning thread would use 3 s

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
-    """Answers of the engine alone to prompts that transformers has made of the chats."""
+    """Answers of the bare engine to the chats, with prompts rendered by transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [
         tokenizer.apply_chat_template(chat(question), add_generation_prompt=True, return_dict=True)[

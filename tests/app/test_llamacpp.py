@@ -1,4 +1,4 @@
-"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with itself."""
+"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with the real one."""
 
 import importlib.util
 import itertools
@@ -61,7 +61,7 @@ def forget_llama_cpp() -> None:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The imitation, in place of llama-cpp-python if that is installed."""
+    """The imitation, which replaces an installed llama-cpp-python."""
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llama_cpp"}
     monkeypatch.syspath_prepend(str(IMITATION))
     forget_llama_cpp()
@@ -72,7 +72,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file of a model that the engine has not, without weights."""
+    """A GGUF file without weights, of a model that the engine does not support."""
     path = tmp_path / "strange.gguf"
     writer = gguf.GGUFWriter(path, "gemma")
     writer.add_context_length(600)
@@ -124,7 +124,7 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
     assert parts[-1].usage.completion_tokens == 3
     many = ask(client, n=3, temperature=1.0, seed=1)
-    assert [each.message.content for each in many.choices] == [expected] * 3  # nothing else is probable
+    assert [each.message.content for each in many.choices] == [expected] * 3  # no other token is probable
     ended = ask(client, max_tokens=100).choices[0]
     assert ended.finish_reason == "stop"
     assert ended.message.content.endswith("z")

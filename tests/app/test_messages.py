@@ -43,7 +43,7 @@ def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture
 def ask(claude: anthropic.Anthropic, executor: ScriptedExecutor) -> Any:
     def asking(answer: str, **fields: Any) -> anthropic.types.Message:
-        """Ask twice, in one piece and streamed: both answers are the same."""
+        """Ask twice, unstreamed and streamed, and compare the answers."""
         asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 1000} | fields
         executor.answers = [answer]
         whole = claude.messages.create(**asked)
@@ -166,7 +166,7 @@ def test_arguments_that_were_cut_are_not_lost(
 
 
 KEPT = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
-# What Claude Code sends.
+# A request of Claude Code.
 CLAUDE_CODE: Any = {
     "model": "claude-sonnet-9",
     "max_tokens": 64_000,

@@ -1,4 +1,4 @@
-"""What is measured when nobody says what."""
+"""Default model and suites of the bench."""
 
 import pytest
 import torch

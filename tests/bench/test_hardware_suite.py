@@ -1,4 +1,4 @@
-"""The suite `hardware` tells what was measured, on which processor, and what was not there."""
+"""The suite `hardware` names its measurements, their processor, and missing hardware."""
 
 import threading
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def ignore(share: float, what: str) -> None:
 
 @pytest.fixture(scope="module")
 def reports() -> list[HardwareReport]:
-    """Without a GPU."""
+    """Reports of a computer without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         return list(run_hardware(SMALL, ignore))
@@ -148,7 +148,7 @@ def test_a_gpu_is_measured_and_named() -> None:
     assert large == pytest.approx(BUS_BYTES_PER_S[Direction.TO_DEVICE] / 1e9, rel=0.01)
     to_host = figures(report, "GPU to host")[-1]
     assert to_host == pytest.approx(BUS_BYTES_PER_S[Direction.TO_HOST] / 1e9, rel=0.01)
-    # Both ways count, and the slower one decides when both have ended.
+    # Both directions count; the slower one determines the end.
     assert figures(report, "both ways together")[-1] == pytest.approx(2 * to_host)
     for way in ("in a graph (decodes)", "on streams (with prompts)"):
         assert figures(report, f"hand-off {way}")[0] > 0
