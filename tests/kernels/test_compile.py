@@ -130,8 +130,8 @@ def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> No
 def test_no_figure_of_the_machine_code_has_become_worse(compiled: list[dict[str, Any]]) -> None:
     """Compare the installed Triton's code with its budget; benchmarks/sass_budget.py documents changes.
 
-    A Triton version without a budget may compile differently. For it, the programs per multiprocessor may drop
-    by one at most; the tests above check the hard limits (no spills, shared memory).
+    A Triton version without a budget may compile differently. For it, programs per multiprocessor may drop by
+    one at most; the tests above check the hard limits (no spills, shared memory).
     """
     budget, found = read_budget(), table(compiled)
     if triton.__version__ in budget:
@@ -144,7 +144,7 @@ def test_no_figure_of_the_machine_code_has_become_worse(compiled: list[dict[str,
 
 
 def test_the_budget_is_of_what_users_have() -> None:
-    """The budget covers the Tritons of all supported torch versions; tests run with the newest torch's."""
+    """The budget covers the Triton of every supported torch; tests run with the newest torch's."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (torch_range,) = [each for each in project["dependencies"] if each.startswith("torch>")]
     first, end = (int(part) for part in re.findall(r"2\.(\d+)", torch_range))

@@ -1,4 +1,4 @@
-"""Small random checkpoints, saved by `transformers`: the reference for everything the models do."""
+"""Small random checkpoints, saved by `transformers`, the reference for all models."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The named shapes against what their makers publish."""
+"""The named shapes against their publishers' figures."""
 
 import dataclasses
 import json

@@ -25,7 +25,7 @@ TEMPLATE = b"{% for message in messages %}<{{ message.role }}>{{ message.content
 
 gate = threading.Event()
 gate.set()
-decoded: list[list[int]] = []  # the tokens of each evaluation
+decoded: list[list[int]] = []  # the tokens per evaluation
 _log = [lambda level, text, data: None]
 
 
