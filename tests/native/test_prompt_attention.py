@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def chunks_of(cuts: list[int], first: int = 0) -> Tensor:
-    """Return the bounds of one request's chunks: chunk i ends with token cuts[i], on a copy of the context."""
+    """Return the bounds of one request's chunks: chunk i ends with token cuts[i], on a context copy."""
     lengths = [end - begin for begin, end in pairwise((first, *cuts))], cuts
     return torch.tensor([list(accumulate(each, initial=0)) for each in lengths], dtype=torch.int32)
 
