@@ -333,7 +333,7 @@ def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
     with_room = of_gpu(24, 64, known=known)
     assert (with_room.host_weights_bytes, with_room.resident_shares) == (0, {})
     assert with_room.speed is not None
-    # CPU and bus together read what is in host memory; the GPU reads faster.
+    # CPU and bus together read the weights in host memory; the GPU reads faster.
     assert 41e9 / found.host_weights_bytes * 0.7 < found.speed.one_chat_tokens_per_s
     assert found.speed.one_chat_tokens_per_s < min(
         41e9 / found.host_weights_bytes, with_room.speed.one_chat_tokens_per_s
@@ -423,7 +423,7 @@ def test_the_hubs_cache_is_where_its_variables_say(monkeypatch: pytest.MonkeyPat
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx-3060-laptop"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # another card than the 4070
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # not the same card as the 4070
     ],
 )
 def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(

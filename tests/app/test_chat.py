@@ -254,10 +254,10 @@ def test_one_call_at_a_time(chat: Chat) -> None:
     asked = {"tools": [WEATHER], "parallel_tool_calls": False}
     assert calls_of(chat.ask(BOTH[chat.family], **asked).choices[0].message) == ARGUMENTS[:1]
     rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])
-    rest = rest.replace("}, {", "}], {")  # a list ends after it
+    rest = rest.replace("}, {", "}], {")  # close the list after the first call
     answer = chat.ask(rest, tool_choice="required", **asked)
     assert calls_of(answer.choices[0].message) == ARGUMENTS[:1]
-    assert answer.usage.completion_tokens < len(rest)  # it ends there
+    assert answer.usage.completion_tokens < len(rest)  # the answer ends there
 
 
 def test_calls_and_results_go_back_to_the_model(chat: Chat) -> None:

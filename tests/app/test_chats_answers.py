@@ -1,4 +1,4 @@
-"""Answers that the server writes, saves and shows."""
+"""Answers: generation, saving and display by the server."""
 
 import json
 import threading
@@ -191,7 +191,7 @@ def test_what_cannot_be_answered_says_why_and_keeps_the_question(
     assert reason in answer["error"]
     assert chats.chat(chat_id)["nodes"][0]["text"] == text
     chats.call("set", chat_id, max_tokens=1)
-    assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # as if never asked
+    assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # the failed turn is ignored
 
 
 def test_an_engine_that_fails_is_told(chats: ChatClient, executor: FakeExecutor) -> None:

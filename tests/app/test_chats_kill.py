@@ -1,4 +1,4 @@
-"""A server that dies in the middle of answers, and the next one on the same file."""
+"""A server that dies in mid-answer, and its successor on the same file."""
 
 import signal
 import sqlite3
@@ -75,7 +75,7 @@ def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> N
         chat_ids = [chats.new_chat(max_tokens=60) for _ in range(3)]
         answers = [chats.ask(chat_id, "one")[1] for chat_id in chat_ids]
         for count in (10, 20):  # a part is saved while the rest still streams
-            program.tell("10")  # the later questions may have come an iteration or two after the first
+            program.tell("10")  # the later questions may arrive an iteration or two after the first
             shown = [chats.until(answer, has_at_least(count // 2)) for answer in answers]
             # The server saves by itself, after a while.
             for node in shown:

@@ -45,7 +45,7 @@ def expected(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, expected: list[str]) -> Iterator[RunningServer]:
-    # Room for little more than the longest chat in each pool, so that requests wait, move and are preempted.
+    # Each pool holds little more than the longest chat, so that requests wait, move and are preempted.
     cache = {"gpu_cache_tokens": 256, "cpu_cache_tokens": 256}
     with Engine.from_pretrained(folder, device="cpu", **cache) as engine, running(engine) as running_server:
         yield running_server

@@ -202,7 +202,7 @@ async def test_after_too_many_ends_it_is_left_and_said_why(loader: FragileLoader
         health = await http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
     loader.now("die", is_so=False)
-    await host.begin("alpha")  # a person may try again
+    await host.begin("alpha")  # the user may try again
     assert await ask(host.service) == "fgh"
     await host.stop()
 
@@ -238,7 +238,7 @@ async def test_meanwhile_the_server_answers_and_says_so(loader: FragileLoader) -
         answer = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
         assert int(answer.headers["Retry-After"]) > 0
-        assert told[0] is not None  # as the page shows it
+        assert told[0] is not None  # shown on the page
         loader.now("hold", is_so=False)
         await loaded(host)
         assert (await http.get("/health")).json() == {"status": "ok", "model": "alpha", "backend": "neo"}

@@ -1,4 +1,4 @@
-"""The table of fields, against the types that OpenAI and Anthropic publish and against any JSON."""
+"""The table of fields, against the published types of OpenAI and Anthropic, and against any JSON."""
 
 import json
 import re
@@ -308,7 +308,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES_OF_CLASSES = [each.__name__ for each in subclasses(Model) if re.search("[a-z][A-Z]", each.__name__)]
-# Words of pydantic's, of Python's, and names of classes.
+# Words of pydantic and Python, and class names.
 NOT_A_SENTENCE = re.compile(
     r"tag '|found using|Input |Value error|pydantic|Traceback|Error\b|instance of|NoneType|<class|\n|"
     + "|".join(

@@ -1,4 +1,4 @@
-"""Earlier calls and their results reach the model: each once, in its turn, after its call."""
+"""Earlier tool calls and results reach the model: each once, in its turn, the result after its call."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models come and go while the server lives."""
+"""Loading and unloading of models while the server runs."""
 
 import asyncio
 import threading

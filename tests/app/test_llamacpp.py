@@ -156,7 +156,7 @@ def test_a_chat_that_goes_on_is_not_read_again(
     api.decoded.clear()
     more = [*MESSAGES, {"role": "assistant", "content": letters(NUM_PROMPT_TOKENS, 3)}, *MESSAGES]
     answer = ask(client, messages=more)
-    cached = NUM_PROMPT_TOKENS + 2  # the last token of an answer is never computed
+    cached = NUM_PROMPT_TOKENS + 2  # an answer's last token is never evaluated
     assert answer.usage.prompt_tokens_details.cached_tokens == cached
     assert sum(map(len, api.decoded)) == answer.usage.prompt_tokens - cached + 2
 
@@ -183,7 +183,7 @@ def test_requests_wait_for_their_turn_and_are_cancelled(
     api: Any, server: RunningServer, client: openai.OpenAI
 ) -> None:
     stream = ask(client, stream=True, max_tokens=500, logit_bias={str(api.END): -100})
-    assert next(iter(stream)).choices  # it has begun
+    assert next(iter(stream)).choices  # the stream has started
     others = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
     api.gate.clear()
     for other in others:
@@ -423,7 +423,7 @@ def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
     )
     torch.manual_seed(1)
     model = GemmaForCausalLM(config)
-    for name, weight in model.named_parameters():  # its norms are stored as what they multiply by
+    for name, weight in model.named_parameters():  # llama.cpp stores norms as their factors
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
     write_gguf(tmp_path / "tiny-gemma.gguf", model, architecture="gemma")
     file = tmp_path / "tiny-gemma.gguf"

@@ -227,7 +227,7 @@ def test_a_conversation_goes_on(
     asked: Any = {"model": MODEL, "tools": [TOOL], "previous_response_id": first.id}
     second = client.responses.create(input="And in Wien?", **asked)
     assert prompts[-1].endswith("<user>weather?<assistant>Rain.<user>And in Wien?<assistant>")
-    assert "Be kind." not in prompts[-1]  # instructions are for one response
+    assert "Be kind." not in prompts[-1]  # instructions apply to one response
     result: Any = {"type": "function_call_output", "call_id": second.output[0].call_id, "output": "rain"}
     asked["previous_response_id"] = second.id
     client.responses.create(input=[result], **asked)

@@ -258,7 +258,7 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
 
         def encode(text: str, add_special_tokens: bool = True) -> list[int]:
             lengths.append(len(text))
-            return [1] * len(text.split())  # blanks are no tokens
+            return [1] * len(text.split())  # blanks are not tokens
 
         monkeypatch.setattr(engine.tokenizer, "encode", encode)
         async with started(engine) as service:

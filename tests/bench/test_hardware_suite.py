@@ -101,7 +101,7 @@ def test_progress_runs_from_start_to_end() -> None:
 def test_without_a_gpu_the_report_says_so_and_why(reports: list[HardwareReport]) -> None:
     report, section = reports[-1], reports[-1].section()
     assert section.summary.endswith("No NVIDIA GPU was found.")
-    why = f"No GPU that torch can use: {find_gpus()[1]}."  # the library's words are for the details
+    why = f"No GPU that torch can use: {find_gpus()[1]}."  # details come from the library
     assert any(why in note and "not measured" in note for note in section.notes)
     assert len(figures(report, "hand-off, imitated by threads")) == 1
     assert not any("GPU" in each.what for each in report.figures)
@@ -233,7 +233,7 @@ def test_a_hand_off_that_loses_data_is_an_error() -> None:
         def enqueue(self, operations: Sequence[Operation]) -> None:
             first = next(o for o in operations if o.lane is Lane.DEVICE and o.stage.name == "offload")
             work = first.work
-            first.work = lambda: (work(), work())  # once more than was sent
+            first.work = lambda: (work(), work())  # sends twice
             super().enqueue(operations)
 
     with pytest.raises(RuntimeError, match="lost data"):

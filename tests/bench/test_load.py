@@ -25,7 +25,7 @@ SMALL = LoadOptions(
     num_requests=10,
     seconds=0.1,
     load_shares=(0.5, 1.0),
-    drain_seconds=60.0,  # a machine that is busy with other tests must not lose requests
+    drain_seconds=60.0,  # a busy machine must not lose requests
     warm_up=1,
 )
 

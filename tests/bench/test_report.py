@@ -46,7 +46,7 @@ def report() -> Report:
 
 
 def throughput(report: Report, **changes: object) -> Report:
-    """The report with another result of its throughput suite."""
+    """Return the report with another throughput result."""
     (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
     nowhere = replace(report.machine, gpus=(), gpu_note="no NVIDIA driver: NVML Shared Library Not Found")
     return replace(report, machine=nowhere, suites=(replace(suite, **changes),))  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def test_norm_may_overwrite_what_was_added(device: torch.device) -> None:
     check(on_device, expected)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # as intended: 1 / inf is 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # intended: 1 / inf is 0
 @pytest.mark.parametrize("intermediate", [96, 1024, 1536])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_silu_equals_the_decoder(intermediate: int, dtype: torch.dtype, device: torch.device) -> None:

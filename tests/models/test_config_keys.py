@@ -1,4 +1,4 @@
-"""Every key of config.json, absent, null, in older places, per layer: transformers' scores or a refusal."""
+"""Keys of config.json, absent, null, in older places, or per layer: transformers' scores or a refusal."""
 
 import os
 from pathlib import Path

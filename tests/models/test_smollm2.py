@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_transformers(file: Path, reference: Any) -> 
 
 @pytest.mark.sample(0)
 def test_kept_as_it_is_stored_it_says_nearly_the_same(checkpoint: Checkpoint, reference: Any) -> None:
-    """Rounding inputs to 8 bits costs thousandths of a nat per token."""
+    """The rounding of inputs to 8 bits costs thousandths of a nat per token."""
     config = checkpoint.config()
     form = stored_form(check_model(checkpoint, config), config)
     model = load_model(checkpoint, config, dtype=torch.float32, device=torch.device("cpu"), form=form)

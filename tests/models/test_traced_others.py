@@ -16,7 +16,7 @@ from neo_desktop.models.traced.config import read_traced
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1))
 OTHERS: dict[str, dict[str, Any]] = {
-    # Shared experts of rows alone; attention is gated.
+    # Shared experts beside routed ones; gated attention.
     "afmoe": EXPERTS | {"moe_intermediate_size": 128, "num_experts": 8, "head_dim": 16},
     "bitnet": {},  # a norm between attention and the output matmul
     "glm4": {"head_dim": 16},  # rotates only a part of a head, in adjacent pairs

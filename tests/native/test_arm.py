@@ -32,11 +32,11 @@ def program(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.sample(0)
-@pytest.mark.timeout(1200)  # it builds the core first
+@pytest.mark.timeout(1200)  # includes a build of the core
 @pytest.mark.parametrize(
     ("processor", "cases", "isas"),
     [
-        ("cortex-a53", 20, "scalar neon"),  # the first 64-bit instructions, nothing newer
+        ("cortex-a53", 20, "scalar neon"),  # the baseline 64-bit instructions only
         ("max", 40, "scalar neon neon_bf16"),
     ],
 )
