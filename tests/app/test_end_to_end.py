@@ -1,4 +1,4 @@
-"""From the openai client to a real model and back."""
+"""The whole path, from the openai client to a real model and back."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""From a request to the prompt's tokens, and stop strings on the way back, in every protocol."""
+"""The path from a request to the prompt's tokens, and stop strings on the way back, in every protocol."""
 
 from collections.abc import Iterator
 from typing import Any

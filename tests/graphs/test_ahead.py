@@ -122,7 +122,7 @@ def random_jobs(rng: random.Random) -> dict[str, Job]:
 def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     model: Decoder, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does so between iterations, and the next one does not start ahead; graphs keep its addresses."""
+    """The cache shrinks between iterations; the next one does not start ahead, and addresses stay."""
     rng = random.Random(seed)
     jobs = {name: replace(job, abort=None) for name, job in random_jobs(rng).items()}
     results = []

@@ -102,7 +102,7 @@ def test_without_tensor_cores_four_programs_fit_into_a_multiprocessor(
 def test_products_with_quantised_weights_take_few_instructions_for_each(
     kernels: list[dict[str, Any]],
 ) -> None:
-    """At most 8 per weight for one input row, 11 for 16 rows on tensor cores; loops are unrolled."""
+    """The limit is 8 per weight for one input row, 11 for 16 rows on tensor cores; loops are unrolled."""
     for kernel in kernels:
         if "row" not in kernel["variant"] or not kernel["kernel"].startswith("_multiply"):
             continue

@@ -25,7 +25,7 @@ MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
-    """`make(architecture, dtype=..., **config)` saves a checkpoint; returns its folder and reference model."""
+    """`make(architecture, dtype=..., **config)` saves a checkpoint; returns folder and reference model."""
 
     def make(
         architecture: str = "LlamaForCausalLM",

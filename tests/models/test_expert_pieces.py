@@ -80,7 +80,7 @@ def expected_of(
 def test_device_bus_and_cpu_together_make_what_all_experts_make(
     kind: str | None, resident: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They agree at any share; streamed experts are as exact on the device as floats."""
+    """Results agree at any share; streamed experts are as exact on the device as floats."""
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", step * BYTES)
     clamped = ClampedGate() if step == 2 else None
     moe, experts = moe_of(kind, resident, clamped, has_bias=step == 2)

@@ -80,7 +80,7 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(
 def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
     make_checkpoint: Any, tmp_path: Path, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without kernels, only if floats do not fit: quantised weights take the memory of the file."""
+    """GPUs without kernels keep weights quantised only if floats do not fit."""
     _, model = make_checkpoint(**SIZES)
     form = form_of(write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1"))
     options, cuda = EngineOptions(max_batch_tokens=256), torch.device("cuda")

@@ -68,7 +68,7 @@ def test_lanes_take_their_time_side_by_side() -> None:
 
 @pytest.mark.sample(0)
 def test_the_pipeline_is_measured_beside_prediction_and_bound() -> None:
-    """For the engine's own programs, it knows the duration of every piece of work."""
+    """The device knows the duration of every piece of work in the engine's own programs."""
     sizes = ["--shape", "smollm2-135m", "--layers", "1", "--weights", "0.3", "--rows", "1", "--repeats", "1"]
     command = [sys.executable, "-m", "research.split_pipeline", *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
