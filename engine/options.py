@@ -58,7 +58,7 @@ class Option:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies; imports numpy, for which `--help` must not wait."""
+    """Return every policy's name; imports numpy, for which `--help` must not wait."""
     from neo_desktop.engine.schedule.policies import POLICIES  # noqa: PLC0415
 
     return tuple(POLICIES)

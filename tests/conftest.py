@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Environment, hypothesis profiles and fixtures that all tests share."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # scripts are not part of the package
 
-# Both must be set before torch and transformers are imported. Tests work on small tensors, for which handing
-# work to several threads costs more than it brings; and nothing may be looked for on the internet.
+# Both must be set before torch and transformers are imported. Tests use small tensors, for which several
+# threads cost more than they gain, and no test may access the internet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -23,11 +23,11 @@ from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
 from quick_processes import quick_processes
 
-# Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
+# Must be set before Triton is imported: without a GPU, kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell lets what runs in the background ignore Ctrl-C; what tests start shall know it all the same.
+# Shells make background jobs ignore Ctrl-C; processes started by tests must react to it all the same.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,7 +35,7 @@ settings.register_profile(
     "any pace",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize=os.environ.get("CI") == "true",  # what decides about a change tries the same inputs each time
+    derandomize=os.environ.get("CI") == "true",  # CI tries the same inputs each time
 )
 settings.load_profile("any pace")  # the computer may be slow, or busy
 
@@ -49,13 +49,13 @@ def _surroundings() -> Iterator[None]:
         quick_processes() if sys.platform == "linux" else nullcontext(),
     ):
         patch.setenv("NEO_DESKTOP_CACHE", folder)
-        patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # a GPU may be an imitated one, which child processes lack
+        patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # child processes lack an imitated GPU
         yield
 
 
 @pytest.fixture(autouse=True)
 def levels() -> Iterator[Levels]:
-    """Sets levels of the process's fallbacks; every test leaves the fallbacks as it was."""
+    """Setter of the process's fallback levels; every test restores them."""
     with restored_fallbacks() as levels:
         yield levels
 
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, keep as many parameter sets of a test as its `sample` mark says, spread by a hash."""
+    """Without --all, keep the number of parameter sets in a test's `sample` mark, spread by a hash."""
     if config.getoption("--all"):
         return
     sets: dict[str, list[pytest.Item]] = {}

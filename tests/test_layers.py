@@ -1,4 +1,4 @@
-"""Imports run downward only (the contracts are in pyproject.toml), and importing stays cheap."""
+"""Imports go downward only (the contracts are in pyproject.toml), and importing stays cheap."""
 
 import os
 import re
@@ -11,8 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 
 
-# An editable install finds modules through a hook that static tools do not understand. It comes with a tree
-# of links to the same folders, which they do.
+# An editable install finds modules through a hook that static tools do not understand. They do understand the
+# tree of links to the same folders that comes with it.
 LINKED = REPOSITORY / "build" / "typing"
 LINT_IMPORTS = """
 import sys
@@ -37,7 +37,7 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
 
 
 def test_only_policies_and_set_up_name_a_tier() -> None:
-    """All others ask a tier whose memory it is and who attends there, so that there can be a third one."""
+    """Other modules ask a tier for its memory and attention device, so that further tiers are possible."""
     named = {
         str(path.relative_to(REPOSITORY))
         for folder in ("app", "engine", "models")

@@ -1,4 +1,4 @@
-"""What is installed is enough: for the engine as a library, for the commands."""
+"""The installed packages suffice: for the engine as a library, and for the commands."""
 
 import ast
 import subprocess
@@ -16,15 +16,15 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-FROM_TORCH = {"triton"}  # which torch's builds for CUDA bring, with `cuda`
-# By top-level name: modules that the packages of an environment offer.
+FROM_TORCH = {"triton"}  # comes with torch's builds for CUDA
+# Top-level module name -> the installed packages that provide it.
 DISTRIBUTIONS = {
     module: {canonicalize_name(name) for name in names} for module, names in packages_distributions().items()
 }
 
 
 def names(requirements: list[str]) -> set[str]:
-    """The packages of a list of requirements; an extra of our own counts as what it stands for."""
+    """Return the packages of a list of requirements, with this project's extras expanded."""
     found = set()
     for requirement in map(Requirement, requirements):
         if requirement.name == PROJECT["name"]:
@@ -38,9 +38,9 @@ LIBRARY = names(PROJECT["dependencies"])
 
 
 def run(program: str, extras: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program where nothing can be imported that neither the library nor these extras bring."""
+    """Run a program that can import only the packages of the library and of these extras."""
     there = LIBRARY | names([one for extra in extras for one in EXTRAS[extra]])
-    there |= {"httpx"} if "gradio" in there else set()  # which gradio brings
+    there |= {"httpx"} if "gradio" in there else set()  # gradio requires it
     blocked = names([one for all_ in EXTRAS.values() for one in all_]) - there
     modules = {module for module, packages in DISTRIBUTIONS.items() if packages and packages <= blocked}
     assert {"matplotlib", "playwright"} - there <= modules
@@ -59,7 +59,7 @@ def run(program: str, extras: list[str], *arguments: str) -> subprocess.Complete
 
 
 def imports(file: Path) -> set[str]:
-    """Names of the modules that a file imports, by their first part."""
+    """Return the top-level names of the modules that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -78,8 +78,8 @@ def imports(file: Path) -> set[str]:
 )
 def test_what_is_imported_is_declared(folders: list[str], extras: list[str], optional: set[str]) -> None:
     declared = LIBRARY | names([one for extra in extras for one in EXTRAS[extra]])
-    of_llama_cpp = {"llama_cpp": {"llama-cpp-python"}, "gguf": {"gguf"}}  # which need not be installed
-    # Parts of pydantic, of FastAPI and of Jinja: they cannot be had without.
+    of_llama_cpp = {"llama_cpp": {"llama-cpp-python"}, "gguf": {"gguf"}}  # optional packages
+    # Parts of pydantic, FastAPI and Jinja, which always come with them.
     declared |= {"pydantic-core", "starlette", "typing-extensions", "markupsafe"} if extras else set()
     missing = {
         (file.relative_to(ROOT).as_posix(), module)

@@ -1,4 +1,4 @@
-"""Commands that the README and the users' pages print run; links lead somewhere."""
+"""The commands in the README and the users' pages run, and links have targets."""
 
 import os
 import re
@@ -35,7 +35,7 @@ NAMED = {"NAME": "neo-desktop-guide", "N": "1", "ARGUMENTS": "info", "FILE": "a-
 
 
 def arguments_of(words: list[str]) -> list[str] | None:
-    """What the program is given; None: another program is meant."""
+    """Return the program's arguments, or None for another program."""
     program, *arguments = [NAMED.get(word, word) for word in words]
     is_ours = program in ("neo-desktop", ".venv/bin/neo-desktop", "./scripts/start")
     return with_command(arguments) if is_ours else None

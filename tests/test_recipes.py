@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, carried out on a copy of the file that each recipe names."""
+"""The recipes of CONTRIBUTING.md, applied to copies of the files that they name."""
 
 import json
 import subprocess

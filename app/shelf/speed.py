@@ -49,7 +49,7 @@ class Speed:
     one_chat_tokens_per_s: float
     best_chats: int  # at once: most tokens per second together
     best_tokens_per_s: float
-    best_ms_per_token: float  # what each of them then waits for a token
+    best_ms_per_token: float  # per chat, with `best_chats` chats at once
     assumption: str
     is_measured: bool  # from tables that were measured here with this model
 

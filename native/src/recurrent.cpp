@@ -45,7 +45,7 @@ int64_t check_rows(const StateRows& rows, int64_t tokens, int64_t num_slots) {
   return requests;
 }
 
-// Calls body(item) for each item; any thread takes any of them.
+// Calls body(item) for each item; any thread may take any item.
 template <class Body>
 void for_items(int64_t items, int num_threads, Body body) {
   const int threads = static_cast<int>(std::min<int64_t>(check_num_threads(num_threads), items));

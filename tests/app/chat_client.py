@@ -1,4 +1,4 @@
-"""Calls of a server's chats from another thread or process, by a route that only tests have."""
+"""Calls to a server's chats from another thread or process, over a route for tests."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ REFUSALS = (ApiError, NotFoundError, NotPossibleError, SettingError, StoreError,
 
 
 class RefusedError(Exception):
-    """A call that was refused; `kind` is the class of the error."""
+    """A refused call; `kind` is the name of the error's class."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class RefusedError(Exception):
 
 
 def install(app: FastAPI) -> None:
-    """Add the route; it answers with the result, or with the error's class and text."""
+    """Add the route, which returns the result, or the error's class and text."""
     chats = app.state.page.chats
 
     def whole(chat: Chat) -> Json:
@@ -82,7 +82,7 @@ class ChatClient:
         self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
-        """Call a method of the chats; RefusedError."""
+        """Call a method of the chats; raise RefusedError if the server refuses."""
         answer = self._http.post("/test", json=[name, args, named]).raise_for_status().json()
         if "kind" in answer:
             raise RefusedError(answer["kind"], answer["message"])
@@ -108,11 +108,11 @@ class ChatClient:
         return question, answer
 
     def ended(self, node: Json) -> Json:
-        """Wait until nothing more is written to an answer; return it."""
+        """Wait until an answer is complete or cut; return it."""
         return self.until(node, lambda one: one["state"] not in ("waiting", "streaming"))
 
     def until(self, node: Json, holds: Callable[[Json], bool]) -> Json:
-        """Wait until something holds for a message; return it."""
+        """Wait until a message meets the condition; return it."""
         waiting = threading.Event()
         for _ in range(3000):
             now = self.node(node["chat_id"], node["id"])

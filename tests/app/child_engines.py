@@ -1,4 +1,4 @@
-"""Engines that are made in a process of their own, and that break there when a prompt says so."""
+"""Engines in a child process, which break there when a prompt asks for it."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from neo_desktop.engine.progress import Progress
 
 from .fake_engine import FakeExecutor, make_engine
 
-# The first token of a prompt says what becomes of the process.
+# The first token of a prompt decides the fate of the process.
 KILLED, SEGFAULT, LOST, HUNG = 1, 2, 3, 4
 FOREVER_S = 3600.0
 
 
 class FragileExecutor(FakeExecutor):
-    """A millisecond per iteration; breaks in the second one of a prompt that says so."""
+    """Executor with iterations of 1 ms; special prompts break it in their second iteration."""
 
     def start(self, plan: IterationPlan) -> Wait:
         return partial(self._break_or_go_on, plan)
@@ -50,10 +50,10 @@ def _obey(token: int) -> None:
 
 @dataclass(frozen=True)
 class Fragile:
-    """Makes such an engine, under this name.
+    """Factory of fragile engines, controlled by files in `folder`.
 
-    Loading waits as long as there is a file `hold`, ends the process if there is one `die`, and fails if
-    there is one `refuse`; `loads` gets a line for each load: the process that did it.
+    Loading waits while the file `hold` exists, ends the process if `die` exists and fails if `refuse` exists.
+    Each load appends a line to `loads`: the loading process's PID.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Fragile:
 
 @dataclass(frozen=True)
 class FragileLoader:
-    """A `Loader` of such engines."""
+    """`Loader` of fragile engines."""
 
     folder: Path
     make_service: Callable[[EngineProcess], EngineService] = EngineService
@@ -86,11 +86,11 @@ class FragileLoader:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that were started, in order."""
+        """PIDs of the started processes, in order."""
         return [int(line) for line in (self.folder / "loads").read_text().split()]
 
     def now(self, what: str, *, is_so: bool = True) -> None:
-        """Let there be this file, or not."""
+        """Create this file, or delete it."""
         if is_so:
             (self.folder / what).touch()
         else:

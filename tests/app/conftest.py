@@ -26,7 +26,7 @@ from .fake_engine import FakeExecutor, make_engine
 
 @dataclass
 class RunningServer:
-    """A server in a thread, and clients for it."""
+    """A server in a thread, with its clients."""
 
     engine: Any
     service: EngineService
@@ -49,7 +49,7 @@ class RunningServer:
 
 
 def start(app: FastAPI) -> tuple[Server, threading.Thread, int]:
-    """Serve an app from a thread; the port is the last."""
+    """Serve an app from a thread; return its port last."""
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
     server = Server(app, app.state.host.stop, is_ready.set)
@@ -61,7 +61,7 @@ def start(app: FastAPI) -> tuple[Server, threading.Thread, int]:
 
 @contextlib.contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """Serve an app from a thread; its address."""
+    """Serve an app from a thread; yield its address."""
     server, thread, port = start(app)
     try:
         yield f"http://127.0.0.1:{port}"
@@ -117,7 +117,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float = 30) -> None:
-    """Wait for something that another thread brings about."""
+    """Wait until another thread makes the condition true."""
     waiting = threading.Event()
     for _ in range(int(timeout_s / 0.01)):
         if holds():
@@ -127,14 +127,14 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 30) -> None:
 
 
 async def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Likewise, of another task."""
+    """Wait until another task makes the condition true."""
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)
 
 
 def is_idle(service: EngineService) -> bool:
-    """Nobody runs or waits, and every block is free."""
+    """Return True if no request runs or waits and every block is free."""
     stats = service.stats
     used = [pool.num_used_blocks for pool in stats.pools.values()]
     return stats.num_running == 0 and stats.num_waiting == 0 and not any(used)
@@ -142,7 +142,7 @@ def is_idle(service: EngineService) -> bool:
 
 @pytest.fixture
 def prompts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The prompts that the service was asked for, as they come."""
+    """The prompts sent to the service so far."""
     found: list[str] = []
     submit = server.service.submit
 

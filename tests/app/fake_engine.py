@@ -1,4 +1,4 @@
-"""The real engine around an executor that writes the alphabet, and that can be held or broken."""
+"""The real engine around an executor that writes the alphabet and can be held or broken."""
 
 import threading
 from dataclasses import dataclass, field
@@ -33,10 +33,10 @@ TEMPLATE = (
 
 @dataclass
 class FakeExecutor(Executor):
-    """The n-th token of an output is the n-th letter; its last prompt token says nothing.
+    """Executor whose n-th output token is the n-th letter, independent of the last prompt token.
 
-    An iteration needs `open` set or, where it is not, one of `steps`; `error` breaks it. `begun` is set from
-    the first iteration on, `seen` collects what was sampled, `prompts` what each request was computed from.
+    An iteration needs `open` to be set, or else one of `steps`; `error` breaks it. The first iteration sets
+    `begun`. `seen` collects the sampling inputs, `prompts` every request's computed tokens.
     """
 
     open: threading.Event = field(default_factory=threading.Event)
@@ -80,7 +80,7 @@ class FakeExecutor(Executor):
 
 @dataclass
 class ScriptedExecutor(FakeExecutor):
-    """Writes the answers it is given, one per prompt and the last one again and again, and then ends."""
+    """Executor that writes one given answer per prompt, the last one for all later prompts, and ends."""
 
     answers: list[str] = field(default_factory=lambda: ["yes"])
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
@@ -96,7 +96,7 @@ class ScriptedExecutor(FakeExecutor):
 
 
 def letter(sampling: SamplingInput) -> SampledToken:
-    """Which letter it is depends on position, seed and choice."""
+    """Return a letter that depends on position, seed and choice."""
     shift = sampling.seed + sampling.choice if sampling.params.seed is not None else 0
     token_id = ord("a") + (sampling.position + shift) % 26
     if sampling.params.logprobs is None:

@@ -1,4 +1,4 @@
-"""Under which addresses a server says that it can be opened."""
+"""The addresses that a server prints for users to open."""
 
 import socket
 from collections import namedtuple

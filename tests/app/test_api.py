@@ -15,7 +15,7 @@ from .conftest import RunningServer, eventually, running
 from .fake_engine import CONTEXT_TOKENS, MODEL, FakeExecutor, make_engine
 
 QUESTION: Any = [{"role": "user", "content": "hello"}]
-PROMPT = "<user>hello<assistant>"  # what the template makes of it; one token per byte
+PROMPT = "<user>hello<assistant>"  # QUESTION after the chat template; one token per byte
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_the_template_gets_all_messages(client: openai.OpenAI, executor: FakeExecutor) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    first = ask(client).choices[0].message.model_dump()  # with all its empty fields, as clients do it
+    first = ask(client).choices[0].message.model_dump()  # with all empty fields, as from real clients
     messages = [
         {"role": "developer", "content": "be kind"},
         *QUESTION,
@@ -87,7 +87,7 @@ def test_special_tokens_are_added_to_raw_prompts_only(
         return [0] * add_special_tokens + list(text.encode())
 
     monkeypatch.setattr(server.engine.tokenizer, "encode", encode)
-    assert ask(client).usage.prompt_tokens == len(PROMPT)  # the template wrote its own
+    assert ask(client).usage.prompt_tokens == len(PROMPT)  # the template writes the BOS token itself
     answer = client.completions.create(model=MODEL, prompt=PROMPT)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 1 + len(PROMPT)
@@ -153,7 +153,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 def test_completions(client: openai.OpenAI, prompt: Any, lengths: list[int]) -> None:
     answer = client.completions.create(model=MODEL, prompt=prompt, n=2, seed=0)
     expected = [letters("x" * length, 16, shift) for length in lengths for shift in (0, 1)]
-    assert [choice.text for choice in answer.choices] == expected  # 16 tokens are OpenAI's default
+    assert [choice.text for choice in answer.choices] == expected  # OpenAI's default is 16 tokens
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(lengths)

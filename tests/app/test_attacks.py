@@ -1,4 +1,4 @@
-"""What attackers tried on servers like this one (Ollama, llama.cpp, Gradio and HTTP servers at large)."""
+"""Attacks known from similar servers: Ollama, llama.cpp, Gradio, and HTTP servers in general."""
 
 import contextlib
 import inspect
@@ -29,13 +29,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(data: Path) -> Iterator[RunningServer]:
-    """With the page and the API, as `neo-desktop chat` has them."""
+    """A server with the page and the API, as in `neo-desktop chat`."""
     with running(make_engine(FakeExecutor()), data_folder=data, mount=mount) as running_server:
         yield running_server
 
 
 def raw(server: RunningServer, request: bytes, timeout_s: float = 30) -> bytes:
-    """Send bytes as they are; return what comes back until the server closes, or says nothing for a while."""
+    """Send raw bytes; return the answer until the server closes the connection or stays silent."""
     received = b""
     client = socket.create_connection(("127.0.0.1", server.port), timeout=timeout_s)
     with client, contextlib.suppress(ConnectionError, TimeoutError):
@@ -55,7 +55,7 @@ def is_alive(server: RunningServer) -> bool:
 
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/config", "/health", "/stats", "/gradio_api/info"])
 def test_dns_rebinding(http: httpx.Client, path: str) -> None:
-    # CVE-2024-28224 (Ollama): a page of the internet whose name resolves to 127.0.0.1.
+    # CVE-2024-28224 (Ollama): DNS rebinding, a foreign page whose name resolves to 127.0.0.1.
     assert http.get(path, headers={"Host": "rebound.example"}).status_code == 403
 
 
@@ -64,7 +64,7 @@ def test_dns_rebinding(http: httpx.Client, path: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_requests_forged_by_other_pages(http: httpx.Client, path: str, kind: str) -> None:
-    # CSRF: such bodies are sent without a preflight. (Gradio, CVE-2024-1727.)
+    # CSRF: browsers send these content types without a preflight. (Gradio, CVE-2024-1727.)
     headers = {"Origin": "https://evil.example", "Content-Type": kind}
     assert http.post(path, content=json.dumps(CHAT), headers=headers).status_code == 403
     assert http.post(path, content="{}", headers=headers | {"Origin": "null"}).status_code == 403
@@ -88,7 +88,7 @@ def test_path_traversal(server: RunningServer, prefix: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "https://evil.example/model", "a\x00b", "file:///x"])
 def test_names_of_models_are_never_files_or_addresses(http: httpx.Client, name: str) -> None:
-    # CVE-2024-39722 (Ollama): what exists on the disk is told by the answer.
+    # CVE-2024-39722 (Ollama): the answer reveals which files exist on the disk.
     answer = http.post("/v1/chat/completions", json=CHAT | {"model": name})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
@@ -153,7 +153,7 @@ def test_line_breaks_in_paths_reach_no_header(http: httpx.Client, path: str) -> 
     ],
 )
 def test_request_smuggling(server: RunningServer, framing: bytes) -> None:
-    # What follows is part of the body to one reader and a second request to another.
+    # One parser takes the rest for the body, another for a second request.
     smuggled = b"GET /stats HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     answered = statuses(raw(server, head + framing + smuggled, 0.5))
@@ -171,7 +171,7 @@ def test_request_smuggling(server: RunningServer, framing: bytes) -> None:
     ],
 )
 def test_heads_without_end(server: RunningServer, request_head: bytes) -> None:
-    # Memory taken before a request is even known.
+    # Memory that the server would allocate before it knows the request.
     assert b"200" not in statuses(raw(server, request_head, 0.5))
     assert is_alive(server)
 
@@ -255,7 +255,7 @@ def test_other_methods(server: RunningServer, method: str) -> None:
 
 
 def test_the_key_is_compared_in_constant_time() -> None:
-    # A comparison that ends at the first difference tells how much of a guess was right.
+    # A comparison that stops at the first difference reveals the length of a correct prefix.
     assert "compare_digest(given, self._api_key)" in inspect.getsource(security.AccessGuard)
 
 
@@ -278,14 +278,14 @@ def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptu
 def test_nothing_but_health_is_open_where_there_is_a_key(
     executor: FakeExecutor, tmp_path: Path, path: str
 ) -> None:
-    # Routes that nobody asked for a key.
+    # Routes that could have missed the key check.
     with running(make_engine(executor), api_key=KEY, data_folder=tmp_path, mount=mount) as server:
         request = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % path.encode()
         assert statuses(raw(server, request)) == [b"401"]
 
 
 def test_errors_show_nothing_of_the_program(executor: FakeExecutor) -> None:
-    # Tracebacks and paths tell an attacker where to go on.
+    # Tracebacks and paths would help an attacker.
     async def broken() -> None:
         raise ValueError("/home/somebody/secret.py")
 
@@ -309,7 +309,7 @@ def test_compressed_bodies_are_not_unpacked(http: httpx.Client) -> None:
 def test_names_of_uploads_stay_in_their_folder(
     server: RunningServer, http: httpx.Client, data: Path, name: str
 ) -> None:
-    # CVE-2024-47165 and its kin (Gradio): a file that is written elsewhere by its name.
+    # CVE-2024-47165 and relatives (Gradio): a file name that leads to a write outside the folder.
     answer = http.post("/gradio_api/upload", files={"files": (name, b"text")}, timeout=60)
     assert answer.status_code in (200, 400, 413, 422)
     uploads = data / "uploads"
@@ -320,7 +320,7 @@ def test_names_of_uploads_stay_in_their_folder(
 
 
 def test_a_body_that_is_too_long_is_refused(server: RunningServer, http: httpx.Client) -> None:
-    # Gradio itself bounds no body but files.
+    # Gradio itself limits the size of files only, not of other bodies.
     for path in ("/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/call/chat"):
         answer = http.post(path, content=b"x" * (33 << 20), timeout=60)
         assert answer.status_code == 413
@@ -368,7 +368,7 @@ def test_events_that_are_never_read_fill_no_memory(server: RunningServer, http: 
         body = {"data": [None, ""], "fn_index": load, "session_hash": f"unread{number}"}
         assert http.post("/gradio_api/queue/join", json=body).status_code in (200, 400, 503)
     chats = ChatClient(server.url)
-    for number in range(12):  # each is told to every page
+    for number in range(12):  # every page receives an event for each chat
         chats.new_chat(seed=number)
     queue = server.app.routes[-1].app._app.get_blocks()._queue  # type: ignore[attr-defined]
     unread = queue.pending_messages_per_session

@@ -1,4 +1,4 @@
-"""The models on this computer, whatever lies in the folders; and whether the engine's own figures agree."""
+"""The catalogue of local models, for any content of the folders; its figures agree with the engine's."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(checkpoint: Path, folder: Path) -> Path:
-    """A copy that can be damaged: files are links."""
+    """Link a checkpoint's files into a new folder, so that a test can replace some files."""
     folder.mkdir(parents=True)
     for file in checkpoint.iterdir():
         (folder / file.name).symlink_to(file)
@@ -289,7 +289,7 @@ def of_gpu(
     policy: str = "auto",
     known: MachineFigures | str = "nothing is known",
 ) -> Fit:
-    """As on a computer with such a GPU."""
+    """Return the fit of a model on a computer with this GPU and host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
@@ -333,7 +333,7 @@ def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
     with_room = of_gpu(24, 64, known=known)
     assert (with_room.host_weights_bytes, with_room.resident_shares) == (0, {})
     assert with_room.speed is not None
-    # CPU and bus together read what is in host memory; the GPU reads faster.
+    # CPU and bus together read the weights in host memory; the GPU reads faster.
     assert 41e9 / found.host_weights_bytes * 0.7 < found.speed.one_chat_tokens_per_s
     assert found.speed.one_chat_tokens_per_s < min(
         41e9 / found.host_weights_bytes, with_room.speed.one_chat_tokens_per_s
@@ -423,7 +423,7 @@ def test_the_hubs_cache_is_where_its_variables_say(monkeypatch: pytest.MonkeyPat
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx-3060-laptop"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # another card than the 4070
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # not the same card as the 4070
     ],
 )
 def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(

@@ -1,4 +1,4 @@
-"""Chats with tools, thoughts and a form of the answer, as the openai client sees them."""
+"""Chats with tools, reasoning and structured output, as the openai client sees them."""
 
 import json
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ OPENINGS = {"hermes": "<tool_call>\n", "explained": "<tool_call>\n", "mistral": 
 
 
 class Chat:
-    """A server for one template, whose model writes what a test wants."""
+    """A server for one chat template, whose model writes the test's text."""
 
     def __init__(self, server: RunningServer, executor: ScriptedExecutor, family: str) -> None:
         self.client = server.client()
@@ -79,7 +79,7 @@ class Chat:
         return self.client.chat.completions.create(**({"model": MODEL, "messages": messages} | fields))
 
     def stream(self, answer: str, **fields: Any) -> dict[str, Any]:
-        """A stream put together again."""
+        """A stream's chunks, merged into one answer."""
         whole: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "ids": []}
         for part in self.ask(answer, stream=True, **fields):
             (choice,) = part.choices
@@ -147,7 +147,7 @@ def test_the_model_sees_the_tools_unless_it_may_not_call_them(chat: Chat) -> Non
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_come_is_enforced(chat: Chat, choice: Any) -> None:
     asked = {"tools": [TIME, WEATHER], "tool_choice": choice}
-    rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])  # its beginning stands in the prompt
+    rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])  # the prompt already contains its opening
     (answer,) = chat.ask(rest, **asked).choices
     assert calls_of(answer.message) == ARGUMENTS
     assert answer.finish_reason == "tool_calls"
@@ -254,10 +254,10 @@ def test_one_call_at_a_time(chat: Chat) -> None:
     asked = {"tools": [WEATHER], "parallel_tool_calls": False}
     assert calls_of(chat.ask(BOTH[chat.family], **asked).choices[0].message) == ARGUMENTS[:1]
     rest = BOTH[chat.family].removeprefix(OPENINGS[chat.family])
-    rest = rest.replace("}, {", "}], {")  # a list ends after it
+    rest = rest.replace("}, {", "}], {")  # close the list after the first call
     answer = chat.ask(rest, tool_choice="required", **asked)
     assert calls_of(answer.choices[0].message) == ARGUMENTS[:1]
-    assert answer.usage.completion_tokens < len(rest)  # it ends there
+    assert answer.usage.completion_tokens < len(rest)  # the answer ends there
 
 
 def test_calls_and_results_go_back_to_the_model(chat: Chat) -> None:

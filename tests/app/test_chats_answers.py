@@ -1,4 +1,4 @@
-"""Answers that the server writes, saves and shows."""
+"""Answers: generation, saving and display by the server."""
 
 import json
 import threading
@@ -93,7 +93,7 @@ def test_branches_and_variants_stay_and_can_be_shown(chats: ChatClient) -> None:
     assert chat["leaf_id"] == edited["id"]
     roots = [node for node in chat["nodes"] if node["parent_id"] is None]
     assert [node["text"] for node in roots] == ["one", "uno"]
-    # Any message of a branch stands for the newest way down from it.
+    # Any message of a branch selects the newest path below it.
     chats.call("show", chat_id, roots[0]["id"])
     assert chats.chat(chat_id)["leaf_id"] == second["id"]
     variant = chats.ended(chats.call("retry", first["id"]))
@@ -144,7 +144,7 @@ def test_what_was_stopped_can_be_continued(chats: ChatClient, executor: FakeExec
 def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
     executor: FakeExecutor, tmp_path: Path, thought: str, text: str, thoughts: str
 ) -> None:
-    """Stop strings count from the end of the thought on."""
+    """Stop strings apply after the end of the thought only."""
     engine = make_engine(executor, num_blocks=512, template="<assistant><think>")
     question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
     answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
@@ -191,7 +191,7 @@ def test_what_cannot_be_answered_says_why_and_keeps_the_question(
     assert reason in answer["error"]
     assert chats.chat(chat_id)["nodes"][0]["text"] == text
     chats.call("set", chat_id, max_tokens=1)
-    assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # as if never asked
+    assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # the failed turn is ignored
 
 
 def test_an_engine_that_fails_is_told(chats: ChatClient, executor: FakeExecutor) -> None:

@@ -31,7 +31,7 @@ def attach(chats: ChatClient, name: str, content: bytes) -> Any:
 
 
 def make_pdf(*pages: str) -> bytes:
-    """A PDF with a line of text per page, by hand."""
+    """Return a handmade PDF with a line of text per page."""
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b""]
     kids = []
     for page in pages:
@@ -80,7 +80,7 @@ def test_an_export_comes_back_exactly_with_all_branches(chats: ChatClient) -> No
     assert json.loads(everything)["chats"] == json.loads(exported)["chats"] * 2
     chats.call("add", everything.encode().decode("latin-1"))
     assert len(chats.titles()) == 4
-    assert len(chats.titles("edited")) == 4  # imported texts are found
+    assert len(chats.titles("edited")) == 4  # the search finds imported texts
 
 
 def test_markdown_shows_the_branch_that_is_shown(chats: ChatClient) -> None:
@@ -153,7 +153,7 @@ def test_texts_are_read_in_their_encoding(
 
 @pytest.fixture
 def page_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What models are asked in the end."""
+    """The prompts' last user messages, as the model receives them."""
     from neo_desktop.app.chats import answers  # noqa: PLC0415
 
     asked: list[str] = []
@@ -183,7 +183,7 @@ def locked_pdf() -> bytes:
 
 
 def pdf_bomb() -> bytes:
-    """A page whose content is 4 GB of zeros, four times deflated."""
+    """Return a PDF page with 4 GB of zeros, deflated four times."""
     stream = zlib.compress(bytes(1 << 26), 9)
     stream = zlib.compress(stream, 9)
     filters = b"[" + b"/FlateDecode " * 2 + b"]"

@@ -1,4 +1,4 @@
-"""A server that dies in the middle of answers, and the next one on the same file."""
+"""A server that dies in mid-answer, and its successor on the same file."""
 
 import signal
 import sqlite3
@@ -74,10 +74,10 @@ def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> N
         chats = program.chats
         chat_ids = [chats.new_chat(max_tokens=60) for _ in range(3)]
         answers = [chats.ask(chat_id, "one")[1] for chat_id in chat_ids]
-        for count in (10, 20):  # some of it saved while more comes
-            program.tell("10")  # the later questions may have come an iteration or two after the first
+        for count in (10, 20):  # a part is saved while the rest still streams
+            program.tell("10")  # the later questions may arrive an iteration or two after the first
             shown = [chats.until(answer, has_at_least(count // 2)) for answer in answers]
-            # Saved without anybody asking for it: nothing but time passes.
+            # The server saves by itself, after a while.
             for node in shown:
                 eventually(lambda node=node: saved(tmp_path, node["id"]).startswith(node["text"]))
         program.kill()
@@ -131,12 +131,12 @@ def test_two_servers_share_a_file(tmp_path: Path) -> None:
             assert other["state"] == "done"
             version = second.chats.call("version")
             first.tell("go on")
-            eventually(lambda: second.chats.call("version") != version)  # what the other one does is noticed
+            eventually(lambda: second.chats.call("version") != version)  # servers notice each other's changes
             assert first.chats.ended(answer)["text"] == letters("<user>one<assistant>", 20)
             whole = second.chats.ended(answer)
             assert whole["state"] == "done"
             assert sorted(first.chats.titles()) == sorted(second.chats.titles()) == ["one", "two"]
             _, left = first.chats.ask(chat_id, "three", answer["id"])
             first.kill()
-            # Who is left sees that nobody writes it any more.
+            # The surviving server sees that the answer has no writer.
             assert second.chats.ended(left)["state"] in ("cut", "done")

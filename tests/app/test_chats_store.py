@@ -1,4 +1,4 @@
-"""The chats' file: what is kept, found, deleted, and what happens when the file is not as it should be."""
+"""The chats' file: saving, searching and deleting chats, and handling of a damaged or foreign file."""
 
 import os
 import sqlite3
@@ -150,7 +150,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
                 change(answer.parent_id)
         with pytest.raises(NotFoundError, match="attach the file again"):
             store.ask(chat_id, answer.id, "two", ["none"])
-        assert len(store.chat(chat_id).messages) == 2  # nothing of it is left
+        assert len(store.chat(chat_id).messages) == 2  # no trace is left
         with pytest.raises(NotFoundError):
             store.change(chat_id, title="new", leaf_id="none")
         assert store.chat(chat_id).entry.title == "one"

@@ -1,4 +1,4 @@
-"""An answer as it grows: thoughts, figures, going on where it was cut."""
+"""A growing answer: its thoughts, its figures, and continuation after a cut."""
 
 import asyncio
 
@@ -90,7 +90,7 @@ def test_what_was_cut_anywhere_goes_on_as_if_it_had_not_been(prompt: str, num_pi
     begun = grown(EMPTY, prompt, pieces[:num_pieces])
     begun.end("cut")
     resumed = Writer(begun.message, prompt)
-    if num_pieces != 4:  # a mark that ends a thought without an answer behind it is left out; it comes again
+    if num_pieces != 4:  # a closing mark without an answer is left out; the model writes it again
         assert resumed.begun == "".join(pieces[:num_pieces])
     rest = pieces[num_pieces:] if num_pieces != 4 else pieces[3:]
     for piece in rest:

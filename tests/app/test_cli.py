@@ -1,4 +1,4 @@
-"""The command line as a person uses it: real processes, exit codes, one clear line per error."""
+"""The command line from a user's view: real processes, exit codes, one clear line per error."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
         while not (steps.exists() and "requests" in steps.read_text()) and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=240)  # drawing takes its time on a busy machine
+        printed, _ = process.communicate(timeout=240)  # plots are slow on a busy machine
     assert process.returncode == 130
     assert "The run was ended during throughput" in " ".join(printed.split())
     assert not out.exists() or json.loads((out / "report.json").read_text())["interrupted"] == "throughput"
@@ -323,4 +323,4 @@ def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:
 
         before = cpu_s()
         time.sleep(3)
-        assert cpu_s() - before < 0.15  # a thread that polls or spins uses 3 s
+        assert cpu_s() - before < 0.15  # a polling or spinning thread would use 3 s

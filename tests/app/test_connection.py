@@ -109,7 +109,7 @@ def test_a_stream_shows_that_it_lives_while_a_long_prompt_is_computed(
 def test_a_client_with_little_patience_outlasts_a_long_prompt(
     server: RunningServer, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt takes longer than the client waits for the next byte."""
+    """The prefill takes longer than the client's read timeout."""
     monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.1)
     executor.open.clear()
     timeout = httpx.Timeout(30, read=3)

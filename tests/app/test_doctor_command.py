@@ -1,4 +1,4 @@
-"""`neo-desktop doctor` from the command line to its page, and what it says where something fails."""
+"""`neo-desktop doctor` from the command line to its page, and its text for failed checks."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def doctor(subject: Subject = GOOD, *, refresh: bool) -> DoctorReport:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> DoctorReport:
-    """Of checks that fail in every way."""
+    """Report whose checks fail in every way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEO_DESKTOP_CACHE", str(tmp_path_factory.mktemp("cache")))
         return doctor(Subject(shape="tiny", device="cpu"), refresh=True)

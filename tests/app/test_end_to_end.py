@@ -1,4 +1,4 @@
-"""From the openai client to a real model and back."""
+"""The whole path, from the openai client to a real model and back."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
-    """Answers of the engine alone to prompts that transformers has made of the chats."""
+    """Answers of the bare engine to the chats, with prompts rendered by transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [
         tokenizer.apply_chat_template(chat(question), add_generation_prompt=True, return_dict=True)[
@@ -45,7 +45,7 @@ def expected(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, expected: list[str]) -> Iterator[RunningServer]:
-    # Room for little more than the longest chat in each pool, so that requests wait, move and are preempted.
+    # Each pool holds little more than the longest chat, so that requests wait, move and are preempted.
     cache = {"gpu_cache_tokens": 256, "cpu_cache_tokens": 256}
     with Engine.from_pretrained(folder, device="cpu", **cache) as engine, running(engine) as running_server:
         yield running_server

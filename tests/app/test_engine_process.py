@@ -1,4 +1,4 @@
-"""An engine in a process of its own says what one in a thread says, and ends when it should."""
+"""An engine in a child process gives the same outputs as one in a thread, and ends when it should."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ def tests_are_found_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(progress: Progress) -> Engine:
-    """What is made in the child."""
+    """Make the engine in the child process."""
     progress(0.5, "Loading weights")
     return make_engine(FakeExecutor())
 
@@ -103,7 +103,7 @@ REQUESTS = [
 
 
 async def outputs_of(service: EngineService, params: SamplingParams) -> list[object]:
-    """All that matters of all outputs, in order; alone, so that nothing else is in its batch."""
+    """Return the outputs' comparable fields, in order. The request is alone in its batch."""
     async with await service.submit(["What is a KV cache?"], params) as generation:
         found = [(index, output) async for index, output in generation]
     parts: dict[int, list[object]] = {}
@@ -149,7 +149,7 @@ async def test_progress_is_told_and_may_stop_the_load() -> None:
 
     def progress(share: float, what: str) -> None:
         told.append((share, what))
-        raise KeyboardInterrupt  # as Ctrl-C does it where a terminal waits
+        raise KeyboardInterrupt  # as for Ctrl-C in a terminal
 
     with pytest.raises(KeyboardInterrupt):
         EngineProcess.load(make, progress)
@@ -157,7 +157,7 @@ async def test_progress_is_told_and_may_stop_the_load() -> None:
 
 
 def test_the_pipe_is_no_childs_of_others() -> None:
-    """Neither this program's further children nor the engine's may hold an end of it open."""
+    """No other child of this program or of the engine may hold an end of the pipe open."""
     process = EngineProcess.load(make, lambda share, what: None)
     assert process._process.stdin is not None
     assert process._process.stdout is not None

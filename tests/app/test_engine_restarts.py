@@ -1,4 +1,4 @@
-"""An engine's process may end in any way: people are told, it is started again, and the server lives on."""
+"""However an engine's process ends, clients get an error, the engine restarts and the server stays up."""
 
 import asyncio
 import os
@@ -78,7 +78,7 @@ async def test_a_killed_process_is_told_to_everybody_and_started_again(loader: F
     await host.begin("alpha")
     streams = [await host.service.submit([[50 + i]], SamplingParams(max_tokens=9000)) for i in range(3)]
     for stream in streams:
-        await anext(aiter(stream))  # in the middle of it
+        await anext(aiter(stream))  # interrupt it after one token
     loader.now("hold")
     os.kill(loader.pids[0], signal.SIGKILL)
     for stream in streams:
@@ -124,7 +124,7 @@ async def test_whatever_ends_it_the_next_request_is_answered(
 
 
 def divided_processes() -> tuple[psutil.Process, psutil.Process]:
-    """Return the engine's process, and that of the other part of its model."""
+    """Return the processes of the engine and of the other rank of its model."""
     (found,) = [(child, *parts) for child in psutil.Process().children() if (parts := child.children())]
     engine, other = found
     return engine, other
@@ -147,7 +147,7 @@ async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
     assert await ask(host.service)
     assert is_gone(engine.pid)
     engine, other = divided_processes()
-    other.kill()  # while nobody asks anything
+    other.kill()  # while no request runs
     await until(lambda: host.loading is not None)
     await loaded(host)
     assert await ask(host.service)
@@ -202,7 +202,7 @@ async def test_after_too_many_ends_it_is_left_and_said_why(loader: FragileLoader
         health = await http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
     loader.now("die", is_so=False)
-    await host.begin("alpha")  # a person may try again
+    await host.begin("alpha")  # the user may try again
     assert await ask(host.service) == "fgh"
     await host.stop()
 
@@ -238,7 +238,7 @@ async def test_meanwhile_the_server_answers_and_says_so(loader: FragileLoader) -
         answer = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
         assert int(answer.headers["Retry-After"]) > 0
-        assert told[0] is not None  # as the page shows it
+        assert told[0] is not None  # shown on the page
         loader.now("hold", is_so=False)
         await loaded(host)
         assert (await http.get("/health")).json() == {"status": "ok", "model": "alpha", "backend": "neo"}

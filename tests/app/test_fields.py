@@ -1,4 +1,4 @@
-"""The table of fields, against the types that OpenAI and Anthropic publish and against any JSON."""
+"""The table of fields, against the published types of OpenAI and Anthropic, and against any JSON."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def literals(annotation: Any) -> list[str]:
 
 
 def parts(annotation: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that a field may hold, each with the brackets of the lists around it."""
+    """Yield the objects that a field may hold, each with the brackets of its enclosing lists."""
     origin, args = get_origin(annotation), get_args(annotation)
     if typing_extensions.is_typeddict(annotation):
         yield "", annotation
@@ -67,7 +67,7 @@ def parts(annotation: Any) -> Iterator[tuple[str, Any]]:
 def missing(
     entries: dict[str, Entry], published: Any, places: frozenset[str] = frozenset({""}), above: Any = ()
 ) -> Iterator[str]:
-    """Fields and types of parts that have no entry; `places`: where the table may have those of this part."""
+    """Yield fields and part types without an entry; `places` are this part's possible keys in the table."""
     for name, annotation in typing_extensions.get_type_hints(published).items():
         fields = {f"{place}.{name}".lstrip(".") for place in places}
         known = fields & entries.keys()
@@ -89,7 +89,7 @@ def missing(
 
 
 def entry_of(entries: dict[str, Entry], place: str) -> Entry | None:
-    """The entry of a type, or of all types that begin alike."""
+    """Return the entry of a type, or of a wildcard `prefix*` for the type."""
     start = place.rfind("<") + 1
     beginnings = (place[:length] + "*>" for length in range(len(place) - 1, start, -1))
     return next((entries[one] for one in (place, *beginnings) if one in entries), None)
@@ -110,7 +110,7 @@ OUTPUT_PART = {"type": "output_text", "text": "t"}
 REFUSAL_PART = {"type": "refusal", "refusal": "t"}
 REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 
-# A body of each protocol that has a part of every type that is taken.
+# One body per protocol, with a part of every accepted type.
 BODIES: dict[type[Model], dict[str, Any]] = {
     ChatCompletionRequest: {
         "messages": [
@@ -221,7 +221,7 @@ DEFAULTS = GenerationDefaults()
 
 
 def meaning(model: type[Model], body: dict[str, Any]) -> Any:
-    """What the engine is asked for."""
+    """Return the engine's view of a body: sampling parameters and prompt or conversation."""
     parsed: Any = model.model_validate_json(json.dumps(body))
     asked = [] if model in (CountTokensRequest, EmbeddingRequest) else [parsed.sampling_params(DEFAULTS)]
     if isinstance(parsed, ResponsesRequest):
@@ -232,7 +232,7 @@ def meaning(model: type[Model], body: dict[str, Any]) -> Any:
 
 
 def example(annotation: Any) -> Any:
-    """A value that a field takes."""
+    """Return a value that the field accepts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return args[-1]
@@ -249,7 +249,7 @@ def example(annotation: Any) -> Any:
 
 
 def with_value(body: Any, steps: list[str], value: Any) -> Iterator[Any]:
-    """The body with a value at a path, once for each place that fits."""
+    """Yield the body with a value at a path, once per place that fits."""
     step, *rest = steps
     if step == "[]":
         for index, part in enumerate(body if isinstance(body, list) else ()):
@@ -308,7 +308,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES_OF_CLASSES = [each.__name__ for each in subclasses(Model) if re.search("[a-z][A-Z]", each.__name__)]
-# Words of pydantic's, of Python's, and names of classes.
+# Words of pydantic and Python, and class names.
 NOT_A_SENTENCE = re.compile(
     r"tag '|found using|Input |Value error|pydantic|Traceback|Error\b|instance of|NoneType|<class|\n|"
     + "|".join(

@@ -1,4 +1,4 @@
-"""Options that are stated as dataclasses: the command line shows and fills them."""
+"""Options declared as dataclasses: the command line shows and fills them."""
 
 from dataclasses import dataclass
 from pathlib import Path

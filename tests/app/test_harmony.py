@@ -1,4 +1,4 @@
-"""Answers of gpt-oss are read as those of other models that think first."""
+"""Answers of gpt-oss are parsed like those of other reasoning models."""
 
 import json
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ TEXTS = st.sampled_from(["Hm.", "a <think> b", "</think>c", "<tool_call>", "Ã¤ ð
 ARGUMENTS = st.sampled_from(['{"a": 1}', " {}", "", "[1, 2]", "print(1)", '"x"', "3", "null"])
 NAMES = st.sampled_from(["add", "f.g", "get-it"])
 ENDS = st.sampled_from(["<|end|>", "<|call|>"])
-Message = tuple[str, str, str]  # kind, text, as it is written
+Message = tuple[str, str, str]  # kind, text, the model's raw output
 
 
 @st.composite
@@ -121,7 +121,7 @@ def harmony_messages(draw: st.DrawFn) -> Message:
 
 
 def as_object(arguments: str) -> str:
-    """Arguments that are none stand in one, as they are or as text."""
+    """Return the arguments as an object; a value that is no object is wrapped in one, raw or as text."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:
@@ -296,6 +296,6 @@ def test_a_continued_answer_keeps_its_channels(tmp_path: Path, thought: str, tex
     prompt = next(iter(executor.prompts.values()))
     asked = "<|start|>user<|message|>one<|end|><|start|>assistant"
     assert tokenizer.decode(prompt, skip_special_tokens=False).startswith(asked + written)
-    # The text's own marks are no control tokens.
+    # Marks inside the text are not control tokens.
     (end,) = tokenizer.encode("<|end|>")
     assert prompt.count(end) == (asked + written).count("<|end|>") - text.count("<|end|>")

@@ -1,4 +1,4 @@
-"""Earlier calls and their results reach the model: each once, in its turn, after its call."""
+"""Earlier tool calls and results reach the model: each once, in its turn, the result after its call."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ IDS = st.sampled_from(["call_0", "call_1", "call_2"])
 
 @st.composite
 def chats(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[tuple[str, str | None]]]]:
-    """A chat, and for each turn its calls with their results. Ids are used again in each turn, or missing."""
+    """Draw a chat, and each turn's calls with their results. Turns reuse the ids, or leave them out."""
     messages: list[dict[str, Any]] = []
     turns = []
     for turn in range(draw(st.integers(1, 3))):

@@ -1,4 +1,4 @@
-"""Models come and go while the server lives."""
+"""Loading and unloading of models while the server runs."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ def anyio_backend() -> str:
 
 @dataclass
 class FakeLoader:
-    """Makes services of the fake engine; `open` holds a load back halfway, `error` breaks it."""
+    """Loader of fake engines; a load waits halfway until `open` is set, and fails with `error`."""
 
     open: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -178,7 +178,7 @@ async def test_an_idle_model_goes_and_the_next_requests_bring_it_back() -> None:
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
     await host.start()
     await until(lambda: host.is_resting)
-    service = host.service  # as routes ask for it: it has its name, and takes requests
+    service = host.service  # as routes use it: it has its name, and accepts requests
     assert service.model_name == "alpha"
     assert service.refusal is None
     texts = await asyncio.gather(*(ask(service) for _ in range(5)))

@@ -1,4 +1,4 @@
-"""LangChain's agents get along with the API."""
+"""LangChain's agents work with the API."""
 
 from collections.abc import Iterator
 from typing import Any

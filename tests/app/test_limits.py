@@ -1,4 +1,4 @@
-"""What clients may take: slow ones, those that do not read, large bodies, many of them, long requests."""
+"""Limits on clients: slow senders, clients that do not read, large and numerous bodies, long requests."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
 
 
 def drip(client: socket.socket, data: bytes) -> None:
-    """Send a little again and again, until the server has closed the connection."""
+    """Send small pieces until the server closes the connection."""
     for _ in range(3000):
         client.sendall(data)
         time.sleep(0.01)
@@ -115,7 +115,7 @@ def test_an_idle_connection_may_wait_for_its_next_request(server: RunningServer)
 
 @pytest.mark.usefixtures("quick")
 def test_who_does_not_read_stalls_alone_and_is_cut_off(server: RunningServer, http: httpx.Client) -> None:
-    # Its answer is larger than what the system keeps for a socket.
+    # The answer is larger than the system's socket buffer.
     with connect(server) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = {"prompt": "x", "n": 32, "max_tokens": 500, "stream": True, "logprobs": 5}
@@ -137,7 +137,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
         engine_service = EngineService(make_engine(executor))
         await engine_service.start()
         generation = await engine_service.submit(["x"], SamplingParams(max_tokens=400))
-        await asyncio.to_thread(executor.begun.wait, 30)  # it is idle before that, too
+        await asyncio.to_thread(executor.begun.wait, 30)  # before that it also looks idle
         await asyncio.to_thread(eventually, lambda: is_idle(engine_service))
         num_read = 0
 

@@ -1,4 +1,4 @@
-"""What the page is told of the engine: a sentence for every case, figures that agree, nothing unasked."""
+"""The page's live view of the engine: a sentence per case, consistent figures, no unrequested updates."""
 
 import asyncio
 import json
@@ -262,7 +262,7 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
                 await asyncio.to_thread(executor.begun.wait, 20)
                 views = [await feed.view() for _ in range(3)]
                 assert len(service._asked) <= 1
-                assert views[-1].running is not None  # what was seen before, and how long ago
+                assert views[-1].running is not None  # the last view, with its age
                 assert views[-1].running.model == MODEL
                 executor.open.set()
 

@@ -1,4 +1,4 @@
-"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with itself."""
+"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with the real one."""
 
 import importlib.util
 import itertools
@@ -61,7 +61,7 @@ def forget_llama_cpp() -> None:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The imitation, in place of llama-cpp-python if that is installed."""
+    """The imitation, which replaces an installed llama-cpp-python."""
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llama_cpp"}
     monkeypatch.syspath_prepend(str(IMITATION))
     forget_llama_cpp()
@@ -72,7 +72,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file of a model that the engine has not, without weights."""
+    """A GGUF file without weights, of a model that the engine does not support."""
     path = tmp_path / "strange.gguf"
     writer = gguf.GGUFWriter(path, "gemma")
     writer.add_context_length(600)
@@ -124,7 +124,7 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
     assert parts[-1].usage.completion_tokens == 3
     many = ask(client, n=3, temperature=1.0, seed=1)
-    assert [each.message.content for each in many.choices] == [expected] * 3  # nothing else is probable
+    assert [each.message.content for each in many.choices] == [expected] * 3  # no other token is probable
     ended = ask(client, max_tokens=100).choices[0]
     assert ended.finish_reason == "stop"
     assert ended.message.content.endswith("z")
@@ -156,7 +156,7 @@ def test_a_chat_that_goes_on_is_not_read_again(
     api.decoded.clear()
     more = [*MESSAGES, {"role": "assistant", "content": letters(NUM_PROMPT_TOKENS, 3)}, *MESSAGES]
     answer = ask(client, messages=more)
-    cached = NUM_PROMPT_TOKENS + 2  # the last token of an answer is never computed
+    cached = NUM_PROMPT_TOKENS + 2  # an answer's last token is never evaluated
     assert answer.usage.prompt_tokens_details.cached_tokens == cached
     assert sum(map(len, api.decoded)) == answer.usage.prompt_tokens - cached + 2
 
@@ -183,7 +183,7 @@ def test_requests_wait_for_their_turn_and_are_cancelled(
     api: Any, server: RunningServer, client: openai.OpenAI
 ) -> None:
     stream = ask(client, stream=True, max_tokens=500, logit_bias={str(api.END): -100})
-    assert next(iter(stream)).choices  # it has begun
+    assert next(iter(stream)).choices  # the stream has started
     others = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
     api.gate.clear()
     for other in others:
@@ -423,7 +423,7 @@ def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
     )
     torch.manual_seed(1)
     model = GemmaForCausalLM(config)
-    for name, weight in model.named_parameters():  # its norms are stored as what they multiply by
+    for name, weight in model.named_parameters():  # llama.cpp stores norms as their factors
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
     write_gguf(tmp_path / "tiny-gemma.gguf", model, architecture="gemma")
     file = tmp_path / "tiny-gemma.gguf"

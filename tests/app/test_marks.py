@@ -1,4 +1,4 @@
-"""Text of messages is text to the model: only a template's own marks become control tokens."""
+"""The text of messages stays text: only the template's own marks become control tokens."""
 
 import string
 from functools import cache
@@ -23,7 +23,7 @@ Ids = list[int]
 
 
 def byte_level(marks: list[str]) -> tokenizers.Tokenizer:
-    """Llama 3's kind, with words that are looked up whole: also those of control tokens."""
+    """Return a tokenizer of Llama 3's kind, which looks whole words up, including those of control tokens."""
     texts = [*BYTES, "he", "Ġh", "Ġhe", "ĊĊ", "<|", "|>", *marks]
     pairs = [("h", "e"), ("Ġ", "h"), ("Ġh", "e"), ("Ċ", "Ċ"), ("<", "|"), ("|", ">")]
     backend = tokenizers.Tokenizer(
@@ -35,7 +35,7 @@ def byte_level(marks: list[str]) -> tokenizers.Tokenizer:
 
 
 def spaced(marks: list[str], *, scheme: str | None) -> tokenizers.Tokenizer:
-    """Llama 2's and Gemma's kind: "▁" for spaces, perhaps one before the text or before each piece."""
+    """Return a tokenizer of Llama 2's kind: "▁" for spaces, maybe one before the text or every piece."""
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁heloab<>", "▁h", "he"]
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -54,7 +54,7 @@ def spaced(marks: list[str], *, scheme: str | None) -> tokenizers.Tokenizer:
 
 
 def by_scores(marks: list[str]) -> tokenizers.Tokenizer:
-    """T5's kind, which makes control tokens of text by itself."""
+    """Return a tokenizer of T5's kind, which turns text into control tokens by itself."""
     texts = ["<unk>", *ROLES.values(), *marks, "▁", *string.printable, "he", "▁he"]
     pieces = [(text, -float(at)) for at, text in enumerate(dict.fromkeys(texts))]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
@@ -76,7 +76,7 @@ def tokenizer_of(kind: str, family: str) -> Tokenizer:
     source, special, ordinary = FAMILIES[family]
     backend = KINDS[kind]([*special, *ROLES.values()])
     for number, text in enumerate([*ROLES.values(), *special]):
-        # Some take the white space beside them, some are looked for in normalised text.
+        # Some marks absorb adjacent white space, some match the normalised text.
         strips = number % 3 == 2
         added = AddedToken(
             text,
@@ -111,7 +111,7 @@ def template_of(source: str | None) -> ChatTemplate:
 
 
 def a_chat(texts: list[str], role: str = "user") -> tuple[list[Any], list[Any]]:
-    """A chat with these texts in every tier for text."""
+    """Return a chat with these texts in every place for text."""
     asked, thought, name, key, value, result, described, answer = texts
     call = {"id": "a", "type": "function", "function": {"name": name or "f", "arguments": {key: value}}}
     parameters = {"type": "object", "properties": {key: {"type": "string", "description": described}}}
@@ -149,7 +149,7 @@ def test_control_tokens_are_those_of_the_template(kind: str, family: str, data: 
     _, special, ordinary = FAMILIES[family]
     marks = [*special, *(text for text in ordinary if text in tokenizer.marks.texts), "<s>", "</s>"]
     texts = [surrogate_free(text) for text in data.draw(texts_with(marks))]
-    # What an assistant says itself may hold the marks of thoughts and calls: see the next test.
+    # The assistant's own text may contain the marks of thoughts and calls: see the next test.
     texts[-1] = texts[-1] if not ordinary else texts[-1].translate(NEUTRAL)
     control = set(tokenizer.special_token_ids) | {tokenizer.encode(text, False)[-1] for text in marks}
     control -= {tokenizer._backend.token_to_id("<unk>")}
@@ -159,7 +159,7 @@ def test_control_tokens_are_those_of_the_template(kind: str, family: str, data: 
 
 
 def as_before(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> Ids:
-    """Tokens of the text as a whole, which can be had while no message holds a mark."""
+    """Tokenize the rendered text as a whole, which is right as long as no message contains a mark."""
     token_ids = tokenizer.encode(render(tokenizer, messages, tools), add_special_tokens=False)
     start = tokenizer.encode("")
     return token_ids if token_ids[:1] == start else start + token_ids

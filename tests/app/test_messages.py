@@ -43,7 +43,7 @@ def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture
 def ask(claude: anthropic.Anthropic, executor: ScriptedExecutor) -> Any:
     def asking(answer: str, **fields: Any) -> anthropic.types.Message:
-        """Ask twice, in one piece and streamed: both answers are the same."""
+        """Ask twice, unstreamed and streamed, and compare the answers."""
         asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 1000} | fields
         executor.answers = [answer]
         whole = claude.messages.create(**asked)
@@ -58,7 +58,7 @@ def ask(claude: anthropic.Anthropic, executor: ScriptedExecutor) -> Any:
 def without_ids(message: Any) -> Any:
     fields = message.to_dict()
     del fields["id"]
-    fields.pop("stop_details", None)  # the client's own
+    fields.pop("stop_details", None)  # a field of the client alone
     usage = fields.pop("usage")
     prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
     blocks = [{key: value for key, value in block.items() if key != "id"} for block in fields.pop("content")]
@@ -166,7 +166,7 @@ def test_arguments_that_were_cut_are_not_lost(
 
 
 KEPT = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
-# What Claude Code sends.
+# A request of Claude Code.
 CLAUDE_CODE: Any = {
     "model": "claude-sonnet-9",
     "max_tokens": 64_000,
@@ -251,7 +251,7 @@ def test_events_of_a_stream(server: RunningServer, executor: ScriptedExecutor) -
     kinds = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert kinds == ["message_start", "ping", *block * 3, "message_delta", "message_stop"]
-    assert ULM.replace('"', '\\"')[-8:] not in text  # arguments come in many pieces
+    assert ULM.replace('"', '\\"')[-8:] not in text  # arguments arrive in many pieces
 
 
 def test_tokens_can_be_counted(claude: anthropic.Anthropic, executor: ScriptedExecutor) -> None:

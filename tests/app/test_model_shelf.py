@@ -32,7 +32,7 @@ TIMEOUT_S = 60
 
 
 class FakeLoader(ModelLoader):
-    """Finds real models and loads the fake engine."""
+    """Loader that finds real models and loads the fake engine."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         super().__init__(catalogue, EngineOptions(device="cpu"))
@@ -81,7 +81,7 @@ async def page(loader: FakeLoader, tmp_path: Path) -> AsyncIterator[tuple[PageSe
 async def until(
     services: PageServices, holds: Callable[[dict[str, Any]], bool], topic: str = MODELS
 ) -> dict[str, Any]:
-    """Follow the views of a topic to the first for which something holds."""
+    """Return a topic's first view that meets the condition."""
     async with asyncio.timeout(TIMEOUT_S):
         with services.news.follow(topic) as changed:
             while True:

@@ -1,4 +1,4 @@
-"""/openapi.json and /docs tell what the API does, and requests made from them never break it."""
+"""/openapi.json and /docs describe the API, and requests generated from them never break it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Many calls at once leave the event loop time for others."""
+"""Many simultaneous calls leave the event loop time for other work."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from neo_desktop.app.engines.outbox import CALLS_PER_TURN, Outbox
 
 
 async def turns() -> None:
-    """Let the event loop do what is due."""
+    """Let the event loop run its pending callbacks."""
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -30,7 +30,7 @@ def test_programs_chat_by_the_pages_functions(tmp_path: Path) -> None:
 
 
 def test_all_functions_of_the_page_run_on_the_event_loop(tmp_path: Path) -> None:
-    """What they call belongs to it."""
+    """The functions call objects that belong to the event loop."""
     with running(make_engine(ScriptedExecutor()), data_folder=tmp_path) as server:
         functions = [one.fn for one in build(server.app.state.page).fns.values() if one.fn is not None]
     assert len(functions) > 20

@@ -1,4 +1,4 @@
-"""From a request to the prompt's tokens, and stop strings on the way back, in every protocol."""
+"""The path from a request to the prompt's tokens, and stop strings on the way back, in every protocol."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +64,7 @@ def gpt(server: RunningServer) -> openai.OpenAI:
 
 
 def noted(server: RunningServer) -> list[list[int]]:
-    """Prompts that the service gets from now on, as tokens."""
+    """Return a list that collects the service's prompts from now on, as tokens."""
     found: list[list[int]] = []
     submit = server.service.submit
 
@@ -203,7 +203,7 @@ TEXTS = st.lists(
     | st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=3),
     max_size=5,
 ).map("".join)
-TRIMMING = ("Llama 3", "Gemma")  # white space before a text is lost, as in the reference
+TRIMMING = ("Llama 3", "Gemma")  # templates that drop leading white space, as the reference does
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Mistral"])
@@ -219,13 +219,13 @@ def test_a_continued_message_is_that_of_transformers(family: str, text: str) -> 
     written = ChatTemplate(source, roles).render(
         [*first, shield.ended(last)], {"add_generation_prompt": False}
     )
-    # The reference drops white space at the end where its template does.
+    # The reference drops trailing white space if its template does.
     kept = text.rstrip()
     messages[-1]["content"] = kept
     expected = reference.apply_chat_template(
         messages, chat_template=source, tokenize=False, continue_final_message=True
     )
-    assume(kept or family not in TRIMMING)  # the reference then takes the header's end for the text's
+    assume(kept or family not in TRIMMING)  # otherwise the reference takes the header's end for the text's
     assert str(shield.read(written, is_cut=True)) == expected + text[len(kept) :]
 
 

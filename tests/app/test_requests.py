@@ -1,4 +1,4 @@
-"""Requests as HTTP clients may send them: bodies, targets, methods, names of models."""
+"""Requests that HTTP clients may send: bodies, targets, methods, model names."""
 
 import gzip
 import json

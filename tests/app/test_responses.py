@@ -34,7 +34,7 @@ def server(executor: ScriptedExecutor) -> Iterator[RunningServer]:
 @pytest.fixture
 def ask(client: openai.OpenAI, executor: ScriptedExecutor) -> Any:
     def asking(answer: str, **fields: Any) -> Any:
-        """Ask twice, in one piece and streamed: both answers are the same."""
+        """Ask twice, unstreamed and streamed, and compare the answers."""
         asked: Any = {"model": MODEL, "input": "weather?"} | fields
         executor.answers = [answer]
         whole = client.responses.create(**asked)
@@ -116,7 +116,7 @@ def test_calls_and_results(ask: Any, prompts: list[str]) -> None:
 
 PATCH = '*** Begin Patch\n"a" \\ é 😀\n*** End Patch'
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.+/'}
-# What Codex sends.
+# A request of Codex.
 CODEX: Any = {
     "instructions": "You are a coding agent.",
     "tools": [
@@ -227,7 +227,7 @@ def test_a_conversation_goes_on(
     asked: Any = {"model": MODEL, "tools": [TOOL], "previous_response_id": first.id}
     second = client.responses.create(input="And in Wien?", **asked)
     assert prompts[-1].endswith("<user>weather?<assistant>Rain.<user>And in Wien?<assistant>")
-    assert "Be kind." not in prompts[-1]  # instructions are for one response
+    assert "Be kind." not in prompts[-1]  # instructions apply to one response
     result: Any = {"type": "function_call_output", "call_id": second.output[0].call_id, "output": "rain"}
     asked["previous_response_id"] = second.id
     client.responses.create(input=[result], **asked)

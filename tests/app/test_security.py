@@ -1,4 +1,4 @@
-"""Who is let in."""
+"""Access control: hosts, origins and API keys."""
 
 import asyncio
 from base64 import b64encode

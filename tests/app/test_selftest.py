@@ -118,7 +118,7 @@ async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> N
         assert selftest.running is None
         assert selftest.error is None
         assert selftest.view()["reports"][0]["interrupted"]
-        selftest.start(["load"])  # and the next one may begin
+        selftest.start(["load"])  # the next run may start
 
 
 async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

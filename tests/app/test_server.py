@@ -163,7 +163,7 @@ def test_more_clients_than_the_usual_limit_on_open_files() -> None:
     )
     with program(lower) as (_, url), ExitStack() as connections:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        for _ in range(150):  # they stay: the engine is held
+        for _ in range(150):  # the requests stay open: the engine is held
             client = connections.enter_context(socket.create_connection(address, timeout=30))
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 14\r\n\r\n")
             client.sendall(b'{"prompt":"x"}')
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_the_program_at_once() -> None:
 
 
 def test_answers_are_sent_at_once(server: RunningServer) -> None:
-    # Otherwise each answer but the first of a connection waits 40 ms for the client's acknowledgement.
+    # Otherwise every answer after a connection's first waits 40 ms for the client's acknowledgement.
     with httpx.Client(trust_env=False) as client:
         client.get(f"{server.url}/health")
         (connection,) = server.server.server_state.connections

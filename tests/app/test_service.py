@@ -155,7 +155,7 @@ def test_readers_that_leave_at_random_leak_nothing(executor: FakeExecutor, seed:
                     return
 
     async def scenario() -> None:
-        engine = make_engine(executor, num_blocks=40)  # little: requests are preempted
+        engine = make_engine(executor, num_blocks=40)  # few blocks, so that requests are preempted
         async with started(engine, max_queued_requests=1000) as service:
             readers = [
                 asyncio.create_task(
@@ -258,7 +258,7 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
 
         def encode(text: str, add_special_tokens: bool = True) -> list[int]:
             lengths.append(len(text))
-            return [1] * len(text.split())  # blanks are no tokens
+            return [1] * len(text.split())  # blanks are not tokens
 
         monkeypatch.setattr(engine.tokenizer, "encode", encode)
         async with started(engine) as service:
@@ -300,7 +300,7 @@ def test_tokenising_does_not_hold_the_event_loop_up(
 
 
 def test_embeddings_come_in_the_order_of_the_prompts() -> None:
-    """With the built-in model, beside a stream."""
+    """The built-in model embeds the prompts beside a stream."""
     prompts = ["one", "another one", "one"]
 
     async def scenario(engine: Engine) -> tuple[list[tuple[list[float], int]], int]:

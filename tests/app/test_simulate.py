@@ -1,4 +1,4 @@
-"""`neo-desktop simulate`: its JSON, its table, and what it says to wrong use."""
+"""`neo-desktop simulate`: its JSON, its table, and its errors."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ SMALL = SimulationOptions(gpu="t4", model="llama-2-7b", input_tokens=300, output
 
 
 def ignore(share: float, what: str) -> None:
-    """Take progress and do nothing with it."""
+    """Ignore progress reports."""
 
 
 def simulated(options: SimulationOptions) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_the_program_prints_a_table_and_writes_the_figures(tmp_path: Path) -> No
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> object:
-    """Run the command line in this process, which is quicker."""
+    """Run the command line in this process, which is faster than a child process."""
     monkeypatch.setattr("sys.argv", ["neo-desktop", "simulate", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -170,7 +170,7 @@ def test_progress_runs_from_0_to_1_and_names_the_policy() -> None:
 
 
 def told(options: SimulationOptions) -> str:
-    """What the terminal shows, on one line."""
+    """Return the terminal's output, joined into one line."""
     report = run_simulation(options, ignore)
     console = Console(width=80, record=True, file=StringIO())
     report.print(console)
@@ -219,7 +219,7 @@ def test_what_no_place_can_hold_is_named() -> None:
 
 
 def test_a_model_that_does_not_fit_is_answered_with_one_that_does() -> None:
-    """Not even with a part of its weights in host memory."""
+    """The model does not fit even with some weights in host memory."""
     with pytest.raises(MemoryError, match=r"do not fit into the .* of host memory .*qwen3-4b would leave"):
         run_simulation(SimulationOptions(gpu="rtx-3060", model="llama-2-70b"), ignore)
 

@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own: hostile ones are refused, in bounded time and memory."""
+"""Chat templates in a child process: hostile ones are refused, in bounded time and memory."""
 
 import asyncio
 import signal

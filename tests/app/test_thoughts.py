@@ -1,4 +1,4 @@
-"""Thoughts are told from answers, however a text is cut into pieces."""
+"""Thoughts are separated from answers, for any split of the text into pieces."""
 
 import pytest
 from hypothesis import given

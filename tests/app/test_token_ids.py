@@ -1,4 +1,4 @@
-"""Token ids beside the text, as vLLM's clients ask for them."""
+"""Token ids beside the text, as requested by vLLM's clients."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tool calls are read from the text of each family, however it is cut into pieces."""
+"""Tool calls are parsed from every model family's text, for any split into pieces."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ NAMES = {"add", "weather"}
 def read(
     tool_format: ToolFormat, pieces: list[str], *, is_cut: bool = False, **options: Any
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The text, and (name, arguments) of each call."""
+    """Return the text, and each call's (name, arguments)."""
     reader = CallReader(tool_format, NAMES, **options)
     found = [piece for text in pieces for piece in reader.feed(text)]
     found += reader.flush(is_cut=is_cut)

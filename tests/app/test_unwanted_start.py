@@ -1,4 +1,4 @@
-"""A start that is ended because nobody wants the model any more does not make the next one careful."""
+"""Cancelling a start because the model is no longer wanted does not make the next start careful."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from neo_desktop.engine.progress import Progress
 
 
 class UnwantedError(Exception):
-    """Raised by whoever watches."""
+    """Raised by the progress callback to cancel a start."""
 
 
 def start_for_ever(progress: Progress) -> Engine:

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster: an engine that asks for some, and computers that join, die and come back."""
+"""Workers of a Ray cluster: an engine requests some, and computers join, die and return."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @contextmanager
 def joined(port: int, secret: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Let a computer join, in a session of its own, so that all of its processes can be killed."""
+    """Let a computer join, in its own session, so that a test can kill all its processes."""
     options = ("--connect", f"127.0.0.1:{port}", "--memory", "0.02", "--worker-secret", str(secret))
     with subprocess.Popen(
         (sys.executable, "-m", "neo_desktop.app.entry", "worker", *options), start_new_session=True
@@ -71,7 +71,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> None:
 def test_workers_join_die_and_come_back(checkpoint: Path, secret: Path, port: int) -> None:
     batch = prompts()
     with make_engine(checkpoint, secret, "1") as engine:
-        assert Answers(engine, batch[:2]).end() == expected(checkpoint, batch[:2])  # nobody is there yet
+        assert Answers(engine, batch[:2]).end() == expected(checkpoint, batch[:2])  # no worker has joined yet
         for _ in range(2):
             with joined(port, secret) as process:
                 answers = Answers(engine, batch)
@@ -80,5 +80,5 @@ def test_workers_join_die_and_come_back(checkpoint: Path, secret: Path, port: in
                 assert answers.end() == expected(checkpoint, batch)
         deadline = time.monotonic() + TIMEOUT_S
         while engine.live_view().workers[ONE].lost is None and time.monotonic() < deadline:
-            Answers(engine, batch).end()  # it is noticed when it is needed
+            Answers(engine, batch).end()  # the engine notices the loss at the next use
         assert engine.live_view().workers[ONE].num_losses == 2

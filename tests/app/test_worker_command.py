@@ -1,4 +1,4 @@
-"""`neo-desktop worker` as a process: it serves an engine, ends when asked, may go and come at any time."""
+"""`neo-desktop worker` as a process: it serves an engine, ends on request, may leave and return any time."""
 
 import socket
 import stat
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_told_in_a_sentence(secret: Path, options: tuple[str, 
 def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
     checkpoint: Path, secret: Path, worker: WorkerProcess
 ) -> None:
-    """Its requests are computed again on the device; a worker that comes back there is used again."""
+    """The device recomputes the lost requests; the engine uses a worker that returns at the same address."""
     batch = prompts()
     with make_engine(checkpoint, secret, str(worker.address)) as engine:
         answers = Answers(engine, batch)
@@ -109,7 +109,7 @@ def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
 def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
     checkpoint: Path, secret: Path, worker: WorkerProcess
 ) -> None:
-    """Both hold a part of each request's KV, and neither part is of use alone."""
+    """Each worker holds a part of every request's KV, and one part alone is useless."""
     batch = prompts()
     with WorkerProcess(secret) as second:
         workers = f"{worker.address},{second.address}"

@@ -1,4 +1,4 @@
-"""A worker on another host, behind a network as they are: narrow, slow, lossy, and cut."""
+"""A worker on another host, behind realistic networks: narrow, slow, lossy, and cut."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_no_network_changes_a_token(
 def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
     checkpoint: Path, secret: Path, host: Host, worker: WorkerProcess
 ) -> None:
-    """Nobody is told that the connection is dead: neither the engine nor the worker."""
+    """Neither the engine nor the worker receives a sign that the connection is dead."""
     batch = prompts()
     with make_engine(checkpoint, secret, str(worker.address), timeout_s=1.0) as engine:
         answers = Answers(engine, batch)
@@ -81,7 +81,7 @@ def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
         host.cable.set(Condition(is_cut=True))
         answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
         state = engine.live_view().workers[ONE]
-        assert state.num_losses >= 1  # a busy computer may look like a cut cable, too
+        assert state.num_losses >= 1  # a busy computer may also look like a cut cable
         assert "has not answered for 1 s" in (state.lost or "")
         assert answers.end() == expected(checkpoint, batch)
         host.cable.set(Condition())
@@ -128,9 +128,9 @@ def served(*options: str, cache: Path) -> Iterator[int]:
 def test_a_chat_is_answered_with_its_memory_on_the_other_host(
     secret: Path, host: Host, worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    """By the commands of the README: a worker there, the server here, whose own memory holds no chat.
+    """The README's commands: a worker there and the server here, whose own memory holds no chat.
 
-    Even if the worker is killed in mid-answer, and another one takes its place.
+    The chat also survives if the worker is killed in mid-answer and another one takes its place.
     """
     host.cable.set(TEN_GIGABITS)
     options = ("--workers", str(worker.address), "--worker-secret", str(secret), "--dtype", "float32")

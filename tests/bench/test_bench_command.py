@@ -1,4 +1,4 @@
-"""The command `neo-desktop bench`: what programs that run it can rely on."""
+"""The command `neo-desktop bench`: its contract with programs that run it."""
 
 import json
 import subprocess

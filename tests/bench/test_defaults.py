@@ -1,4 +1,4 @@
-"""What is measured when nobody says what."""
+"""Default model and suites of the bench."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ GIB = 1 << 30
         (130, 15, "llama-3.2-3b"),
         (15, 130, "llama-3.2-3b"),
         (130, 1, "smollm2-135m"),
-        (130, 0.1, "smollm2-135m"),  # the smallest: its error says what is missing
+        (130, 0.1, "smollm2-135m"),  # the smallest model: its error names the missing memory
     ],
 )
 def test_the_largest_model_that_leaves_room_under_the_cap(

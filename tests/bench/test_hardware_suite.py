@@ -1,4 +1,4 @@
-"""The suite `hardware` tells what was measured, on which processor, and what was not there."""
+"""The suite `hardware` names its measurements, their processor, and missing hardware."""
 
 import threading
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def ignore(share: float, what: str) -> None:
 
 @pytest.fixture(scope="module")
 def reports() -> list[HardwareReport]:
-    """Without a GPU."""
+    """Reports of a computer without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         return list(run_hardware(SMALL, ignore))
@@ -101,7 +101,7 @@ def test_progress_runs_from_start_to_end() -> None:
 def test_without_a_gpu_the_report_says_so_and_why(reports: list[HardwareReport]) -> None:
     report, section = reports[-1], reports[-1].section()
     assert section.summary.endswith("No NVIDIA GPU was found.")
-    why = f"No GPU that torch can use: {find_gpus()[1]}."  # the library's words are for the details
+    why = f"No GPU that torch can use: {find_gpus()[1]}."  # details come from the library
     assert any(why in note and "not measured" in note for note in section.notes)
     assert len(figures(report, "hand-off, imitated by threads")) == 1
     assert not any("GPU" in each.what for each in report.figures)
@@ -148,7 +148,7 @@ def test_a_gpu_is_measured_and_named() -> None:
     assert large == pytest.approx(BUS_BYTES_PER_S[Direction.TO_DEVICE] / 1e9, rel=0.01)
     to_host = figures(report, "GPU to host")[-1]
     assert to_host == pytest.approx(BUS_BYTES_PER_S[Direction.TO_HOST] / 1e9, rel=0.01)
-    # Both ways count, and the slower one decides when both have ended.
+    # Both directions count; the slower one determines the end.
     assert figures(report, "both ways together")[-1] == pytest.approx(2 * to_host)
     for way in ("in a graph (decodes)", "on streams (with prompts)"):
         assert figures(report, f"hand-off {way}")[0] > 0
@@ -233,7 +233,7 @@ def test_a_hand_off_that_loses_data_is_an_error() -> None:
         def enqueue(self, operations: Sequence[Operation]) -> None:
             first = next(o for o in operations if o.lane is Lane.DEVICE and o.stage.name == "offload")
             work = first.work
-            first.work = lambda: (work(), work())  # once more than was sent
+            first.work = lambda: (work(), work())  # sends twice
             super().enqueue(operations)
 
     with pytest.raises(RuntimeError, match="lost data"):

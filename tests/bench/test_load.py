@@ -1,4 +1,4 @@
-"""The load suite from options to page: rate after rate, and what is said of them."""
+"""The load suite from options to page: one rate after the other, and the text about them."""
 
 import signal
 from dataclasses import replace
@@ -25,7 +25,7 @@ SMALL = LoadOptions(
     num_requests=10,
     seconds=0.1,
     load_shares=(0.5, 1.0),
-    drain_seconds=60.0,  # a machine that is busy with other tests must not lose requests
+    drain_seconds=60.0,  # a busy machine must not lose requests
     warm_up=1,
 )
 
@@ -159,7 +159,7 @@ def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
     def interrupt(share: float, what: str) -> None:
         if len(kept) == stop_after and not pressed:
             pressed.append(what)
-            signal.raise_signal(signal.SIGINT)  # what Ctrl-C does, also while requests are under way
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C, also while requests run
 
     def keep() -> None:
         for report in run_load(replace(SMALL, policies=("auto",)), interrupt):

@@ -1,4 +1,4 @@
-"""What the load suite computes from its records is what its words say."""
+"""The load suite's metrics match their definitions."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,7 +41,7 @@ def test_the_figures_of_several_requests_by_hand() -> None:
     assert metrics.duration_s == 2.0  # from 1000 to 3000 ms
     assert (metrics.requests, metrics.finished, metrics.output_tokens) == (3, 2, 10)
     assert (metrics.finished_per_s, metrics.output_tokens_per_s) == (1.0, 5.0)
-    assert metrics.good_share == pytest.approx(1 / 3)  # of all; the slow one's TTFT is 300 ms
+    assert metrics.good_share == pytest.approx(1 / 3)  # one of three requests; the slow one's TTFT is 300 ms
     assert metrics.good_per_s == 0.5
     assert metrics.ttft == Latency(100.0, 300.0, 300.0)
     assert metrics.tpot == Latency(100.0, 175.0, 175.0)
@@ -66,7 +66,7 @@ def test_no_request_and_no_answer_have_no_latency() -> None:
 
 
 def record_of(times: list[int], error: str, tokens: int) -> Record:
-    """A request that was due and answered in chunks at these times."""
+    """Return the record of a request with this due time and these chunk times."""
     arrival_ms, *chunks_ms = sorted(times)
     return record(arrival_ms, list(map(float, chunks_ms)), len(chunks_ms) + tokens, error)
 

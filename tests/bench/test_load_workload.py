@@ -1,4 +1,4 @@
-"""The requests of the load suite: how long they are, and when they come."""
+"""The requests of the load suite: lengths and arrival times."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reports survive as files and through Ctrl-C; the page says what was found."""
+"""Reports survive as files and through Ctrl-C; the page states the results."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def report() -> Report:
 
 
 def throughput(report: Report, **changes: object) -> Report:
-    """The report with another result of its throughput suite."""
+    """Return the report with another throughput result."""
     (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
     nowhere = replace(report.machine, gpus=(), gpu_note="no NVIDIA driver: NVML Shared Library Not Found")
     return replace(report, machine=nowhere, suites=(replace(suite, **changes),))  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_a_computer_that_was_not_steady_is_told_at_the_top(report: Report) -> No
         disturbed = replace(report, probes=(*steady.probes, slow))
         assert any(each.startswith("The computer was not steady") for each in headline(disturbed))
         assert not any("steady" in each for each in machine_lines(disturbed))
-    old = replace(report, probes=())  # a file that was written before
+    old = replace(report, probes=())  # a file of an earlier version
     assert not any("steady" in each for each in (*headline(old), *machine_lines(old)))
 
 
@@ -203,7 +203,7 @@ def test_the_verdict_tells_how_many_more_chats_run(report: Report) -> None:
 
 
 def metrics_with_good_share(share: float) -> LoadMetrics:
-    """Ten requests, of which so many kept the limits."""
+    """Return the metrics of ten requests, of which this share met the limits."""
     firsts = [100.0 if index < 10 * share else 9000.0 for index in range(10)]
     records = [Record(0.0, [SampledToken(1)] * 2, [first, first + 50]) for first in firsts]
     return summarise(records, Limits(2000, 200))

@@ -1,4 +1,4 @@
-"""What all suites promise alike: reports survive as JSON, and their tables are whole."""
+"""Promises of every suite: reports survive as JSON, and their tables are complete."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Throughput: same requests, same weights, one policy after the other; a changed answer is a failure."""
+"""Throughput per policy, with the same requests and weights; a changed answer is a failure."""
 
 import statistics
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
         assert 0 < each.outside_ms < 1e3 * each.seconds
     gpu_only, fastdecode = report.policies[0], report.policies[1]
     assert (gpu_only.policy, gpu_only.cpu_decode_share, gpu_only.cpu_busy_share) == ("gpu-only", 0, 0)
-    # All tokens but each request's first, which its prompt brings.
+    # All tokens but each request's first, which the prefill yields.
     assert fastdecode.cpu_decode_share == pytest.approx(1 - 1 / report.output_tokens)
 
 
@@ -130,7 +130,7 @@ def test_prompts_are_the_same_for_every_policy_and_others_in_every_turn() -> Non
 
 
 def answer(*tokens: tuple[int, float], other: tuple[int, float] = (99, -9.0)) -> Answer:
-    """Tokens with their log-probabilities; `other` is the next best one everywhere."""
+    """Return tokens with their log-probabilities; `other` is the runner-up everywhere."""
     return tuple(
         SampledToken(token, own := TokenLogprob(token, logprob), (own, TokenLogprob(*other)))
         for token, logprob in tokens

@@ -1,4 +1,4 @@
-"""What the self-test says: texts with figures in their places."""
+"""The self-test's texts, with their figures filled in."""
 
 import pytest
 from jinja2 import UndefinedError

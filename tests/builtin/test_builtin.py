@@ -1,4 +1,4 @@
-"""The built-in model: what is shipped, that its questions are unseen, and that it answers them."""
+"""The built-in model: the shipped files, the held-out questions, and its answers to them."""
 
 import json
 import math
@@ -92,7 +92,7 @@ def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:
 
 
 def test_held_out_questions_are_answered() -> None:
-    """The engine's greedy answers, all in one batch: at least 90 % are right (the card has the figure)."""
+    """At least 90 % of the engine's greedy answers are right, all in one batch (the card has the figure)."""
     from neo_desktop import Engine, SamplingParams  # noqa: PLC0415 - needs the built package
     from neo_desktop.app.templates.chat_template import ChatTemplate  # noqa: PLC0415
 

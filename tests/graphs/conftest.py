@@ -1,4 +1,4 @@
-"""The imitated GPU, and what kernels run on, as fixtures."""
+"""Fixtures: the imitated GPU, and the fallback level of the kernels."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from imitated_device import ImitatedDevice, imitated_device
 
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch's, unless a test asks for others: Triton's interpreter takes its time."""
+    """Run torch's kernels unless a test asks for others: Triton's interpreter is slow."""
     with kernels_on(getattr(request, "param", "torch")):
         yield
 
 
 @pytest.fixture(params=[None] if imitated_device() is None else [0, 1, 2, 3, 8])
 def any_queues(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The GPU that is there; of the imitated one, with any number of queues (0: drawn)."""
+    """Run on the real GPU, or on the imitated one with any number of queues (0: drawn)."""
     device = imitated_device()
     if device is not None:
         device.set_queues(request.param, seed=request.param)
@@ -27,7 +27,7 @@ def any_queues(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def imitated() -> Iterator[ImitatedDevice]:
-    """The imitated GPU, whole again after the test. For tests that are marked `needs_imitated_gpu`."""
+    """The imitated GPU, recovered after the test. For tests marked `needs_imitated_gpu`."""
     device = imitated_device()
     assert device is not None
     device.recover()

@@ -1,4 +1,4 @@
-"""An iteration of decodes starts before the tokens of the one before are read; nobody sees a difference."""
+"""A decode iteration starts before the previous iteration's tokens are read; results do not change."""
 
 import itertools
 import logging
@@ -31,8 +31,8 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.tokenizer import ByteTokenizer
 
-Tokens = dict[str, tuple[list[int], str | None]]  # `request -> its tokens, and how it ended`
-NUM_BLOCKS = 24  # as `graph_case` makes them
+Tokens = dict[str, tuple[list[int], str | None]]  # request -> its tokens, and its finish reason
+NUM_BLOCKS = 24  # as in `graph_case`
 
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -47,7 +47,7 @@ def model() -> Decoder:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, when it arrives and when it is aborted, if so; in iterations."""
+    """A request with its arrival and optional abort, as iteration numbers."""
 
     prompt: list[int]
     params: SamplingParams
@@ -106,7 +106,7 @@ def random_jobs(rng: random.Random) -> dict[str, Job]:
             temperature=rng.choice([0.0, 0.0, 1.0]),
             seed=rng.randrange(100),
             ignore_eos=True,
-            stop_token_ids=rng.sample(range(257), rng.choice([0, 40])),  # nobody knows before when they end
+            stop_token_ids=rng.sample(range(257), rng.choice([0, 40])),  # ends are unpredictable
             presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.5]),
             logprobs=rng.choice([None, None, 2]),
         )
@@ -122,7 +122,7 @@ def random_jobs(rng: random.Random) -> dict[str, Job]:
 def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     model: Decoder, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does so between two iterations, which do not start ahead then; graphs keep its addresses."""
+    """The cache shrinks between iterations; the next one does not start ahead, and addresses stay."""
     rng = random.Random(seed)
     jobs = {name: replace(job, abort=None) for name, job in random_jobs(rng).items()}
     results = []
@@ -149,10 +149,10 @@ def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
 def test_tokens_are_those_of_iterations_one_after_the_other(
     model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of requests that come, end and are aborted at any time, sampled in all ways, with too little memory."""
+    """Requests arrive, end and are aborted at any time, with all kinds of sampling and too little memory."""
     rng = random.Random(seed)
     jobs, num_blocks = random_jobs(rng), rng.choice([NUM_BLOCKS, 10])
-    policy = "gpu-only" if seed % 4 else "neo"  # now and then the CPU has a part
+    policy = "gpu-only" if seed % 4 else "neo"  # sometimes the CPU takes part
     results = []
     for runs_ahead in (True, False):
         backend = ImitatedBackend(seed, num_queues=rng.choice([None, 1, 3]))
@@ -169,7 +169,7 @@ def test_tokens_are_those_of_iterations_one_after_the_other(
     for name, job in jobs.items():
         if job.abort is None:
             assert ahead[name] == one_by_one[name]
-        else:  # how far it came is another matter
+        else:  # the number of tokens before the abort may differ
             length = min(len(ahead[name][0]), len(one_by_one[name][0]))
             assert ahead[name][0][:length] == one_by_one[name][0][:length]
 
@@ -177,7 +177,7 @@ def test_tokens_are_those_of_iterations_one_after_the_other(
 def test_decodes_follow_each_other_without_anybody_reading_tokens(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the first decode start ahead; prompts and who needs to know the tokens do not."""
+    """Every decode but the first starts ahead; prompts and requests that need earlier tokens do not."""
     engine, executor = make_engine(model, ImitatedBackend(0))
     plans = note_plans(executor, monkeypatch)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -191,7 +191,7 @@ def test_decodes_follow_each_other_without_anybody_reading_tokens(
 
 
 class Refusing(ImitatedBackend):
-    """Refuses one program, at its start or at its end."""
+    """Backend that refuses one program, at its start or at its end."""
 
     refused: int | None = None
     error: RuntimeError = torch.OutOfMemoryError("no room")

@@ -1,4 +1,4 @@
-"""AsyncDecodes decodes on streams of any order, in graphs, and when something fails."""
+"""Async decodes on streams of any order, in graphs, and after failures."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Three layers, one with a window."""
+    """A model of three layers, one with a sliding window."""
     return tiny_model((None, 5, None), form=Dense(uses_tiles=False))
 
 
@@ -52,7 +52,7 @@ def test_random_paces_on_streams_of_any_order(model: Decoder, seed: int) -> None
 @pytest.mark.parametrize("beside", [("ab",), ("",), ("ab", "g"), ("a", "b")])
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
 def test_turns_are_graphs(model: Decoder, num_queues: int | None, beside: tuple[str, ...]) -> None:
-    """One graph each, of two that take turns; beside decodes of both tiers in one or two sub-batches."""
+    """Each of the two alternating async steps is a graph, beside decodes of both tiers in any sub-batches."""
     backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
     executor, _ = make_executor(model, backend=backend)
     executor.execute(prompts("abcdeg"))
@@ -75,7 +75,7 @@ def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
 
 
 def test_turns_that_are_too_large_take_memory_of_their_own(model: Decoder) -> None:
-    """But for what lasts from one turn to the next."""
+    """The state kept between async steps stays where it is."""
     capacities = Capacity(tokens=4, decodes=2, blocks=1), Capacity(tokens=256, decodes=1, blocks=64)
     for capacity in capacities:
         executor, backend = make_executor(model, capacity=capacity)
@@ -109,7 +109,7 @@ def test_no_memory_for_a_turns_graph_loses_nothing(model: Decoder) -> None:
 def test_the_relay_has_them_in_the_order_of_the_device(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it waits for a flag that comes behind what waits for the relay; with few queues for ever."""
+    """Otherwise the relay waits for a flag behind work that waits for the relay; with few queues, forever."""
     executor, backend = make_executor(model)
     executor.execute(prompts("abcdefg"))
     batches: list[HostBatch] = []
@@ -133,7 +133,7 @@ def test_the_relay_has_them_in_the_order_of_the_device(
 
 
 def failing_once(executor: ModelRunner, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
-    """Let a turn come to nothing at its very end."""
+    """Let this async step fail after its work is done."""
     wait, turns = executor._backend.wait, iter(range(100))
 
     def stalled() -> None:
@@ -153,7 +153,7 @@ def test_a_turn_that_is_done_again_finds_what_the_last_one_left(
     failing_once(executor, monkeypatch, failing)
     for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers).turns(12)):
         check_result(model, plan, context, executor.execute(plan))
-        assert (executor._relays is None) == (turn >= failing)  # from then on threads do the CPU's part
+        assert (executor._relays is None) == (turn >= failing)  # from then on, threads do the CPU's part
     executor.close()
 
 
@@ -172,7 +172,7 @@ def test_a_cohort_that_is_never_handed_over_is_told_and_done_again(
 
 @pytest.mark.parametrize("lane", [Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE])
 def test_a_turn_that_fails_can_be_tried_again(model: Decoder, lane: Lane) -> None:
-    """Whoever plans may do so, if it is sure of the KV."""
+    """The scheduler may repeat the async step, provided that the KV is intact."""
     is_failing = False
 
     def hook(at: Lane, stage: Stage) -> None:
@@ -203,7 +203,7 @@ def test_on_a_gpu_turns_give_the_tokens_of_a_plain_computation(beside: tuple[str
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     executor.execute(prompts("abcdeg"))
-    for plan, context in Conveyor(2, "de", beside).turns(6):  # at once, captured, and launched again
+    for plan, context in Conveyor(2, "de", beside).turns(6):  # eager, captured, and replayed
         check_result(model, plan, context, executor.execute(plan), tolerance=2e-3)
     executor.close()
 

@@ -1,4 +1,4 @@
-"""An engine on a GPU on which something fails: the right tokens in the end, or a word to every request."""
+"""An engine on a failing GPU: the right tokens in the end, or an error to every request."""
 
 import pytest
 import torch
@@ -36,14 +36,14 @@ FOREVER_S = 3600.0
 
 @pytest.fixture(scope="module")
 def expected() -> Tokens:
-    """What the CPU answers."""
+    """The CPU's tokens."""
     with engine("gpu-only", device="cpu") as on_cpu:
         return tokens_of(on_cpu)
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs come back soon, so that tests see it."""
+    """Shorten the pause after a failed graph, so that tests see graphs return."""
     monkeypatch.setattr(f"{EXECUTOR}.PAUSE_ITERATIONS", 2)
 
 
@@ -59,14 +59,14 @@ def test_without_memory_for_graphs_the_tokens_are_the_same(
         imitated.fail(call, OUT_OF_MEMORY, times=times)
         assert tokens_of(made) == expected
         assert imitated.num_failed >= min(times, 2)
-    assert fallbacks.level("graphs") == "host-flags"  # memory may come back: nothing is given up for good
+    assert fallbacks.level("graphs") == "host-flags"  # memory may become free: no level is given up for good
 
 
 def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
     imitated: ImitatedDevice, expected: Tokens
 ) -> None:
     with engine("fastdecode") as made:
-        torch.cuda.empty_cache()  # so that there is something to ask for
+        torch.cuda.empty_cache()  # so that torch must ask for memory
         imitated.fail("cudaMalloc", OUT_OF_MEMORY, first=1, times=2)  # torch asks twice
         assert tokens_of(made) == expected
         assert imitated.num_failed == 2
@@ -77,9 +77,9 @@ def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
 def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
     imitated: ImitatedDevice, call: str, is_first: bool
 ) -> None:
-    """torch frees what it caches before it gives up, but not while it takes a capture to be under way.
+    """torch frees its cached blocks before it gives up, but not while it believes that a capture runs.
 
-    For the first of several graphs beginning takes memory, too.
+    Beginning the first of several graphs also takes memory.
     """
     runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
     tensors: list[torch.Tensor] = []
@@ -107,7 +107,7 @@ def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
     assert imitated.num_failed > 0
     imitated.recover()
     total = torch.cuda.mem_get_info()[1]
-    for share in (0.6, 0.7):  # the first is cached when the second is asked for
+    for share in (0.6, 0.7):  # the first block is cached when torch asks for the second
         torch.empty(int(share * total), dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
 
@@ -151,7 +151,7 @@ def test_memory_operations_that_a_capture_refuses_are_done_without(
 def test_a_hand_over_that_the_relay_never_hears_of_is_done_without(
     imitated: ImitatedDevice, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device waits for an answer that the relay does not give, until the relay's guard releases it."""
+    """The device waits for an answer that never comes, until the relay's guard releases it."""
     set_timeout(monkeypatch, 2.0)
     elsewhere = torch.zeros(1, dtype=torch.int32).pin_memory()
     write = stream_lane.stream_write_value
@@ -180,12 +180,12 @@ def test_kernels_by_torchs_operators_give_the_tokens_in_graphs_too(
 
 
 def set_timeout(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let engines that are made from now on wait so long for a stage that does not end."""
+    """Set the stage timeout of engines made from now on."""
     monkeypatch.setitem(ModelRunner.__init__.__kwdefaults__, "timeout", Timeout(seconds))
 
 
 def work(made: Engine) -> None:
-    """Ask for all prompts, and take steps until nothing is left."""
+    """Add all prompts, and step until the engine is idle."""
     for index, prompt in enumerate(PROMPTS):
         made.add(str(index), made.prepare(prompt, PARAMS))
     while made.has_work:
@@ -197,14 +197,14 @@ def work(made: Engine) -> None:
 def test_an_illegal_address_ends_the_engine_at_once(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, first: int
 ) -> None:
-    """Whoever waited for a timeout to end, in a step or in `close`, would meet this test's own deadline."""
+    """A wait for the timeout, in a step or in `close`, would exceed this test's own deadline."""
     set_timeout(monkeypatch, FOREVER_S)
     with engine(policy) as made:
         imitated.fail("operation", ILLEGAL_ADDRESS, first=first)
         said = "the GPU can no longer be used by this process .*illegal memory access.*start the engine again"
         with pytest.raises(DeviceLostError, match=said):
             work(made)
-        with pytest.raises(DeviceLostError, match=said):  # and it stays so
+        with pytest.raises(DeviceLostError, match=said):  # and the error persists
             made.step()
         assert imitated.num_failed == 1
 
@@ -214,7 +214,7 @@ def test_an_illegal_address_ends_the_engine_at_once(
 def test_a_device_that_never_ends_is_given_up(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
 ) -> None:
-    imitated.set_timeout(FOREVER_S)  # it does not find out by itself that nothing goes on
+    imitated.set_timeout(FOREVER_S)  # the imitated device does not detect the hang by itself
     set_timeout(monkeypatch, 5.0)
     with engine(policy) as made:
         imitated.hang(number)

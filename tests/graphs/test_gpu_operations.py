@@ -1,4 +1,4 @@
-"""How much Python launches on a GPU in an iteration: next to nothing, but where prompts are attended to."""
+"""Python launches almost nothing on a GPU in an iteration, except for prompt attention."""
 
 from collections import Counter
 
@@ -20,13 +20,13 @@ from neo_desktop.models.weights import named_weights
 pytestmark = needs_imitated_gpu
 
 BLOCK_SIZE = 16
-FEW, MANY = 2, 5  # layers: what a layer adds is the difference
-# What computes nothing and copies nothing: it orders streams, and tells the CPU.
+FEW, MANY = 2, 5  # numbers of layers; the difference shows the cost per layer
+# Operations without computation or copies: they order streams, and signal the CPU.
 SIGNALS = ("record", "wait event", "write value", "wait value")
 
 
 def _mixed(new: str, start: int = 0) -> IterationPlan:
-    """Decodes of both tiers in two sub-batches, and chunks of these prompts, from `start` on."""
+    """Return decodes of both tiers in two sub-batches, and chunks of these prompts from `start` on."""
     first, second = (part.sequences for part in decodes("abc", "e", sampling=GREEDY).sub_batches)
     chunks = [sequence(name, start, HOMES[name][2], GREEDY) for name in new]
     ordered = [
@@ -38,7 +38,7 @@ def _mixed(new: str, start: int = 0) -> IterationPlan:
 
 
 def _moving() -> IterationPlan:
-    """Decodes, while a block moves either way."""
+    """Return decodes with one block copy in either direction."""
     there = BlockCopy(KVTier.DEVICE, 2, KVTier.HOST, 20)
     back = BlockCopy(KVTier.HOST, 3, KVTier.DEVICE, 21)
     return IterationPlan(decodes("a", "c", sampling=GREEDY).sub_batches, (there, back))
@@ -47,7 +47,7 @@ def _moving() -> IterationPlan:
 def _launched(
     imitated: ImitatedDevice, num_layers: int, plan: IterationPlan
 ) -> tuple[Counter[str], Counter[str]]:
-    """Return what Python launches in an iteration whose graphs are there, and its signals, by name."""
+    """Return Python's launches and signals in an iteration with captured graphs, counted by name."""
     base = random_model(
         tiny_config((None,) * num_layers), dtype=torch.float16, device=torch.device("cpu"), seed=0
     )
@@ -57,7 +57,7 @@ def _launched(
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     executor.execute(prompts("abcdef"))
-    for _ in range(2):  # at once, then captured
+    for _ in range(2):  # eager, then captured
         executor.execute(plan)
     with imitated.counted_calls() as calls:
         executor.execute(plan)

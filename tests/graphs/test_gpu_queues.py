@@ -1,6 +1,6 @@
-"""Programs on a GPU with few hardware queues, of which each carries out its entries strictly in order.
+"""Programs on a GPU with few hardware queues, each of which runs its entries strictly in order.
 
-CUDA puts streams, and nodes of a graph, into any queue, in any order that it has not been told to keep.
+CUDA puts streams, and nodes of a graph, into any queue, in any order that the dependencies allow.
 """
 
 import threading
@@ -33,7 +33,7 @@ def backend() -> StreamBackend:
 
 
 def question_and_answer(flags: Tensor, seen: Tensor) -> SmallProgram:
-    """Ask the host something in each step, and note that its answer came.
+    """Ask the host in each step, and record the arrival of its answer.
 
     Args:
         flags: [2, NUM_STEPS, ints] in pinned memory.
@@ -60,7 +60,7 @@ def run(runs: StreamBackend, program: SmallProgram) -> None:
 
 @contextmanager
 def answering(flags: Tensor) -> Iterator[None]:
-    """Answer like the relay: in order, each once it is asked."""
+    """Answer like the relay: in order, each question once it is asked."""
     is_over = threading.Event()
 
     def answer() -> None:
@@ -89,7 +89,7 @@ def test_with_the_answer_after_its_question_no_number_of_queues_hangs(
     for seed in range(5):
         imitated.set_queues(num_queues, seed)
         runs = backend()
-        for _ in range(3):  # at once, captured, and launched again
+        for _ in range(3):  # eager, captured, and replayed
             flags.zero_()
             with answering(flags):
                 run(runs, question_and_answer(flags, seen))
@@ -105,7 +105,7 @@ def test_an_answer_that_cuda_takes_for_independent_hangs_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def hold(answer: stream_lane._Flag, stream: torch.cuda.Stream) -> None:
-        stream_lane.stream_wait_value(stream, answer._done)  # without a word of what asks for it
+        stream_lane.stream_wait_value(stream, answer._done)  # without the dependency on the question
 
     monkeypatch.setattr(stream_lane._Flag, "hold", hold)
     flags, seen = empty_flags(NUM_STEPS, pinned=True), torch.zeros(NUM_STEPS, device="cuda")

@@ -1,4 +1,4 @@
-"""An engine in a process of its own whose GPU dies: the next process answers, with the right tokens."""
+"""An engine in a child process whose GPU dies: the next process answers, with the right tokens."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ TIMEOUT_S = 240
 
 
 async def answer(service: EngineService) -> list[tuple[int, ...]]:
-    """Ask for all prompts at once."""
+    """Generate for all prompts at once."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     async with await service.submit(PROMPTS, PARAMS) as generation:
         async for index, output in generation:

@@ -1,4 +1,4 @@
-"""Whatever fails in an iteration on a GPU is told, worked around, or ends the engine; nothing is lost."""
+"""A failure in an iteration on a GPU is reported, worked around, or ends the engine; nothing is lost."""
 
 import threading
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Two layers, one with a window."""
+    """A model of two layers, one with a sliding window."""
     return tiny_model((None, 5), form=Dense(uses_tiles=False))
 
 
@@ -85,7 +85,7 @@ def test_without_memory_for_a_graph_iterations_go_on_piece_by_piece_for_a_while(
         backend.is_short = step == 2
         check_result(model, plan, contexts(plan), executor.execute(plan))
         are_graphs.append(backend.was_graph)
-    # At first it is compiled; in iteration 2 it is short; afterwards it is compiled anew.
+    # Step 0 compiles; memory is short in step 2; the steps after it compile again.
     assert are_graphs == [False, True, False, False, False, True, True]
     executor.close()
 
@@ -120,7 +120,7 @@ def test_an_iteration_that_stands_still_is_done_again_without_flags(
         check_result(model, plan, contexts(plan), executor.execute(plan))
         assert not backend.was_graph
     assert "the GPU did not hand over q, k and v for layer" in caplog.text
-    for step in (2, 3):  # on the device alone, graphs go on
+    for step in (2, 3):  # the device alone still uses graphs
         executor.execute(decodes("a", step=step))
     assert backend.was_graph
     executor.close()
@@ -136,7 +136,7 @@ def test_a_step_that_does_not_end_ends_the_engine_before_its_memory_is_somebody_
         raise RelayStalledError("the CPU did not end its attention")
 
     monkeypatch.setattr(Relay, "finish", give_up)
-    monkeypatch.setattr(Relay, "close", lambda _: False)  # it is in its step for ever
+    monkeypatch.setattr(Relay, "close", lambda _: False)  # as if a step never ended
     with pytest.raises(StageStalledError, match="the CPU did not end its attention"):
         executor.execute(decodes("ac"))
     executor.close()
@@ -170,7 +170,7 @@ def test_nor_may_another_error_hide_that_step(
 def test_every_rung_gives_the_same_tokens(
     model: Decoder, levels: Levels, level: str, are_graphs: tuple[bool, ...]
 ) -> None:
-    """Forced before an executor is made, and when one limits itself in the middle of the work."""
+    """The level is set before the executor is made, or afterwards."""
     for forced in (True, False):
         levels(graphs=level if forced else "host-flags")
         executor, backend = make_executor(model)
@@ -238,7 +238,7 @@ def test_a_gpu_that_is_lost_is_not_worked_around(model: Decoder) -> None:
 
 
 class Unanswering(ImitatedBackend):
-    """From the third program on the GPU does not end its work, until as many waits have been given up."""
+    """Backend whose GPU hangs from the third program on, until `num_waits` waits have timed out."""
 
     num_waits = 10**9
 
@@ -277,12 +277,12 @@ def test_a_gpu_that_no_longer_answers_ends_the_iteration_in_words_and_loses_the_
     executor.execute(prompts(names))
     plan = decodes(names)
     check_result(model, plan, contexts(plan), executor.execute(plan))
-    for _ in range(2):  # the second time at once
+    for _ in range(2):  # the second time without a wait
         with pytest.raises(DeviceStalledError, match=r"the GPU did not end a graph within 0\.3 s"):
             executor.execute(decodes(names, step=1))
     num_abandoned = backend.num_abandoned
     executor.close()
-    assert backend.num_abandoned == num_abandoned  # nobody waits for it again
+    assert backend.num_abandoned == num_abandoned  # no further wait
     assert not backend.is_closed
 
 

@@ -1,4 +1,4 @@
-"""Iterations as graphs give the tokens of a plain computation, whatever order the streams take."""
+"""Iterations as graphs give the tokens of a plain computation, in any order of the streams."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ from neo_desktop.models.stages import Stages
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 BLOCK_SIZE = 16
-PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
+PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
 
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -52,7 +52,7 @@ both_kernels = pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Two layers, one with a window."""
+    """A model of two layers, one with a sliding window."""
     return tiny_model((None, 5), form=PLAIN, attention_sinks=True, softcap=0.5)
 
 
@@ -68,14 +68,14 @@ def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> No
         check_result(model, plan, contexts(plan), result)
         assert result.timing is not None
         assert 0 < result.timing.host_attention_ms < result.timing.total_ms
-        # It is put on the streams, which compiles it, then captured; then it takes what others will.
+        # Step 0 runs eagerly, which compiles; step 1 captures; step 2 takes as long as all later steps.
         assert result.timing.is_first == (step < 2)
         assert backend.num_graphs_launched == (step > 0)
     executor.close()
 
 
 def mixed(step: int = 0, start: int = 10) -> IterationPlan:
-    """Decodes of both tiers, a new prompt on the device, one of the host's that goes on from `start`."""
+    """Return decodes of both tiers, a new device prompt, and a host prompt that continues at `start`."""
     first = decodes("abc", step=step).sub_batches[0].sequences
     new, more = sequence("f", 0, 17), sequence("d", start, 25)
     second = decodes("e", step=step).sub_batches[0].sequences
@@ -84,12 +84,12 @@ def mixed(step: int = 0, start: int = 10) -> IterationPlan:
     return IterationPlan((SubBatch(tuple(ordered)), SubBatch(second)))
 
 
-@pytest.mark.parametrize(("start", "num_graphs"), [(0, 3), (10, 4)])  # with nothing to fetch, and with
+@pytest.mark.parametrize(("start", "num_graphs"), [(0, 3), (10, 4)])  # without and with KV to fetch
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 3, 8])
 def test_iterations_with_prompts_are_graphs_between_their_attention(
     model: Decoder, num_queues: int | None, start: int, num_graphs: int
 ) -> None:
-    """Beside the graphs nothing is launched on the device but attention and what lets it wait."""
+    """Besides graphs, the device receives only prompt attention and its waits."""
     backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
     executor, _ = make_executor(model, backend=backend)
     executor.execute(prompts("abcde"))
@@ -161,7 +161,7 @@ def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Deco
 
 @pytest.mark.parametrize("parts", [("abf",), ("cde",), ("cd", "e"), ("ac",), ("", "a")])
 def test_one_place_or_one_sub_batch(model: Decoder, parts: tuple[str, ...]) -> None:
-    """`gpu-only`, `fastdecode`, and one sub-batch whose CPU attention runs beside its own."""
+    """Cover `gpu-only`, `fastdecode`, and one sub-batch with attention on both CPU and device."""
     names = "".join(parts)
     executor, _ = make_executor(model, tiers={HOMES[name][0]: None for name in names})
     executor.execute(prompts(names))
@@ -196,7 +196,7 @@ def test_an_iteration_that_is_too_large_takes_memory_of_its_own(model: Decoder) 
 
 @both_kernels
 def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases everywhere, norms of heads, an embedding of its own."""
+    """Cover biases everywhere, norms of heads, and an untied head."""
     config = replace(
         tiny_config((None,)),
         qkv_bias=True,
@@ -294,7 +294,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> N
 
 
 def test_a_wait_that_is_missing_shows(model: Decoder) -> None:
-    """The imitated streams would find it: without the events, some order gives other tokens."""
+    """The imitated streams detect missing waits: without the events, some order gives other tokens."""
 
     class Forgetful(ImitatedBackend):
         def enqueue(self, operations: Sequence[Operation]) -> None:
@@ -331,7 +331,7 @@ def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
     levels(paged_decode="torch")
     executor, backend = make_executor(model)
     executor.execute(prompts("ab"))
-    monkeypatch.setattr(in_torch, "PIECE_BYTES", 1)  # a token at a time: 1024 of them have room in a table
+    monkeypatch.setattr(in_torch, "PIECE_BYTES", 1)  # one token per piece; a table holds 1024
     for most, is_graph in ((1023, False), (1024, True)):
         monkeypatch.setattr(dispatch, "MAX_PIECES_IN_GRAPH", most)
         for step in range(2):
@@ -411,7 +411,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str
     timeline = Timeline()
     executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
     executor.execute(prompts("abcdef"))
-    for step in range(4):  # at once, captured, and launched again
+    for step in range(4):  # eager, captured, and replayed
         plan = decodes(*parts, step=step)
         timeline.take()
         check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)

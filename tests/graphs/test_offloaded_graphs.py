@@ -1,4 +1,4 @@
-"""Products with weights in host memory on streams of any order, in graphs, and when something fails."""
+"""Offloaded matmuls on streams of any order, in graphs, and after failures."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ WINDOWS = (None, 5, None)
 
 @pytest.fixture(scope="module")
 def whole() -> Decoder:
-    """What the tokens are compared with."""
+    """The reference model, without offloaded weights."""
     return tiny_model(WINDOWS)
 
 
@@ -46,7 +46,7 @@ def test_random_plans_on_streams_of_any_order(whole: Decoder, seed: int) -> None
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
 def test_decodes_are_one_graph(whole: Decoder, num_queues: int | None, share: float) -> None:
-    """With the CPU's products and attention, and pieces of weights that come meanwhile."""
+    """The graph includes the CPU's matmuls and attention, and the weight pieces that stream meanwhile."""
     backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
     executor, _ = make_executor(host_model(share, WINDOWS), backend=backend)
     executor.execute(prompts("abcdef"))
@@ -57,7 +57,7 @@ def test_decodes_are_one_graph(whole: Decoder, num_queues: int | None, share: fl
         assert backend.num_graphs_launched == (step > 0)
         assert result.timing is not None
         assert result.timing.is_first == (step < 2)
-        # Of the attention of both sub-batches, and of four products in each of them.
+        # Flags per layer: the attention of both sub-batches, and four matmuls per sub-batch.
         num_layers = len(WINDOWS)
         assert backend.check_flags() == (2 if share == 1.0 else 10) * num_layers
     executor.close()
@@ -75,7 +75,7 @@ def test_greedy_tokens_come_without_reading_logits(whole: Decoder) -> None:
 
 @pytest.mark.parametrize("tiers", [(KVTier.DEVICE,), (KVTier.HOST,)])
 def test_with_kv_in_one_place(whole: Decoder, tiers: tuple[KVTier, ...]) -> None:
-    """`gpu-only` has a relay for products alone."""
+    """`gpu-only` has a relay for matmuls alone."""
     names = "abf" if tiers == (KVTier.DEVICE,) else "cdeg"
     executor, backend = make_executor(split_model(3, WINDOWS), tiers=tiers)
     executor.execute(prompts(names))
@@ -143,7 +143,7 @@ def test_an_iteration_that_fails_can_be_done_again(whole: Decoder, lane: Lane) -
 def test_a_gpu_that_does_not_hand_over_is_not_waited_for(
     whole: Decoder, levels: Levels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The relay gives up; the iteration is done again, with threads for the CPU's part."""
+    """The relay gives up, and the iteration runs again with threads for the CPU's part."""
     levels()
 
     class Stalling(ImitatedBackend):
@@ -171,7 +171,7 @@ def test_a_gpu_that_does_not_hand_over_is_not_waited_for(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
 def test_experts_in_host_memory(seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By relays, on streams of any order; decodes are one graph, with the experts that come meanwhile."""
+    """Relays compute them, on streams of any order; the decode graph streams other experts meanwhile."""
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2**17)[seed % 2])
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 8)[seed])
     reference = expert_model(windows=WINDOWS)

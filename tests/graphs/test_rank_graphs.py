@@ -1,4 +1,4 @@
-"""Iterations of a divided model as graphs between its sums: the same tokens, whichever ranks have graphs."""
+"""Iterations of a tensor-parallel model as graphs between all-reduces; tokens do not depend on the graphs."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Two layers, one with a window."""
+    """A model of two layers, one with a sliding window."""
     return tiny_model((None, 5), form=Dense(uses_tiles=False))
 
 
 class TwoRanks:
-    """Executors of both ranks, each with an imitated GPU; what rank 0 plans reaches the other as bytes."""
+    """Executors of both ranks, each with an imitated GPU; rank 0's plans reach the other rank as bytes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TwoRanks:
 @pytest.mark.parametrize("parts", [("abf",), ("ac", "de"), ("abcdef",)])
 @pytest.mark.parametrize("num_queues", [None, 1, 3])
 def test_between_sums_all_is_graphs(model: Decoder, num_queues: int | None, parts: tuple[str, ...]) -> None:
-    """What is launched besides are two sums per layer and sub-batch, the inputs and the sampling."""
+    """The other launches are two all-reduces per layer and sub-batch, the inputs and the sampling."""
     ranks = TwoRanks(model, num_queues or 0, num_queues)
     ranks.execute(prompts("abcdef"))
     for step in range(4):
@@ -92,7 +92,7 @@ def test_random_plans_give_the_tokens_of_the_whole(model: Decoder, seed: int) ->
 def test_a_rank_without_graphs_adds_up_the_same_rows(
     model: Decoder, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are rounded up everywhere, so that sums have the same shape."""
+    """Every rank rounds sizes up, so that all-reduces have the same shape."""
     ranks = TwoRanks(model)
     monkeypatch.setattr(ranks.executors[number], "_has_graphs", False)
     ranks.execute(prompts("abcdef"))

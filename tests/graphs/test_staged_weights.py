@@ -1,4 +1,4 @@
-"""Weights in memory that is not pinned go through buffers that are, on streams and in graphs."""
+"""Weights in pageable memory pass through pinned buffers, on streams and in graphs."""
 
 from dataclasses import replace
 
@@ -30,19 +30,19 @@ WINDOWS = (None, 5, None)
 
 @pytest.fixture(scope="module")
 def whole() -> Decoder:
-    """What the tokens are compared with."""
+    """The reference model, without offloaded weights."""
     return tiny_model(WINDOWS)
 
 
 @pytest.fixture
 def _staged(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
-    """As if no weights were pinned."""
+    """Treat all weights as pageable."""
     monkeypatch.setattr(weight_stream, "needs_staging", lambda source, device: True)
 
 
 @pytest.fixture
 def _partly_staged(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
-    """As if every other matrix was pinned."""
+    """Treat every other matrix as pinned."""
     seen: dict[int, int] = {}
 
     def needs_staging(source: Tensor, device: torch.device) -> bool:
@@ -100,7 +100,7 @@ def test_decodes_are_still_one_graph(whole: Decoder, num_queues: int | None) -> 
 
 @pytest.mark.usefixtures("_staged")
 def test_buffers_are_filled_ahead(whole: Decoder) -> None:
-    """The next piece is asked for before one is waited for, so that the CPU copies while the bus does."""
+    """The GPU requests the next piece before it waits for one, so that CPU and bus copy at the same time."""
     executor, backend = make_executor(host_model(1.0, WINDOWS))
     executor.execute(decodes("ab"))
     on_lane = [o for o in backend.operations if o.lane is Lane.WEIGHTS and (o.flag or o.is_wait)]
@@ -118,7 +118,7 @@ def test_buffers_are_filled_ahead(whole: Decoder) -> None:
 @pytest.mark.usefixtures("_partly_staged")
 @pytest.mark.parametrize("seed", range(3))
 def test_experts_that_are_streamed(seed: int) -> None:
-    """The three matrices of a piece go through the buffers one by one, or straight."""
+    """The three matrices of a piece pass through the buffers one by one, or directly."""
     model = expert_model(seed, WINDOWS)
     model.streamed_experts = StreamedShares((1,), (0.6,))
     executor, _ = make_executor(model, backend=ImitatedBackend(seed, num_queues=(None, 1, 2)[seed]))
@@ -147,7 +147,7 @@ def test_where_nothing_can_be_pinned_buffers_would_be_of_no_use(levels: Levels) 
 @needs_imitated_gpu[1]
 @pytest.mark.parametrize("level", ["host-flags", "device-only"])
 def test_with_a_driver_that_pins_no_weights(imitated: ImitatedDevice, levels: Levels, level: str) -> None:
-    """Iterations of decodes are graphs all the same, if flags tell the CPU."""
+    """Decode iterations are still graphs if flags signal the CPU."""
     levels(graphs=level)
     imitated.fail("cudaHostRegister", OUT_OF_MEMORY, times=ALWAYS)
     names = [name for name, _ in tiny_config(WINDOWS).each_matrix() if name != "head"]

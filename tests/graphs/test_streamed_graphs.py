@@ -1,4 +1,4 @@
-"""Swapped KV in graphs: layers that come and rows that leave, on streams of any order."""
+"""Streamed KV in graphs: layers that arrive and rows that leave, on streams of any order."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from neo_desktop.models.stages import Stages
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-WINDOWS = (None, 5, None, None)  # of four layers: one is resident, a slot of the window is used twice
+WINDOWS = (None, 5, None, None)  # one layer is resident, and one slot of the prefetch buffer is used twice
 ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
 HOMES = {
     "a": (KVTier.STREAMED, (0, 5), 20),
@@ -70,7 +70,7 @@ def prompts(names: str) -> IterationPlan:
 
 
 def decodes(*names: str, step: int = 0) -> IterationPlan:
-    """The tokens after the prompts: sub-batches of these names."""
+    """Return decodes after the prompts, in sub-batches of these names."""
     parts = [[(name, HOMES[name][2] + step) for name in part] for part in names]
     return IterationPlan(
         tuple(SubBatch(tuple(sequence(name, start, start + 1) for name, start in part)) for part in parts)
@@ -80,7 +80,7 @@ def decodes(*names: str, step: int = 0) -> IterationPlan:
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
 @pytest.mark.parametrize("parts", [("abf",), ("ac", "bf"), ("acd", "bfe")], ids=str)
 def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tuple[str, ...]) -> None:
-    """All swapped; beside others of the device; with CPU attention, in two sub-batches."""
+    """Decodes are all streamed, mixed with resident ones, or in two sub-batches with CPU attention."""
     names = "".join(parts)
     tiers = tuple(tier for tier in ALL if any(HOMES[name][0] == tier for name in names))
     backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
@@ -97,7 +97,7 @@ def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tu
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None:
-    """Prompts, moves between all tiers, decodes in one or two sub-batches."""
+    """Plans have prompts, moves between all tiers, and decodes in one or two sub-batches."""
     backend = ImitatedBackend(seed, num_queues=(None, 1, 3, 8)[seed])
     executor, _ = make_executor(model, ALL, backend)
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
@@ -117,7 +117,7 @@ def test_a_graph_serves_smaller_iterations_and_other_blocks(model: Decoder) -> N
         check_result(model, plan, contexts(plan), executor.execute(plan))
     assert backend.num_programs == 1
     assert backend.was_graph
-    for step, names in ((3, "afc"), (0, "bfc")):  # two of the tier: another graph, the same memory
+    for step, names in ((3, "afc"), (0, "bfc")):  # two streamed decodes: another graph, the same memory
         for _ in range(2):
             plan = decodes(names, step=step)
             check_result(model, plan, contexts(plan), executor.execute(plan))
@@ -166,7 +166,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation() -> None:
     executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
     assert executor.fits_graphs
     executor.execute(prompts("abcdefg"))
-    for step in range(4):  # at once, captured, and launched again
+    for step in range(4):  # eager, captured, and replayed
         plan = decodes("acd", "bfe", step=step)
         timeline.take()
         check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)

@@ -1,4 +1,4 @@
-"""Programs on a GPU, with streams, graphs and a driver that only write down what they are told."""
+"""Programs on a GPU, with streams, graphs and a driver that only record their calls."""
 
 import gc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ STAGE = Stage("work", 0, 0, 1)
 
 
 class FakeEvent(NamedTuple):
-    """Which stream's event it is, and which of its events."""
+    """A recorded event: its stream, and its number on that stream."""
 
     stream: str
     number: int
@@ -39,7 +39,7 @@ class FakeEvent(NamedTuple):
 
 @dataclass
 class FakeGpu:
-    """Keeps the order of everything, and which streams wait for which events."""
+    """GPU stand-in that logs all calls in order, with the events that streams wait for."""
 
     log: list[tuple[Any, ...]] = field(default_factory=list)
     current: list[str] = field(default_factory=lambda: ["default"])
@@ -48,12 +48,12 @@ class FakeGpu:
     refuses_capture: bool = False
     loses_replay: bool = False
     is_capturing: bool = False
-    waits_for: torch.Tensor | None = None  # a flag, before all else
-    written: torch.Tensor | None = None  # the flag that memory operations really write
+    waits_for: torch.Tensor | None = None  # a flag that all work waits for
+    written: torch.Tensor | None = None  # the flag that memory operations write in reality
 
     def stream(self, name: str) -> SimpleNamespace:
         def record_event() -> FakeEvent:
-            """Return which of the stream's events it is."""
+            """Return the stream's next event."""
             event = FakeEvent(name, self.log.count(("record", name)))
             self.log.append(("record", name))
             return event
@@ -185,20 +185,20 @@ def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> 
             ("work", "send", "to-host"),
             ("wait", "to-host", ("to-host", 0)),
             ("write", "to-host", raised.data_ptr(), 1, 0),
-            ("wait", "to-device", ("to-host", 1)),  # the answer comes after the question, for CUDA, too
+            ("wait", "to-device", ("to-host", 1)),  # CUDA must order the answer after the question
             ("wait for", "to-device", raised[1:].data_ptr(), 1, 1),
             ("work", "fetch", "to-device"),
             ("wait", "device", ("to-device", 0)),
             ("work", "output", "device"),
         ]
     )
-    assert {entry[1] for entry in log[-len(forks) :]} == {"device"}  # and all are joined to it
+    assert {entry[1] for entry in log[-len(forks) :]} == {"device"}  # all join the device stream
 
 
 def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:
     runs = backend(gpu)
     record = offload_buffers(gpu, flags())
-    assert carry_out(runs, "key", record)  # at once: that compiles the kernels, which a capture must not
+    assert carry_out(runs, "key", record)  # eager, which compiles the kernels; a capture must not
     assert gpu.names().count("work") == 4
     assert "begin capture" not in gpu.names()
     gpu.log.clear()
@@ -206,7 +206,7 @@ def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: Fake
     assert ("begin capture", "device", "thread_local") in gpu.log
     assert gpu.names().count("replay") == 1
     gpu.log.clear()
-    assert not carry_out(runs, "key", record)  # from now on it takes what it will take
+    assert not carry_out(runs, "key", record)  # from now on its duration is typical
     assert "work" not in gpu.names()
     assert gpu.names().count("replay") == 1
     runs.forget()
@@ -233,7 +233,7 @@ def test_between_graphs_what_is_not_fixed_is_put_on_the_streams(gpu: FakeGpu) ->
 
 
 def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> None:
-    """What is captured must not refer to an event of another capture."""
+    """A capture must not refer to an event of another capture."""
     runs, asked, raised = backend(gpu), [], flags()
 
     def ask(launcher: Launcher) -> None:
@@ -248,11 +248,11 @@ def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> N
     second = gpu.log[len(gpu.log) - gpu.names()[::-1].index("begin capture") :]
     wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
     waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
-    assert waits == ["device"]  # where the capture begins
+    assert waits == ["device"]  # the start of the capture
 
 
 def captures(gpu: FakeGpu, runs: StreamBackend, key: str) -> int:
-    """Carry a program out twice, so that it is a graph in any case; return how many graphs were captured."""
+    """Run a program twice, so that it is surely a graph; return the number of captured graphs."""
     gpu.log.clear()
     for _ in range(2):
         carry_out(runs, key, offload_buffers(gpu, flags()))
@@ -260,7 +260,7 @@ def captures(gpu: FakeGpu, runs: StreamBackend, key: str) -> int:
 
 
 def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the first that goes, torch frees the memory in which cuBLAS works in all graphs of the stream."""
+    """Freeing one graph makes torch free the cuBLAS workspace that all graphs of the stream use."""
     monkeypatch.setattr(backends, "MAX_GRAPHS", 2)
     runs = backend(gpu)
     assert [captures(gpu, runs, key) for key in ("a", "b", "a", "c")] == [1, 1, 0, 1]
@@ -270,7 +270,7 @@ def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pyte
     with pytest.raises(torch.OutOfMemoryError):
         captures(gpu, runs, "d")
     gpu.is_full = False
-    assert runs.has_graphs  # whoever is told of the lack of memory must know that there are any
+    assert runs.has_graphs  # the handler of the memory error must know that graphs exist
     assert captures(gpu, runs, "b") == 1
 
 
@@ -280,7 +280,7 @@ def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
     def clear() -> bool:
         gpu.log.clear()
         is_cleared = clear_workspaces(torch.device("cuda"))
-        assert gpu.log == [("synchronize",)] + [("clear",)] * is_cleared  # not while it is worked in
+        assert gpu.log == [("synchronize",)] + [("clear",)] * is_cleared  # not while the GPU uses it
         return is_cleared
 
     gc.collect()

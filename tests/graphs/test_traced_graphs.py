@@ -1,4 +1,4 @@
-"""Stages of transformers' code in graphs: on imitated streams, and on a GPU."""
+"""Traced stages in graphs: on imitated streams, and on a GPU."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def model_in(folder: Path, device: str) -> Decoder:
     of = {"dtype": torch.float32, "device": torch.device(device), "form": PLAIN}
     model = load_model(open_checkpoint(folder), config, **of)
     if device == "cpu":
-        stages_of(model, None)  # by torch's operators, also where a GPU's are asked for later
+        stages_of(model, None)  # uses torch's operators, even if a GPU's are requested later
     return model
 
 
@@ -53,7 +53,7 @@ def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_graphs_give_the_tokens_of_the_code(folder: Path) -> None:
-    """What code makes lies in memory that graphs share: each must find its own when it runs again."""
+    """Graphs share the memory of intermediate results: each graph must find its own results on replay."""
     model, on_cpu = model_in(folder, "cuda"), model_in(folder, "cpu")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))

@@ -1,4 +1,4 @@
-"""Models by the code of transformers with weights in host memory, on streams of any order and on threads."""
+"""Traced models with weights in host memory, on streams of any order and on threads."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Decoder:
-    """What the tokens are compared with."""
+    """The reference model, without offloaded weights."""
     return load_model(open_checkpoint(folder), read_traced(folder), dtype=torch.float32, device=CPU)
 
 

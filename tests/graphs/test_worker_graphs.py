@@ -1,4 +1,4 @@
-"""Iterations with attention workers as graphs: the same tokens, and a clean way out when a worker is lost."""
+"""Iterations with attention workers as graphs: the same tokens, and clean recovery from a lost worker."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +30,7 @@ from neo_desktop.models.stages import Stages
 pytestmark = pytest.mark.usefixtures("kernels")
 
 ONE, TWO = KVTier.worker(1), KVTier.worker(2)
-# Where each lives, its blocks, and how many tokens it has before the first decode.
+# Request -> its tier, its blocks, and its number of tokens before the first decode.
 HOMES = {
     "a": (KVTier.DEVICE, (0, 5), 20),
     "b": (KVTier.HOST, (8, 1), 16),
@@ -42,12 +42,12 @@ HOMES = {
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Two layers, one with a window."""
+    """A model of two layers, one with a sliding window."""
     return tiny_model((None, 5), form=Dense(uses_tiles=False))
 
 
 class Case:
-    """An executor whose GPU is imitated, with two workers in threads."""
+    """An executor with an imitated GPU, and two workers in threads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Case:
 
 
 def plan_of(step: int | None, *parts: str) -> IterationPlan:
-    """The prompts, or the tokens after them: sub-batches of these names."""
+    """Return the prompts, or the decodes after them, in sub-batches of these names."""
 
     def batch(names: str) -> SubBatch:
         found = []
@@ -106,7 +106,7 @@ def plan_of(step: int | None, *parts: str) -> IterationPlan:
 def test_decodes_of_workers_are_one_graph(
     stack: ExitStack, model: Decoder, num_queues: int | None, parts: tuple[str, ...]
 ) -> None:
-    """Nothing is launched besides but the inputs before it, and the sampling after it."""
+    """The only other launches are the inputs before the graph, and the sampling after it."""
     case = Case(stack, model, num_queues or 0, num_queues=num_queues)
     case.check(model, plan_of(None, "abcde"))
     for step in range(4):
@@ -153,7 +153,7 @@ def test_random_paces_on_streams_of_any_order(stack: ExitStack, model: Decoder, 
 
 
 def at_workers(plan: IterationPlan) -> IterationPlan:
-    """Return a plan of `graph_case` in which c and d live with workers."""
+    """Return a plan of `graph_case` with c and d on workers."""
 
     def moved(each: ScheduledSequence) -> ScheduledSequence:
         return each._replace(tier={"c": ONE, "d": TWO}.get(each.request_id, each.tier))
@@ -167,7 +167,7 @@ def at_workers(plan: IterationPlan) -> IterationPlan:
 def test_turns_of_workers_and_the_cpu_are_graphs(
     stack: ExitStack, model: Decoder, beside: tuple[str, ...]
 ) -> None:
-    """One graph each, of two that take turns; whose rows are in which slot does not matter."""
+    """Both alternating async steps are one graph each, for any assignment of rows to slots."""
     case = Case(stack, model, num_queues=2)
     case.executor.execute(at_workers(prompts("abcde")))
     for turn, (plan, contexts) in enumerate(Conveyor(model.config.num_layers, "cde", beside).turns(9)):
@@ -197,7 +197,7 @@ def test_after_a_worker_was_lost_in_a_turn_the_others_begin_their_tokens_again(
         case.executor.execute(at_workers(plan))
     is_losing = False
     num_turns, steps = line.num_turns, line.steps
-    steps[line.line[-1] or ""] -= 1  # whose token did not come
+    steps[line.line[-1] or ""] -= 1  # its token did not arrive
     rest = Conveyor(model.config.num_layers, "ce", num_turns=num_turns - 1, steps=steps)
     for plan, contexts in rest.turns(6):
         check_result(model, plan, contexts, case.executor.execute(at_workers(plan)))
@@ -208,7 +208,7 @@ def test_after_a_worker_was_lost_in_a_turn_the_others_begin_their_tokens_again(
 def test_a_worker_that_is_lost_within_a_graph_ends_the_iteration_and_the_graph_serves_again(
     stack: ExitStack, model: Decoder, layer: int
 ) -> None:
-    """The flags are raised that the GPU waits for, and it is done again without the lost one's decodes."""
+    """The GPU's flags are raised, and the iteration runs again without the lost worker's decodes."""
     is_losing = False
 
     def hook(lane: Lane, stage: Stage) -> None:

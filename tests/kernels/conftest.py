@@ -1,4 +1,4 @@
-"""Where the kernels run: on a GPU if there is one, else in Triton's interpreter, on tensors of the CPU."""
+"""The kernels' device: a GPU if available, else Triton's interpreter on CPU tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,15 +18,17 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module", params=["triton", "torch"])
 def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The level of all kernels, all of which must serve on it."""
+    """The fallback level of every kernel; the tests pass on both levels."""
     with kernels_on(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_multiplies_bf16() -> Any:
-    """It keeps bf16 as bits in uint16: `tl.dot` would multiply these (Triton issue 11584), and before 3.9
-    it makes no constants of that type."""
+    """Mend bf16 in the interpreter, which keeps bits in uint16.
+
+    `tl.dot` would multiply these bits (Triton issue 11584), and versions before 3.9 make no bf16 constants.
+    """
 
     def as_float(operand: TensorHandle) -> TensorHandle:
         if operand.data.dtype != np.uint16:

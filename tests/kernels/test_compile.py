@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU that is supported, fits into it and spills no registers."""
+"""Every kernel compiles for every supported GPU, fits into it and spills no registers."""
 
 import re
 import tomllib
@@ -21,10 +21,10 @@ from benchmarks.sass_budget import (
 from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
 
 KIB = 1024
-# Compiling takes under a minute on two idle cores, and many minutes where others want them.
+# Compilation takes under a minute on two idle cores, and many minutes on busy ones.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.sample(0)]
 
-# Most for a program.
+# Maximum bytes per program, by compute capability.
 SHARED_MEMORY = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 120: 99 * KIB}
 
 
@@ -38,7 +38,7 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=[INSTALLED, *TRITON_OF_TORCH.values()])
 def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the compiler makes for every GPU: the installed one, and what is kept of those that users have."""
+    """Kernels for every GPU: compiled by the installed Triton, or recorded for the Tritons of users."""
     if request.param == INSTALLED:
         found: list[dict[str, Any]] = request.getfixturevalue("compiled")
         return found
@@ -77,9 +77,9 @@ def test_programs_fit_into_shared_memory(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_memory_is_read_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
-    """More such loads in decode attention than queries need: those of K and V."""
+    """Decode attention has more wide loads than its queries need: K and V use them."""
     for kernel in kernels:
-        if kernel["kernel"] in ("_choose", "_find_blocks"):  # numbers of experts, of which there are few
+        if kernel["kernel"] in ("_choose", "_find_blocks"):  # these read a few expert numbers
             continue
         assert kernel["wide_loads"] >= (4 if "attend" in kernel["kernel"] else 1), kernel
 
@@ -87,7 +87,7 @@ def test_memory_is_read_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> Non
 def test_without_tensor_cores_four_programs_fit_into_a_multiprocessor(
     kernels: list[dict[str, Any]],
 ) -> None:
-    """On 7.5, for up to 8 query heads per KV head."""
+    """On capability 7.5, with up to 8 query heads per KV head."""
     plain = [kernel for kernel in kernels if kernel["kernel"] == "attend_plain"]
     assert {kernel["variant"] for kernel in plain} == {
         kernel["variant"]
@@ -102,19 +102,19 @@ def test_without_tensor_cores_four_programs_fit_into_a_multiprocessor(
 def test_products_with_quantised_weights_take_few_instructions_for_each(
     kernels: list[dict[str, Any]],
 ) -> None:
-    """With a row of inputs at most 8 of a thread, with 16 rows on tensor cores 11; loops are unrolled."""
+    """The limit is 8 per weight for one input row, 11 for 16 rows on tensor cores; loops are unrolled."""
     for kernel in kernels:
         if "row" not in kernel["variant"] or not kernel["kernel"].startswith("_multiply"):
             continue
         has_bytes = any(name in kernel["variant"] for name in ("Q8_0", "Q6_K"))
-        numbers = 16 if has_bytes and kernel["kernel"] == "_multiply_plain" else 32  # of a step of a thread
+        numbers = 16 if has_bytes and kernel["kernel"] == "_multiply_plain" else 32  # per thread and step
         if kernel["variant"].startswith("1 row") or kernel["kernel"] == "_multiply_tiles":
             most = 8 if kernel["kernel"] == "_multiply_plain" else 11
             assert kernel["instructions"] <= most * numbers, kernel
 
 
 def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> None:
-    """From 8.0 on. Whether the compiler lets loads run ahead shows in the shared memory it sets aside."""
+    """From capability 8.0 on, the kernel's shared memory shows that the compiler lets loads run ahead."""
     tile = 2 * 32 * 128 * 2  # K and V, tokens, head_dim, bytes
     decodes = [
         kernel
@@ -128,10 +128,10 @@ def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> No
 
 
 def test_no_figure_of_the_machine_code_has_become_worse(compiled: list[dict[str, Any]]) -> None:
-    """By the installed Triton; how to change the budget says benchmarks/sass_budget.py.
+    """Compare the installed Triton's code with its budget; benchmarks/sass_budget.py documents changes.
 
-    A version without a budget may compile otherwise, for better or worse: of it, how many programs fit is
-    compared, within one, and hard limits are (no spills, shared memory), above.
+    A Triton version without a budget may compile differently. For it, programs per multiprocessor may drop by
+    one at most; the tests above check the hard limits (no spills, shared memory).
     """
     budget, found = read_budget(), table(compiled)
     if triton.__version__ in budget:
@@ -144,7 +144,7 @@ def test_no_figure_of_the_machine_code_has_become_worse(compiled: list[dict[str,
 
 
 def test_the_budget_is_of_what_users_have() -> None:
-    """Of each Triton that a supported torch brings; tests run with that of the newest."""
+    """The budget covers the Triton of every supported torch; tests run with the newest torch's."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (torch_range,) = [each for each in project["dependencies"] if each.startswith("torch>")]
     first, end = (int(part) for part in re.findall(r"2\.(\d+)", torch_range))
@@ -192,7 +192,7 @@ def test_what_is_reckoned_with_when_nothing_is_known_fits(kernels: list[dict[str
 
 
 def test_no_iteration_waits_for_the_compiler() -> None:
-    """Batches of any size, tables of any width, windows and odd addresses use what making a pool compiled."""
+    """A pool compiles all variants at start: any batch size and table width, windows, unaligned addresses."""
     at_start, later = run("late_variants.py").split()
     assert int(at_start) > 4
     assert int(later) == 0

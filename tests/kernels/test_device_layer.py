@@ -1,4 +1,4 @@
-"""KV in a GPU's memory gives the same rows and the same attention as KV in host memory, and moves there."""
+"""KV in GPU memory gives the same rows and attention as KV in host memory, and moves between the two."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Relative error of a head's output vector, as in test_paged_decode.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
-NUM_SMS = 6  # so that a few requests have several parts
+NUM_SMS = 6  # so few that a small batch is split into several parts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,7 +120,7 @@ def test_8_bits_are_refused(device: torch.device) -> None:
 def test_making_a_pool_launches_every_variant_of_decode_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So no batch that comes later waits for the compiler: parts are merged, or there is only one."""
+    """Later batches never wait for the compiler, with merged parts or with a single one."""
     launched: list[bool] = []
     attend = device_layer.paged_decode
 

@@ -1,4 +1,4 @@
-"""Whatever serves for a kernel takes the same arguments, and serves where the one above it fails."""
+"""All fallback levels of a kernel take the same arguments, and each serves if the level above fails."""
 
 import inspect
 from importlib import import_module

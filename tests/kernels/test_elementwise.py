@@ -1,4 +1,4 @@
-"""Norm and activation are those of the models, which round where the decoder rounds."""
+"""Norm and activation equal the models' operators, and round at the same places as the decoder."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ EPS = 1e-5
 
 def check(found: Tensor, expected: Tensor) -> None:
     found = found.cpu()
-    if found.dtype is torch.float16:  # rounding at any other tier would change many more
+    if found.dtype is torch.float16:  # rounding at any other place would change many more
         assert (found != expected).float().mean() < 0.005
-    # Of bf16 up to three units in the last tier: the interpreter cuts off where a GPU rounds.
+    # For bf16 up to three units in the last place: the interpreter truncates, a GPU rounds.
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3 * 2**-7}[found.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -26,7 +26,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 def test_addition_and_norm_equal_the_decoder(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     x, residual = (torch.randn(7, hidden).to(dtype) for _ in range(2))
-    residual[2] *= 100.0  # large ones occur in trained models
+    residual[2] *= 100.0  # large values occur in trained models
     residual[3] = x[3] = 0.0
     weight = torch.rand(hidden).to(dtype)
     on_device, out = residual.to(device, copy=True), torch.empty_like(x, device=device)
@@ -45,7 +45,7 @@ def test_norm_may_overwrite_what_was_added(device: torch.device) -> None:
     check(on_device, expected)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # as intended: 1 / inf is 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # intended: 1 / inf is 0
 @pytest.mark.parametrize("intermediate", [96, 1024, 1536])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_silu_equals_the_decoder(intermediate: int, dtype: torch.dtype, device: torch.device) -> None:

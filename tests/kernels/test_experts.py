@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU: the choice is that of float64, sums are as exact as those of float32."""
+"""MoE on a GPU: the choice of experts equals float64's, and sums are as exact as float32's."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def made(
     has_bias: bool = True,
     clamped: ClampedGate | None = None,
 ) -> tuple[StackedExperts, list[tuple[Tensor, Tensor]]]:
-    """Experts, and their matrices [experts, rows, columns] and biases [experts, rows] in float64."""
+    """Return experts, with their matrices [experts, rows, columns] and biases [experts, rows] in float64."""
     generator = torch.Generator().manual_seed(count)
     columns = {"gate": HIDDEN, "up": HIDDEN, "down": INTERMEDIATE}
     if type_name is not None and STORED[type_name].elements > INTERMEDIATE:
@@ -84,7 +84,7 @@ def check(
     *,
     misses: bool = False,
 ) -> None:
-    """Compare; where it `misses`, some experts are none, and what is left is added to what is there."""
+    """Compare with float64; with `misses`, some ids are -1, and the sum is added to the output's content."""
     generator = torch.Generator().manual_seed(n)
     weight = experts.gate.weight
     hidden = weight.shape[1] if isinstance(weight, Tensor) else weight.columns
@@ -123,7 +123,7 @@ def test_experts_of_floats(n: int, k: int, dtype: torch.dtype, device: torch.dev
 def test_gates_that_are_clamped(
     type_name: str | None, n: int, limit: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """As gpt-oss has them; the lower limit cuts most numbers off, the other one hardly any."""
+    """Gates as in gpt-oss: the limit 0.5 clamps most numbers, the limit 7.0 hardly any."""
     experts, exact = made(5, type_name, dtype, device, clamped=ClampedGate(limit=limit))
     check(experts, exact, n, 3, dtype)
 
@@ -164,7 +164,7 @@ def test_many_rows_are_put_into_blocks_by_sorting(
 def test_what_is_given_to_no_expert_becomes_nothing(
     type_name: str | None, n: int, k: int, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where others compute some of the experts."""
+    """Other devices compute some of the experts."""
     monkeypatch.setattr(in_triton, "FEW_PAIRS", few)
     check(*made(6, type_name, torch.float32, device), n, k, torch.float32, misses=True)
 

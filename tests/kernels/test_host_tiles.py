@@ -1,4 +1,4 @@
-"""Rows of a CPU's quantised tiles as floats on a device: the very numbers that the CPU multiplies with."""
+"""Rows of a CPU's quantised tiles as floats on a device: exactly the numbers of the CPU's matmul."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_the_numbers_are_those_of_the_cpu(type_name: str, dtype: torch.dtype, de
         dispatch.unpack_quantised(type_name, part.packed.to(device), out[:rows])
         assert out[rows:].isnan().all()
         found, rounded = out[:rows].cpu(), exact.to(dtype)
-        if dtype is torch.bfloat16:  # the interpreter cuts off what a GPU rounds
+        if dtype is torch.bfloat16:  # the interpreter truncates, a GPU rounds
             distance = (found.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
             assert distance.max() <= 1
         else:

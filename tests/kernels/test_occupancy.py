@@ -1,4 +1,4 @@
-"""How many programs fit into a multiprocessor is what CUDA's occupancy calculator says."""
+"""Programs per multiprocessor agree with CUDA's occupancy calculator."""
 
 import pytest
 
@@ -10,11 +10,11 @@ from neo_desktop.engine.kernels.occupancy import MULTIPROCESSORS, programs_per_s
     [
         (75, 32, 0, 4, 8),  # 1,024 threads
         (75, 128, 2048, 4, 4),  # registers
-        (75, 129, 2048, 4, 3),  # ... which are handed out 8 per thread at a time
+        (75, 129, 2048, 4, 3),  # ... which are allocated 8 per thread at a time
         (75, 202, 20_480, 4, 2),
         (75, 32, 16_896, 4, 3),  # shared memory
         (75, 24, 0, 1, 16),
-        (80, 64, 34_304, 4, 4),  # 1 KiB of each is the system's
+        (80, 64, 34_304, 4, 4),  # the system takes 1 KiB per program
         (80, 32, 0, 4, 16),
         (86, 64, 34_304, 4, 2),
         (86, 40, 0, 4, 12),  # 1,536 threads

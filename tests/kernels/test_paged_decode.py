@@ -1,4 +1,4 @@
-"""Decode attention on the GPU equals softmax(q·K)V in float64, however contexts are cut."""
+"""Decode attention on the GPU equals softmax(q·K)V in float64, for any split of the contexts."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("kernel_level")
 
 @pytest.fixture(scope="module", params=["tensor cores", "plain FMAs", "torch"])
 def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both Triton kernels, and torch."""
+    """Run both Triton kernels, and torch's."""
     level = "torch" if request.param == "torch" else "triton"
     with kernels_on(level), pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_triton, "has_tensor_cores", lambda device: request.param == "tensor cores")
@@ -31,14 +31,14 @@ def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# Relative error of a head's output vector. The weights of V are rounded to its dtype, as tensor cores want
-# them; and where a GPU rounds to bf16, the interpreter cuts off.
+# Relative error of a head's output vector. Attention weights are rounded to V's dtype, for tensor cores.
+# Where a GPU rounds to bf16, the interpreter truncates.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 LENGTHS = [1, 15, 16, 17, 0, 75]  # 0: padding
 
 
 def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
-    """The kernel's answer, from workspace and output full of NaN."""
+    """Return the kernel's output, with workspace and output filled with NaN before."""
     requests, heads, head_dim = case.q.shape
     parts = requests if splits > 1 else 0
     out, partial_out, partial_lse = (
@@ -51,7 +51,7 @@ def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
     )
     paged_decode(
         case.q.to(device),
-        case.k_cache.to(device).transpose(1, 2),  # the case has the tokens of a head together
+        case.k_cache.to(device).transpose(1, 2),  # the case stores a head's tokens together
         case.v_cache.to(device).transpose(1, 2),
         case.block_tables.to(device),
         case.context_lens.to(device),
@@ -67,7 +67,7 @@ def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
 
 
 def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
-    """Compare with float64, `allowed` [batch, heads] beside the tolerance; no tokens give zeros."""
+    """Compare with float64; `allowed` [batch, heads] adds to the tolerance. Empty contexts give zeros."""
     padding = case.context_lens == 0
     assert (out[padding] == 0).all()
     reference = case.reference()[~padding]
@@ -123,7 +123,7 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("group", [2, 5])
 def test_scores_level_off_at_a_cap(group: int, splits: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Many scores are beyond it; sinks are none of them."""
+    """Many scores exceed the cap, which does not apply to sinks."""
     case = make_case([1, 40, 150], group=group, dtype=dtype, window=100)
     case.q, case.softcap, case.sinks = 3 * case.q, 1.5, torch.linspace(-3.0, 6.0, 2 * group)
     check(case, attend(case, splits, device))
@@ -140,7 +140,7 @@ def test_window_attends_to_the_last_tokens_only(window: int, device: torch.devic
 def test_torch_gives_the_same_piece_by_piece(
     piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
-    """With a window, of which each context has another part; and where some contexts end pieces earlier."""
+    """A window covers another part of every context, and some contexts end several pieces earlier."""
     levels(paged_decode="torch")
     for window in (0, 20):
         case = make_case([1, 16, 0, 17, 150], group=4, window=window)
@@ -161,7 +161,7 @@ def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     case = make_case([100, 3], group=4)
-    case.q *= 1e4  # one token gets all the weight, but where two scores differ by their rounding
+    case.q *= 1e4  # one token gets all the weight, unless two scores differ only by rounding
     check(case, attend(case, 4, device), allowed=case.error_from_scores())
 
 
@@ -229,7 +229,7 @@ def test_without_parts_nothing_is_merged(
 
 
 def test_programs_of_a_compiled_kernel() -> None:
-    """128 registers by 128 threads: four such programs have all registers of a multiprocessor of 7.5."""
+    """Four programs of 128 threads with 128 registers each fill the registers of a 7.5 multiprocessor."""
     compiled = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=2048, num_warps=4))
     assert in_triton.programs_of(compiled, 75) == 4
     assert in_triton.programs_of(None, 75) is None  # Triton's interpreter

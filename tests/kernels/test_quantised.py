@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits on a GPU: of the very numbers of the file, in sums of float32."""
+"""Matmuls with 4- and 8-bit weights on a GPU: with exactly the file's numbers, in float32 sums."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def loaded(
 def check(
     linear: QuantisedOnGPU, weight: Tensor, count: int, dtype: torch.dtype, *, is_rounded: bool
 ) -> None:
-    """Against float64; for many rows, and by torch, weights are rounded to the model's dtype."""
+    """Compare with float64; many rows, and torch, use weights rounded to the model's dtype."""
     (device,) = linear.memory()
     x = (torch.randn(count, weight.shape[1]) / 4).to(dtype)
     bias = None if linear.bias is None else linear.bias.cpu()
@@ -102,7 +102,7 @@ def test_rows_are_looked_up(type_name: str, dtype: torch.dtype, device: torch.de
     linear.look_up(rows, found)
     expected = STORED[type_name].dequantised(raw)[rows.cpu()]
     eps = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0
-    # Of bf16 the interpreter cuts off what a GPU rounds.
+    # The interpreter truncates bf16, a GPU rounds.
     assert ((found.cpu().float() - expected).abs() <= eps * expected.abs()).all()
 
 

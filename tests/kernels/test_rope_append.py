@@ -1,4 +1,4 @@
-"""Rotating and storing in one kernel does what the models' operators do in several steps."""
+"""One kernel rotates and stores like the models' operators do in several steps."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, dev
     expected = qkv.clone()
     rope(expected.view(tokens, -1), cos, sin, KV_HEADS, qk_norm, EPS)
     row = qkv.flatten(1).to(device, copy=True)
-    # The tokens of a head lie together, to see that strides are respected.
+    # A head's tokens are contiguous, which tests the strides.
     shape = (3, KV_HEADS, BLOCK_SIZE, head_dim)
     k_cache, v_cache = (
         torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)
@@ -45,9 +45,9 @@ def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, dev
 
     found = row.cpu().view(tokens, width, head_dim)
     assert torch.equal(found[:, -KV_HEADS:], qkv[:, -KV_HEADS:])
-    if dtype is torch.float16:  # rounding at any other tier would change many more
+    if dtype is torch.float16:  # rounding at any other place would change many more
         assert (found != expected).float().mean() < 0.005
-    # The interpreter cuts bf16 off where a GPU rounds.
+    # The interpreter truncates bf16, a GPU rounds.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     for cache, rows in ((k_cache, found[:, HEADS:-KV_HEADS]), (v_cache, found[:, -KV_HEADS:])):

@@ -1,4 +1,4 @@
-"""Rows go into the slots they are meant for, and come out of them."""
+"""Rows are written to their slots, and read back from there."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_rows_go_into_their_slots_only(
     torch.manual_seed(0)
     k_cache, v_cache = caches(kv_heads, head_dim, dtype, device)
     expected = [cache.cpu().clone() for cache in (k_cache, v_cache)]
-    # As a model makes them: parts of two products of different widths.
+    # As in a model: views of two matmul outputs of different widths.
     k = torch.randn(len(SLOTS), 2 * kv_heads, head_dim).to(device, dtype)[:, kv_heads:]
     v = torch.randn(len(SLOTS), 3 * kv_heads, head_dim).to(device, dtype)[:, -kv_heads:]
     write_rows(k, v, k_cache, v_cache, SLOTS.to(device, of_slots))

@@ -1,4 +1,4 @@
-"""What Triton needs is looked for before it is needed, and whoever lacks it reads what to install."""
+"""Triton's requirements are checked in advance, and an error says what to install."""
 
 import sys
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def test_a_compiler_that_does_not_work_is_found_out(compiler: str, monkeypatch: 
 
 
 def test_headers_that_are_broken_are_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As where a package was installed in part: the file is there, and includes what is not."""
+    """A partly installed package: the header exists, but a header it includes does not."""
     (tmp_path / "Python.h").write_text("#include <not-installed.h>\n")
     monkeypatch.setattr(toolchain, "_include_folder", lambda: str(tmp_path))
     obstacle = toolchain.find_obstacle()

@@ -1,4 +1,4 @@
-"""Small random checkpoints, saved by `transformers`: the reference for everything the models do."""
+"""Small random checkpoints, saved by `transformers`, the reference for all models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
-    """`make(architecture, dtype=..., **config)` saves one; returns its folder and the reference model."""
+    """`make(architecture, dtype=..., **config)` saves a checkpoint; returns folder and reference model."""
 
     def make(
         architecture: str = "LlamaForCausalLM",

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what is read from them, and what is refused."""
+"""config.json and generation_config.json: the supported keys, and the refused ones."""
 
 import json
 from dataclasses import fields
@@ -33,10 +33,10 @@ BASE: dict[str, Any] = {
 
 CHANGE_NOTHING = {
     *("attention_dropout", "initializer_range", "pretraining_tp", "use_cache", "pad_token_id", "dtype"),
-    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # in training
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # for training only
     *("transformers_version", "architectures", "output_hidden_states", "return_dict", "problem_type"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
-    *("hidden_act", "layer_types"),  # of classes whose code does not read them
+    *("hidden_act", "layer_types"),  # for classes whose code does not read them
 }
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 32}
 
@@ -241,7 +241,7 @@ def test_experts_that_cannot_be_are_refused(tmp_path, settings, message):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.model_type for family in FAMILIES])
 def test_each_key_of_a_class_is_known_with_its_default(family: Family) -> None:
-    """A new key of transformers fails here, until it is computed or known to change nothing."""
+    """A new key of transformers fails here, until it is supported or known to change nothing."""
     config_class: Any = CONFIG_MAPPING[family.model_type]
     silent = config_class()
     read = {field.name: field.default for field in fields(config_class)} | {"layer_types": None}

@@ -1,4 +1,4 @@
-"""Every key of config.json, absent, null, in older places, per layer: transformers' scores or a refusal."""
+"""Keys of config.json, absent, null, in older places, or per layer: transformers' scores or a refusal."""
 
 import os
 from pathlib import Path
@@ -16,13 +16,13 @@ from config_cases import (
     sample,
 )
 
-ALL = "NEO_DESKTOP_ALL_KEYS"  # of the environment: try every edit, also by the code of transformers
-SAMPLED = 14  # edits of a family
+ALL = "NEO_DESKTOP_ALL_KEYS"  # environment variable: try every edit, also with traced models
+SAMPLED = 14  # edits per family
 YARN: Edit = {"rope_type": "yarn", "factor": 4.0}
 LONG: Edit = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 WINDOWS: Edit = {"use_sliding_window": True, "sliding_window": 9}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# Each gave other tokens, or was refused.
+# Edits that once gave wrong tokens, or a wrong refusal.
 FOUND: list[tuple[str, Edit]] = [
     ("mistral", {"layer_types": MIXED, "sliding_window": 9}),
     ("mixtral", {}),  # without rope_theta
@@ -48,7 +48,7 @@ BY_TRANSFORMERS: list[tuple[str, Edit]] = [
 
 
 def check(folder: Path, model_type: str, edit: Edit, *, with_traced: bool) -> bool:
-    """Return whether both computed scores, which are then the same."""
+    """Return True if both computed scores; assert that these agree."""
     folder.mkdir()
     expected = expected_scores(folder, config_of(model_type, edit))
     if expected is None:

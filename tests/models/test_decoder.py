@@ -1,4 +1,4 @@
-"""The decoder against `transformers`, on every family and in every variant that config.json can describe."""
+"""The decoder against `transformers`, for every family and every variant that config.json can describe."""
 
 from typing import Any
 
@@ -132,7 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def state_of(stages: Stages, token_ids: Tensor, positions: Tensor) -> State:
-    """Ready for the first layer."""
+    """Return a state that is ready for the first layer."""
     of = stages.config, len(token_ids), stages.decoder.dtype, CPU
     state = State.empty(*of, Scratch.empty(*of))
     stages.embed(token_ids, positions, state)
@@ -151,7 +151,7 @@ def test_logits_agree_with_transformers(variant, make_checkpoint):
         expected = reference(token_ids[None]).logits[0]
     logits = logits_of_all(decoder, token_ids)
 
-    assert expected.std() > 0.3  # or agreement would say little
+    assert expected.std() > 0.3  # otherwise agreement would mean little
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert config.num_parameters == sum(weight.numel() for weight in reference.parameters())
@@ -171,7 +171,7 @@ def test_16_bit_logits_are_as_exact_as_those_of_transformers(variant, dtype, mak
         exact = reference.double()(token_ids[None]).logits[0]
     ours = logits_of_all(load_model(open_checkpoint(path), config, dtype=dtype, device=CPU), token_ids)
 
-    # The median of the tokens: one whose experts were a near thing may take others.
+    # The median over the tokens: near a tie, a token may choose other experts.
     errors, of_theirs = ((logits - exact).square().mean(1).median() for logits in (ours, theirs))
     assert errors <= 1.5 * of_theirs
 
@@ -192,7 +192,7 @@ def test_tokens_of_a_sub_batch_do_not_influence_each_other():
 
 
 def test_states_of_more_rows_and_selections_of_rows_give_the_same():
-    """What an executor does: one state for all iterations, and of prompts only the last rows at the end."""
+    """An executor keeps one state for all iterations, and takes only the last rows of prompts at the end."""
     stages = Stages(random_model(shape("tiny"), dtype=torch.float32, device=CPU))
     config = stages.config
     token_ids, positions = torch.arange(7), torch.arange(20, 27)

@@ -1,4 +1,4 @@
-"""Experts in host memory that come to the device: what they make, however stored, cut and divided."""
+"""Experts in host memory that stream to the device: their results, for any format, pieces and division."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from neo_desktop.models.stored_form import StoredForm
 CPU = torch.device("cpu")
 COUNT, RESIDENT, SIZE, PER_TOKEN = 6, 2, 256, 3
 KINDS = (None, "Q8_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4")  # None: floats
-BYTES = 3 * SIZE * SIZE * 4  # of an expert, unpacked
+BYTES = 3 * SIZE * SIZE * 4  # per expert, unpacked
 
 
 def matrix(name: str, kind: str | None, resident: int, seed: int, *, has_bias: bool) -> Linear:
@@ -56,7 +56,7 @@ def moe_of(
 def expected_of(
     experts: Experts, clamped: ClampedGate | None, x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """By those that a row is given to, one after the other."""
+    """Return the MoE output, computed row by row and expert by expert."""
     gates, ups, downs = (
         (each.dense().view(COUNT, SIZE, SIZE), torch.zeros(COUNT * SIZE) if each.bias is None else each.bias)
         for each in (experts.gate, experts.up, experts.down)
@@ -80,7 +80,7 @@ def expected_of(
 def test_device_bus_and_cpu_together_make_what_all_experts_make(
     kind: str | None, resident: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any share; what comes to the device is as exact there as floats are."""
+    """Results agree at any share; streamed experts are as exact on the device as floats."""
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", step * BYTES)
     clamped = ClampedGate() if step == 2 else None
     moe, experts = moe_of(kind, resident, clamped, has_bias=step == 2)
@@ -111,7 +111,7 @@ def test_device_bus_and_cpu_together_make_what_all_experts_make(
         by_cpu = torch.full_like(x, torch.nan)
         moe.multiply_on_host(x, room.choice.host_ids, weights, room, by_cpu)
         found = by_cpu if not streamed and not resident else found + by_cpu
-        # A CPU rounds inputs of quantised matrices to 8 bits.
+        # The CPU rounds the inputs of quantised matmuls to 8 bits.
         assert (found - expected).norm() < (1e-5 if kind is None else 0.02) * expected.norm()
 
 
@@ -126,5 +126,5 @@ def test_a_piece_is_one_expert_at_least_and_as_many_as_it_has_room_for() -> None
     moe, _ = moe_of("Q4_K", RESIDENT, None, has_bias=False)
     (piece,) = moe.pieces(3, torch.float32)
     assert (piece.first, piece.count, piece.elements) == (RESIDENT, 3, 3 * BYTES // 4)
-    assert piece.nbytes < piece.elements * 0.65  # as it is stored
+    assert piece.nbytes < piece.elements * 0.65  # in its stored format
     assert STORED["Q4_K"].nbytes * piece.elements // 256 <= piece.nbytes

@@ -1,4 +1,4 @@
-"""GGUF files of every supported architecture compute what transformers computes with the same weights."""
+"""GGUF files of every supported architecture give transformers' results with the same weights."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def logits(path: Path, token_ids: torch.Tensor, dtype: torch.dtype = torch.float
 
 
 def extras(model: Any) -> dict[str, torch.Tensor]:
-    """What the converter makes of Llama 3's scaling: a factor for each frequency."""
+    """Return the converter's tensor for Llama 3's scaling: a factor per frequency."""
     rope = model.config.rope_parameters
     if rope["rope_type"] != "llama3":
         return {}
@@ -175,7 +175,7 @@ def test_every_type_is_read_as_the_format_defines_it(number: int) -> None:
     assert gguf.GGML_QUANT_SIZES[kind] == (stored.elements, stored.nbytes)
     shape = (8, 1024 // stored.elements * stored.nbytes)
     raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    with np.errstate(all="ignore"):  # any bits as floats: infinities and NaN among them
+    with np.errstate(all="ignore"):  # arbitrary bits as floats, including infinities and NaN
         expected = torch.from_numpy(gguf.quants.dequantize(raw.copy(), kind))
     found = stored.dequantised(torch.from_numpy(raw))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""GGUF files with a mixture of experts: what transformers computes, and weights that stay as they are."""
+"""GGUF files with a mixture of experts: transformers' results, and weights kept in their stored format."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def load(path: Path, *, keep: bool = False) -> Decoder:
         return load_model(checkpoint, config, dtype=torch.float32, device=CPU)
     form = stored_form(check_model(checkpoint, config), config)
     kept = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
-    if not config.qk_norm:  # of which a row lies there for each head
+    if not config.qk_norm:  # in memory, qk norms have a row per head
         assert kept.nbytes == config.weight_bytes(torch.float32, form)
     return kept
 
@@ -90,7 +90,7 @@ def test_weights_are_those_of_the_reference(type_name: str, make_checkpoint: Any
 
 
 def off(found: Tensor, expected: Tensor) -> Tensor:
-    """The relative error of the median token: one whose experts were a near thing may take others."""
+    """Return the median token's relative error: near a tie, a token may choose other experts."""
     return ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
 
 
@@ -154,7 +154,7 @@ def test_a_request_alone_has_the_tokens_that_it_has_in_a_batch(make_checkpoint: 
 def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
     type_name: str, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its quantised rows lie on both sides; the CPU computes them, for floats some experts are streamed."""
+    """Quantised rows are split, and the CPU computes its part; of float models, some experts are streamed."""
     share = StreamedShares((4, 5), (0.0, 0.5 if type_name == "F32" else 0.0))
 
     def fixed(timer: StageTimer, max_rows: int, seconds: float) -> None:

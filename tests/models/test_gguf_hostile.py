@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or made to do harm: one sentence each, no crash, little memory."""
+"""Damaged and malicious GGUF files: one sentence each, no crash, little memory."""
 
 import contextlib
 import re
@@ -203,7 +203,7 @@ EDITS: list[Callable[[bytearray, int, int], Any]] = [
 def test_any_damage_is_seen_or_harmless(
     whole: bytes, tmp_path: Path, edits: list[tuple[Callable[[bytearray, int, int], Any], float, int]]
 ) -> None:
-    """Most of the file is tensors, in which any bytes may stand: the description is what is damaged."""
+    """Most of the file is tensors, where any bytes are valid, so the test damages the header."""
     data = bytearray(whole)
     description = whole.rindex(b"blk.0") + 100
     for edit, where, value in edits:

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files give the ids that llama.cpp gives, and once gave where it is not installed."""
+"""Tokenizers of GGUF files give llama.cpp's ids, or its recorded ids if it is not installed."""
 
 import hashlib
 import importlib
@@ -30,8 +30,8 @@ VOCABULARIES: dict[str, dict[str, Any]] = {
     "llama without prefix": sentence_piece(**NO_ENDS),
     "llama with ends": sentence_piece(**ENDS),
 }
-# For these, llama.cpp ends words at marks (vowel signs, accents of their own). Those who made the
-# vocabularies do not, and neither do we.
+# For these, llama.cpp ends words at combining marks (vowel signs, separate accents). The vocabularies'
+# authors do not, and neither does this program.
 CASED = ("tekken", "gpt-4o", "llama4")
 
 
@@ -140,7 +140,7 @@ def ids_of_llama_cpp(path: Path) -> dict[str, list[int]]:
 
 
 def record(folder: Path) -> None:
-    """Write what llama.cpp gives; needs tests/support on the path, and llama-cpp-python."""
+    """Record llama.cpp's ids; needs tests/support on the path, and llama-cpp-python."""
     found = {}
     for name, entries in VOCABULARIES.items():
         ids = ids_of_llama_cpp(write_vocabulary(folder / "vocabulary.gguf", entries))

@@ -1,4 +1,4 @@
-"""GGUF files of architectures without a decoder here: by the code of transformers, with its tokens."""
+"""GGUF files of architectures without a native decoder: traced models, with the tokens of transformers."""
 
 import logging
 import sys
@@ -28,13 +28,13 @@ ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()}
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_words() -> None:
-    """Torch says millions of them about an export, if somebody listens."""
+    """Silence torch, which logs endlessly about an export to any listening handler."""
     logging.getLogger("torch").setLevel(logging.WARNING)
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
 
 def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    model.set_attn_implementation("eager")  # torch's ignores caps of scores
+    model.set_attn_implementation("eager")  # torch's attention ignores score caps
     with torch.no_grad():
         found: torch.Tensor = model(token_ids[None]).logits[0]
     return found
@@ -78,7 +78,7 @@ def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
-@pytest.mark.parametrize("family", ["gemma2", "granite", "phi3"])  # a tied head, rows in order, fused ones
+@pytest.mark.parametrize("family", ["gemma2", "granite", "phi3"])  # a tied head, rows in order, fused rows
 def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:
     path, model = write_traced(
         tmp_path,
@@ -92,7 +92,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     summary = summarize(path)
     assert summary.form.kept_types == {type_name}
     off = torch.linalg.vector_norm(logits(path, token_ids, keep=True) - expected)
-    assert off <= 0.1 * torch.linalg.vector_norm(expected)  # inputs are rounded to 8 bits
+    assert off <= 0.1 * torch.linalg.vector_norm(expected)  # matmul inputs are rounded to 8 bits
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_without_transformers_it_is_left_to_llama_cpp(
 
 
 def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
-    """Old files are silent about windows and caps."""
+    """Old files lack the keys for windows and caps."""
     keys = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
     path, _ = write_traced(
         tmp_path, "gemma2", metadata={"gemma2.context_length": 8192} | {f"gemma2.{key}": None for key in keys}
@@ -147,7 +147,7 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_head_of_its_own_is_used(keep: bool, tmp_path: Path) -> None:
-    """Configurations of this family tie it, unless they say otherwise."""
+    """Configurations of this family tie the head by default."""
     path, model = write_traced(tmp_path, "starcoder2", "Q8_0", sizes={"tie_word_embeddings": False})
     token_ids = torch.randint(3, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(1))
     expected = expected_logits(model, token_ids)

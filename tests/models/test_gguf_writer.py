@@ -1,4 +1,4 @@
-"""A model that was written as a GGUF file is the same one."""
+"""A model written as a GGUF file reads back unchanged."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def tensors_of(reader: Any) -> dict[str, Any]:
 
 
 def values_of(tensor: Any) -> Tensor:
-    """A tensor's values in 32 bits; the file's bytes are read without the library."""
+    """Return a tensor's values in 32 bits; reads the file's bytes without the library."""
     shape_of = tuple(int(size) for size in reversed(tensor.shape))
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[tensor.tensor_type.name]
     return torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=dtype).reshape(shape_of).float()
@@ -104,7 +104,7 @@ def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Pa
         for kind, ours in (("weight", qkv), ("bias", bias)):
             theirs = values_of(tensors[f"blk.0.{name}.{kind}"])
             for head in range(num_heads):
-                for channel in range(8):  # turns with the one half a head further on
+                for channel in range(8):  # rotates with the channel half a head further on
                     row = begin + 16 * head + channel
                     assert torch.equal(theirs[16 * head + 2 * channel], ours[row])
                     assert torch.equal(theirs[16 * head + 2 * channel + 1], ours[row + 8])

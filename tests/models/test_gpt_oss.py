@@ -1,4 +1,4 @@
-"""gpt-oss from all that it is published in: the same numbers, and what was stored in 4 bits stays so."""
+"""gpt-oss from every published format: the same numbers, and 4-bit weights stay in 4 bits."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def loaded(path: Path, *, keeps: bool = False) -> Decoder:
 
 
 def in_mxfp4(folder: Path) -> dict[str, Tensor]:
-    """Store a checkpoint's experts as OpenAI does; return what they are then, as floats."""
+    """Store a checkpoint's experts in OpenAI's MXFP4 layout; return their new values as floats."""
     tensors, floats = load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(2)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -84,7 +84,7 @@ def test_experts_in_mxfp4_stay_so(make_checkpoint: Any) -> None:
         assert {each.form for each in (layer.mlp.gate, layer.mlp.up, layer.mlp.down)} == {"MXFP4"}
         assert layer.qkv.form != "MXFP4"
     found = logits_of_all(kept, TOKENS)
-    # The median of the tokens: one whose experts were a near thing may take others.
+    # The median over the tokens: near a tie, a token may choose other experts.
     assert 0 < (found - expected).norm(dim=1).median() < 0.03 * expected.norm(dim=1).median()
 
 

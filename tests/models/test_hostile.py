@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm, or damaged so that they might: one sentence each, before anything is built."""
+"""Malicious and dangerously damaged checkpoints: one sentence each, before anything is built."""
 
 import json
 import struct

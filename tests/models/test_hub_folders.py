@@ -1,4 +1,4 @@
-"""Folders as the hub has them, against what transformers loads from the same folder."""
+"""Folders as on the hub, compared with transformers' result for the same folder."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_words() -> None:
-    """Torch says much about an export."""
+    """Silence torch's many messages about an export."""
     logging.getLogger("torch").setLevel(logging.WARNING)
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def changed(path: Path, to: Path, change: Callable[[Tensors], Tensors]) -> Path:
-    """Copy a folder with other tensors."""
+    """Copy a folder, with changed tensors."""
     shutil.copytree(path, to)
     tensors = change(load_file(path / "model.safetensors"))
     save_file({name: each.contiguous().clone() for name, each in tensors.items()}, to / "model.safetensors")
@@ -98,7 +98,7 @@ def check_scores(path: Path) -> None:
 
 
 def check_weights(path: Path) -> None:
-    """Compare each weight with the parameter of that name, or with the expert's part of one."""
+    """Compare every weight with the parameter of that name, or with the expert's part of a stacked one."""
     checkpoint = open_checkpoint(path)
     decoder = load_model(checkpoint, checkpoint.config(), dtype=torch.float32, device=CPU)
     make: Any = AutoModelForCausalLM
@@ -117,7 +117,7 @@ def check_weights(path: Path) -> None:
 def _own_head(tensors: Tensors) -> Tensors:
     embedding = next(each for name, each in tensors.items() if name.split(".")[-2] in ("embed_tokens", "wte"))
     head = embedding.clone()
-    head[-1, -1] += 1  # one number alone
+    head[-1, -1] += 1  # a single number
     head[3] *= -2
     return tensors | {"lm_head.weight": head}
 
@@ -150,7 +150,7 @@ def _with_prefix(tensors: Tensors) -> Tensors:
 
 
 def _buffers(tensors: Tensors) -> Tensors:
-    """Add the buffers that old code has saved, in its types."""
+    """Add the buffers that old code saved, in its dtypes."""
     mask = torch.ones(1, 1, 256, 256).tril()
     found = dict(tensors)
     for layer in {
@@ -169,7 +169,7 @@ def _buffers(tensors: Tensors) -> Tensors:
 
 
 def _predicting(tensors: Tensors) -> Tensors:
-    """DeepSeek's layer behind the last one, and a module as others have."""
+    """Add DeepSeek's prediction layer behind the last layer, and a prediction module like other models'."""
     last = {
         name.replace(".2.", ".3.", 1): each
         for name, each in tensors.items()
@@ -273,7 +273,7 @@ LONG = {
     "long_factor": [2.0 + 0.5 * number for number in range(8)],
     "original_max_position_embeddings": 64,
 }
-BY_ITS_CODE: dict[str, tuple[str, dict[str, Any], int]] = {  # and the context that is served
+BY_ITS_CODE: dict[str, tuple[str, dict[str, Any], int]] = {  # and the served context length
     "clipped": ("olmo", {"clip_qkv": 0.5, "num_hidden_layers": 2}, 256),
     "longrope": (
         "phi3",

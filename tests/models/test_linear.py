@@ -1,4 +1,4 @@
-"""Products of linear layers in every form against double precision, and the weights that come back."""
+"""Matmuls of linear layers in every format against double precision, and the weights read back."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def layer(rows: int, columns: int, dtype: torch.dtype, *, has_bias: bool, seed: 
 
 
 def loaded(linear: Linear, plain: Plain) -> Linear:
-    """With the weights of another, which come in parts."""
+    """Load another layer's weights and bias, in parts."""
     for row in range(0, len(plain.weight), 100):
         linear.load(row, plain.weight[row : row + 100])
     if plain.bias is not None and linear.bias is not None:
@@ -42,7 +42,7 @@ def loaded(linear: Linear, plain: Plain) -> Linear:
 
 
 def forms_of(plain: Plain) -> list[Linear]:
-    """All that the dtype has."""
+    """Return the layer in every format of its dtype."""
     weight, bias = plain.weight, plain.bias
     rows, columns = weight.shape
     made = [
@@ -53,13 +53,13 @@ def forms_of(plain: Plain) -> list[Linear]:
 
 
 def check(linear: Linear, plain: Plain, x: Tensor) -> None:
-    """The error is one of sums in float32, in any order, rounded once to the dtype."""
+    """Assert an error of float32 sums, in any order, rounded once to the dtype."""
     weight, bias = plain.weight.double(), 0.0 if plain.bias is None else plain.bias.double()
     exact = x.double() @ weight.T + bias
     magnitude = x.double().abs() @ weight.abs().T + abs(bias)
     sum_error = (x.shape[1] + 2) * torch.finfo(torch.float32).eps / 2
     info = torch.finfo(plain.weight.dtype)
-    rounding, least = info.eps / 2, info.tiny * info.eps  # the distance of subnormal numbers
+    rounding, least = info.eps / 2, info.tiny * info.eps  # the spacing of subnormal numbers
     product = linear.multiply(x, x.new_empty(len(x), len(plain.weight)))
     assert product.dtype is plain.weight.dtype
     assert product.shape == exact.shape
@@ -93,7 +93,7 @@ def test_errors_are_of_the_size_of_torchs_own(dtype: torch.dtype) -> None:
     room = x.new_empty(33, 300)
     products = [linear.multiply(x, room).double() for linear in forms_of(plain)]
     errors = [(product - exact).square().mean().sqrt() for product in products]
-    assert max(errors) <= 4 * errors[0]  # the order of sums differs; 16-bit products would show as 100
+    assert max(errors) <= 4 * errors[0]  # sums differ in order only; 16-bit products would show as 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,7 +169,7 @@ def test_a_model_computes_the_same_in_any_form() -> None:
 
 
 class Rounded(Plain):
-    """Numbers of 8 bits, a scale per row: what a form may keep is its own affair."""
+    """Format with 8-bit numbers and a scale per row: a format may keep any data."""
 
     form = "rounded"
     writes_in_place = False
@@ -205,7 +205,7 @@ class RoundedForm(Dense):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_another_form_needs_nothing_but_itself(tied: bool) -> None:
-    """Loading, computing, counting: neither decoder nor weights know what lies in memory."""
+    """Loading, computing and counting do not depend on the format's data in memory."""
     config = replace(shape("tiny"), tie_word_embeddings=tied)
     model = random_model(config, dtype=torch.float32, device=CPU)
     rounded = copied(model, form=RoundedForm())

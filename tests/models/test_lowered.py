@@ -1,4 +1,4 @@
-"""Stages of transformers' code as programs of rows: which are, and that they compute what the code does."""
+"""Traced stages as row programs: the families that have them, and agreement with the code's results."""
 
 import ctypes
 from pathlib import Path
@@ -22,7 +22,7 @@ WHOLLY = (
     "opt", "gemma2", "gemma3", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel", "gpt-neox",
     "starcoder2", "falcon", "falcon-grouped",
 )  # fmt: skip
-OF_CODE = "apertus", "cohere2", "deepseek-v3"  # whose layers have what is no step
+OF_CODE = "apertus", "cohere2", "deepseek-v3"  # their layers have operations without a step
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def stages_of(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> 
 
 
 def results(stages: TracedStages, rows: int) -> list[Tensor]:
-    """Return what all stages of an iteration leave; the attention's output is random."""
+    """Return the results of an iteration's stages; the attention output is random."""
     config, dtype = stages.config, stages.decoder.dtype
     state = State.empty(config, rows, dtype, CPU, Scratch.empty(config, rows, dtype, CPU))
     ids = torch.arange(rows) % config.vocab_size
     found = []
-    state.residual.zero_()  # not all of it need be used
+    state.residual.zero_()  # parts may stay unused
     stages.embed(ids, ids % 200, state)
     generator = torch.Generator().manual_seed(0)
     for layer in range(config.num_layers + 1):
@@ -57,7 +57,7 @@ def results(stages: TracedStages, rows: int) -> list[Tensor]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("family", [*WHOLLY, "llama", "qwen3"])
 def test_programs_compute_what_the_code_does(folder: Path, family: str) -> None:
-    """Few rows, those of several products' chunks, and more than are computed at once."""
+    """Test one row, several chunks of a matmul, and more rows than one pass computes."""
     for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.03)):
         stages = stages_of(folder, family, dtype)
         assert sorted(stages._programs) == [0, 1, 2, 3]
@@ -98,14 +98,14 @@ def test_a_program_that_computes_something_else_is_not_used(
 
 
 def _seen(view: Any) -> Tensor:
-    """Return the float32 numbers of what a native function is given."""
+    """Return the float32 numbers of a native function's argument."""
     address, _, shape, _ = view
     count = torch.Size(shape).numel()
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
 
 
 def test_addresses_follow_views_and_slices() -> None:
-    """Heads of a product, a part of each of them, put beside each other the other way round."""
+    """Parts of a matmul's heads are concatenated in reverse order."""
     qkv = Value.new(3, (1, 48), 1, torch.float32, 0)
     heads = qkv.at.narrow(-1, 0, 32).reshape(1, 5, 2, 16).transpose(1, 2)
     assert row_dim(heads) == 2

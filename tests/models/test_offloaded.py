@@ -1,4 +1,4 @@
-"""Matrices that are split between a device and host memory: products, models, and what cannot be split."""
+"""Matrices split between a device and host memory: matmuls, models, and matrices that cannot be split."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ from neo_desktop.models.shapes import shape
 from neo_desktop.models.stages import Scratch, Stages, State
 
 CPU = torch.device("cpu")
-PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
+PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
 SHARES = (0.0, 0.3, 0.7, 1.0)
 
 
 def split_of(weight: Tensor, bias: Tensor | None, resident: int) -> OffloadedLinear:
-    """Loaded in pieces, of which one lies on both sides."""
+    """Return a split matrix, loaded in pieces, one of which spans device and host."""
     rows, columns = weight.shape
     form = OffloadedFormat(PLAIN, DENSE, {"0.qkv": resident}).named("0.qkv")
     made = form.empty(rows, columns, has_bias=bias is not None, dtype=weight.dtype, device=CPU)
@@ -110,7 +110,7 @@ def test_pieces_are_whole_tiles_next_to_each_other(host_rows: int, share: float,
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_a_split_model_says_what_transformers_says(architecture, settings_of_it, seed, make_checkpoint):
-    """Through `advance`, one matrix after the other, and through steps, at any share."""
+    """Logits agree through `advance`, one matrix after the other, and through steps, at any share."""
     path, reference = make_checkpoint(architecture, **settings_of_it)
     config = ModelConfig.from_pretrained(path)
     form = random_split(config, seed, device_form=PLAIN, host_form=DENSE)
@@ -140,7 +140,7 @@ def test_memory_is_told_before_it_is_taken() -> None:
 
 
 def logits_in_steps(model: Decoder, token_ids: Tensor, share: float) -> Tensor:
-    """As `logits_of_all`, but products that are split are computed by somebody else."""
+    """Return the logits of `logits_of_all`, but compute offloaded matmuls outside the stages."""
 
     def advance(stages: Stages, finished: int | None, begun: int | None, state: State, store: object) -> None:
         assert store is None

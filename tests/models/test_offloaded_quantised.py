@@ -1,4 +1,4 @@
-"""Matrices that are split and quantised: products, models of GGUF files, and what is launched in advance."""
+"""Quantised split matrices: matmuls, models of GGUF files, and kernels launched in advance."""
 
 import math
 from pathlib import Path
@@ -31,7 +31,7 @@ NAME = "0.qkv"
 
 
 def load(linear: OffloadedLinear | Quantised, parts: list[Tensor]) -> None:
-    """In pieces that begin at tiles of a part, as from a file."""
+    """Load in pieces that start at tiles of a part, as from a file."""
     first = 0
     for raw in parts:
         for row in range(0, len(raw), 48):
@@ -60,7 +60,7 @@ def test_each_row_is_computed_as_where_it_lies(
     has_bias: bool,
     seed: int,
 ) -> None:
-    """By the CPU the very numbers of a CPU's matrix; on the device products with exact weights."""
+    """The CPU's rows equal an unsplit CPU matrix; the device's rows use exact weights."""
     columns = math.lcm(*(STORED[name].elements for name, _ in shapes))
     parts = [stored_rows(name, rows, columns, seed + i) for i, (name, rows) in enumerate(shapes)]
     of_parts = tuple(PartShape(name, rows) for name, rows in shapes)
@@ -92,7 +92,7 @@ def test_each_row_is_computed_as_where_it_lies(
     weight = exact.to(dtype).double()
     of_device = x.double() @ weight.T + (0.0 if bias is None else bias.double())
     bound = 1e-5 * (x.double().abs() @ weight.abs().T) + torch.finfo(dtype).eps * of_device.abs() + 1e-5
-    if is_kept:  # its weights are not rounded
+    if is_kept:  # the weights are not rounded
         bound += torch.finfo(dtype).eps * (x.double().abs() @ weight.abs().T)
     for each in (share, 0.0, 1.0):
         out = x.new_full((count, rows), torch.nan)
@@ -108,7 +108,7 @@ SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "head_dim": 16,
-}  # kernels are interpreted
+}  # in Triton's interpreter
 LARGE = {"vocab_size": 272, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 
@@ -124,7 +124,7 @@ def test_a_split_model_computes_with_the_weights_of_its_file(
     level: str, seed: int, sizes: Any, types: tuple[str, ...], make_checkpoint: Any, tmp_path: Path
 ) -> None:
     _, model = make_checkpoint(**sizes, num_hidden_layers=2, attention_bias=True)
-    for weight in model.parameters():  # wide layers of large numbers would enlarge errors
+    for weight in model.parameters():  # large weights in wide layers would amplify errors
         weight.data *= 0.2 if weight.ndim == 2 else 1.0
     others = dict(zip(("attn_v", "ffn_up", "ffn_down"), types[1:], strict=True))
     path = write_gguf(tmp_path / "model.gguf", model, type_name=types[0], type_names=others)
@@ -143,7 +143,7 @@ def test_a_split_model_computes_with_the_weights_of_its_file(
 
 
 def test_a_cpu_keeps_all_that_a_gpu_keeps() -> None:
-    """Or a matrix could be stored on the one side, and dequantised on the other."""
+    """Otherwise a matrix could be quantised on one side, and dequantised on the other."""
     assert CODINGS.keys() <= set(KERNEL_TYPES)
 
 

@@ -1,4 +1,4 @@
-"""The operators between products against their formulas in double precision."""
+"""The operators between matmuls against their formulas in double precision."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def check(found: Tensor, exact: Tensor, roundings: int) -> None:
-    """Each rounding to the dtype adds half a unit in the last place; those in float32 add a little."""
+    """Allow half a unit in the last place per rounding to the dtype, and a little for float32 roundings."""
     tolerance = roundings * torch.finfo(found.dtype).eps / 2 + 16 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * 1e-2)
 
@@ -42,7 +42,7 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 def test_addition_and_norm(operators: Operators, hidden: int, dtype: torch.dtype) -> None:
     x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((7, hidden), (7, hidden), (hidden,)))
     residual = residual.flip(0)
-    residual[2] *= 100.0  # large ones occur in trained models
+    residual[2] *= 100.0  # large values occur in trained models
     residual[3] = x[3] = 0.0
     total, out = x + residual, torch.empty_like(x)
     operators.add_rms_norm(x, residual, weight, EPS, out)
@@ -112,7 +112,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only(operators: Operator
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", native.available_isas())
 def test_a_row_alone_is_what_it_is_among_others(isa: str, dtype: torch.dtype) -> None:
-    """For so many rows that several threads share them."""
+    """There are enough rows for several threads."""
     rows, heads, dim = 300, 6, 64
     x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((rows, 384), (rows, 384), (384,)))
     gate_up, qkv = normal(rows, 768, dtype=dtype, seed=1), normal(rows, heads, dim, dtype=dtype, seed=2)

@@ -1,4 +1,4 @@
-"""Products with weights that stay in 4 or 8 bits, and models of such weights."""
+"""Matmuls with weights that stay in 4 or 8 bits, and models with these weights."""
 
 import math
 from pathlib import Path
@@ -38,7 +38,7 @@ def loaded(parts: list[tuple[PartShape, Tensor]], columns: int, bias: Tensor | N
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> None:
-    """Each number of x is off by half of a 127th of its block's largest one at most; sums are float32."""
+    """Allow an error of half of 1/127 of the block's largest number per input, and of float32 sums."""
     blocks = x.double().unflatten(1, (-1, 32))
     steps = (blocks.abs().amax(2, keepdim=True) / 127).expand_as(blocks).reshape(x.shape)
     magnitude = (x.double().abs() + steps) @ weight.double().abs().T
@@ -65,7 +65,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> No
 def test_products_are_as_exact_as_inputs_of_8_bits(
     shapes: list[tuple[str, int]], blocks: int, count: int, dtype: torch.dtype, has_bias: bool, seed: int
 ) -> None:
-    """In all instruction sets and with any number of threads the same; and so is a row alone."""
+    """Results are the same for all instruction sets and thread counts, and for a row alone."""
     columns = math.lcm(*(STORED[name].elements for name, _ in shapes)) * blocks
     parts = [
         (PartShape(name, rows), stored_rows(name, rows, columns, seed + i))
@@ -215,7 +215,7 @@ def test_a_model_computes_with_the_weights_of_its_file(
 ) -> None:
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     _, model = make_checkpoint(**sizes, tie_word_embeddings=tied, attention_bias=True)
-    for weight in model.parameters():  # wide layers of large numbers would enlarge errors
+    for weight in model.parameters():  # large weights in wide layers would amplify errors
         weight.data *= 0.2 if weight.ndim == 2 else 1.0
     path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
     kept, dequantised = kept_and_dequantised(path)
@@ -223,7 +223,7 @@ def test_a_model_computes_with_the_weights_of_its_file(
     for ours, theirs in zip(kept.linears(), dequantised.linears(), strict=True):
         assert torch.equal(ours.dense(), theirs.dense())
     matrices = sum(linear.dense().numel() for linear in dequantised.linears())
-    assert kept.nbytes < dequantised.nbytes - 2.5 * matrices  # of 4 bytes each, at most 1.5 are left
+    assert kept.nbytes < dequantised.nbytes - 2.5 * matrices  # at most 1.5 of 4 bytes per weight are left
     found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
     assert 0 < (found - expected).norm() < 0.03 * expected.norm()
 
@@ -244,7 +244,7 @@ def test_layers_in_one_call_are_those_of_single_products(
         stages.embed(TOKENS[:rows], torch.arange(rows), state)
         for layer in range(config.num_layers):
             stages.advance(layer - 1 if layer else None, layer, state)
-            state.attention.copy_(stages.heads(state)[0])  # anything that depends on the layer before
+            state.attention.copy_(stages.heads(state)[0])  # any function of the previous layer
         stages.advance(config.num_layers - 1, None, state)
         return state.residual + state.x
 

@@ -1,4 +1,4 @@
-"""Hugging Face's folders with quantised matrices: AWQ, GPTQ, compressed-tensors, FP8."""
+"""Hugging Face folders with quantised matrices: AWQ, GPTQ, compressed-tensors, FP8."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def whole_numbers(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def groups_of(kind: str, **weights: Any) -> dict[str, Any]:
-    """A configuration of compressed-tensors."""
+    """Return a configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -82,7 +82,7 @@ PACKED = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOATS = {"type": "float", "num_bits": 8, "symmetric": True}
 
-# name: its configuration, what packs it, how it is called, the form of its matrices in memory
+# name: its configuration, its packing function, its display name, its matrices' format in memory
 FORMATS: dict[str, tuple[dict[str, Any], Make, str, str | None]] = {
     "awq": (AWQ | {"group_size": 64}, of_grid(awq, group=64), "AWQ 4-bit, group 64", "Q4_1"),
     "awq, whole rows": (AWQ | {"group_size": -1}, of_grid(awq, group=-1), "AWQ 4-bit", "Q4_1"),
@@ -241,7 +241,7 @@ def test_each_format_is_what_it_is_described_to_be(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_groups_of_whole_blocks_stay_in_their_bits(name: str, make_checkpoint: Any) -> None:
-    """Minima are rounded to float16, which moves all numbers of a group; symmetric ones are exact."""
+    """Minima are rounded to float16, which shifts a whole group; symmetric groups are exact."""
     config, make, _, form = FORMATS[name]
     path, _ = make_checkpoint(**SIZES)
     exact = quantise(path, config, make)
@@ -262,7 +262,7 @@ def test_groups_of_whole_blocks_stay_in_their_bits(name: str, make_checkpoint: A
     dequantised = load(path, keep=False)
     assert kept.nbytes < 0.7 * dequantised.nbytes
     logits = [logits_of_all(each, TOKENS) for each in (kept, dequantised)]
-    assert 0 < (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()  # inputs are rounded to 8 bits
+    assert 0 < (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()  # matmul inputs are rounded to 8 bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Models whose weights stay quantised on a GPU; its memory is imitated, and its kernels are interpreted."""
+"""Models with quantised weights on a GPU, with imitated memory and interpreted kernels."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ def kept_and_dequantised(path: Path, dtype: torch.dtype) -> tuple[Decoder, Decod
 def test_a_model_computes_with_the_weights_of_its_file(
     type_name: str, tied: bool, level: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    """Of a prompt that is longer than what meets packed weights, and of its first token, which does."""
+    """The prompt is too long for packed-weight kernels; its first token alone uses them."""
     sizes = SIZES | {"vocab_size": 272, "num_hidden_layers": 1, "intermediate_size": 64}
     _, model = make_checkpoint(**sizes, tie_word_embeddings=tied, attention_bias=True)
     path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
@@ -80,7 +80,7 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(
 def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
     make_checkpoint: Any, tmp_path: Path, levels: Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without kernels only where floats have no room: they take the memory of the file."""
+    """GPUs without kernels keep weights quantised only if floats do not fit."""
     _, model = make_checkpoint(**SIZES)
     form = form_of(write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1"))
     options, cuda = EngineOptions(max_batch_tokens=256), torch.device("cuda")

@@ -1,4 +1,4 @@
-"""Folders with quantised matrices that are damaged or made to do harm: a sentence each, or nothing lost."""
+"""Damaged and malicious folders with quantised matrices: one sentence each, or an unharmed model."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ PACKS: dict[str, Callable[[Grid], Tensors]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model in each format."""
+    """A small model in every format."""
 
     def make(name: str) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
         def packed(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -72,7 +72,7 @@ def read_all(path: Path) -> None:
 
 
 def refused(path: Path) -> str | None:
-    """Why it is not read."""
+    """Return the reason for a refusal, or None."""
     try:
         read_all(path)
     except ModelError as error:
@@ -86,7 +86,7 @@ def peak_bytes() -> int:
 
 
 def read_or_refuse(path: Path) -> None:
-    """It is read or refused in a sentence, and takes little memory: the whole model has half a megabyte."""
+    """Read a folder, or refuse it in a sentence, with little memory: the whole model has half a megabyte."""
     before = peak_bytes()
     refusal = refused(path)
     if refusal is None:
@@ -172,7 +172,7 @@ def test_any_tensors_are_read_or_refused(
     for which, edit, number in edits:
         names = sorted(tensors)
         chosen = names[which % len(names)]
-        with contextlib.suppress(RuntimeError):  # no tensor of torch can be like that
+        with contextlib.suppress(RuntimeError):  # torch cannot make every shape and stride
             tensor = edit(tensors.pop(chosen), number)
             if tensor is not None:
                 tensors[chosen] = tensor

@@ -1,4 +1,4 @@
-"""Models that are divided among ranks: together they compute what the whole one does, each with its part."""
+"""Tensor-parallel models: the ranks, each with its part, compute the whole model's results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 320, (24,), generator=torch.Generator().manual_seed(1))
 DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 250},  # parts of another size each
+    "llama": {"intermediate_size": 250},  # parts of different sizes
     "llama3-tied": {},
     "mistral-window": {},
     "qwen2": {},
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def logits(path: Path, rank: Rank, reduce: Reduce | None, *, keep: bool = False) -> torch.Tensor:
-    """Of a rank's part of a checkpoint; of others than rank 0, numbers that nobody wants."""
+    """Return logits of a rank's part of a checkpoint; only rank 0's are meaningful."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config()
     form: WeightFormat = DENSE
@@ -60,7 +60,7 @@ def check_ranks(path: Path, count: int, *, keep: bool = False, tolerance: float 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("family", SIZES)
 def test_ranks_compute_what_the_whole_model_does(family: str, count: int, tmp_path: Path) -> None:
-    """Of biases, sinks, tied heads and experts, too: nothing is added twice or left out."""
+    """Biases, sinks, tied heads and experts are neither added twice nor left out."""
     path = save_checkpoint(tmp_path, family, **DIVISIBLE | SIZES[family])
     check_ranks(path, count)
 
@@ -73,7 +73,7 @@ def test_models_by_the_code_of_transformers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_ranks_may_have_the_same_key_value_heads(kv_heads: int, tmp_path: Path) -> None:
-    """Where there are fewer of these than ranks."""
+    """The model has fewer KV heads than ranks."""
     path = save_checkpoint(tmp_path, "qwen3", **DIVISIBLE | {"num_key_value_heads": kv_heads})
     config = open_checkpoint(path).config()
     assert {config_of_rank(config, Rank(number, 4)).num_kv_heads for number in range(4)} == {1}
@@ -92,9 +92,9 @@ def test_files_of_llama_cpp_are_divided_by_blocks(
     for rank in (Rank(0, 2), Rank(1, 2)):
         part = config_of_rank(config, rank)
         of_part = stored_form(weights_of_rank(weights, config, rank), part)
-        reckoned = form_of_rank(stored_form(weights, config), config, rank)  # without looking at tensors
+        reckoned = form_of_rank(stored_form(weights, config), config, rank)  # without reading tensors
         assert part.weight_bytes(torch.float32, reckoned) == part.weight_bytes(torch.float32, of_part)
-    # Inputs of products in 8 bits are rounded by blocks of 32: the same in a part and in the whole.
+    # 8-bit matmuls round inputs by blocks of 32, equally in a part and in the whole.
     check_ranks(path, 2, keep=True, tolerance=1e-5 if type_name == "F16" else 1e-2)
 
 
@@ -121,7 +121,7 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
         ("llama-3.1-8b", 2, [7168, 7168]),
         ("llama-2-7b", 2, [5376, 5632]),  # 43 blocks of 256
         ("llama-2-13b", 4, [3456] * 4),
-        ("gpt-oss-20b", 2, [1408, 1472]),  # of each expert, in tiles of 64
+        ("gpt-oss-20b", 2, [1408, 1472]),  # per expert, in tiles of 64
         ("qwen3-235b-a22b", 4, [384] * 4),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reading ahead: all of a file is asked for once, in order, before somebody gets there."""
+"""Reading ahead: a whole file is requested once, in order, before the reader needs it."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The named shapes against what their makers publish."""
+"""The named shapes against their publishers' figures."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ PUBLISHED_PARAMETERS = {
     "smollm2-360m": 361_821_120,
 }
 
-# As in the config.json of the releases, which earlier versions of transformers wrote.
+# As in the releases' config.json files, written by earlier versions of transformers.
 PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""A real GGUF file: in float32, its tokens are those of transformers with the same weights."""
+"""A real GGUF file: in float32, its tokens equal those of transformers with the same weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def checkpoint(file: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def stored(file: Path) -> dict[str, torch.Tensor]:
-    """The weights as the `gguf` package dequantises them, under its names."""
+    """The weights, dequantised by the `gguf` package, under its names."""
     return {
         tensor.name: torch.from_numpy(gguf.quants.dequantize(np.array(tensor.data), tensor.tensor_type))
         for tensor in gguf.GGUFReader(file).tensors
@@ -65,7 +65,7 @@ def reference(stored: dict[str, torch.Tensor]) -> Iterator[Any]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     for name, parameter in model.named_parameters():
         weight = stored[names.get_name(name, try_suffixes=(".weight",))]
-        if name.split(".")[-2] in ("q_proj", "k_proj"):  # turn the converter's order back
+        if name.split(".")[-2] in ("q_proj", "k_proj"):  # undo the converter's permutation
             order = permuted(torch.arange(len(weight)), 64).argsort()
             weight = weight[order]
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_transformers(file: Path, reference: Any) -> 
 
 @pytest.mark.sample(0)
 def test_kept_as_it_is_stored_it_says_nearly_the_same(checkpoint: Checkpoint, reference: Any) -> None:
-    """Rounding inputs to 8 bits costs thousandths of a nat per token."""
+    """The rounding of inputs to 8 bits costs thousandths of a nat per token."""
     config = checkpoint.config()
     form = stored_form(check_model(checkpoint, config), config)
     model = load_model(checkpoint, config, dtype=torch.float32, device=torch.device("cpu"), form=form)
@@ -138,7 +138,7 @@ def test_kept_as_it_is_stored_it_answers(file: Path) -> None:
 
 
 def test_its_tokens_are_those_of_llama_cpp_or_as_good(file: Path) -> None:
-    """Both round inputs to 8 bits, each in its own way: where they part, two tokens are about as probable."""
+    """Both round inputs to 8 bits, in different ways: where they diverge, two tokens are nearly tied."""
     llama_cpp = pytest.importorskip("llama_cpp")
     prompts = [open_checkpoint(file).tokenizer().encode(prompt) for prompt in PROMPTS]
     settings = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_its_tokens_are_those_of_llama_cpp_or_as_good(file: Path) -> None:
 
 @pytest.mark.sample(0)
 def test_its_tokenizer_is_that_of_transformers(checkpoint: Checkpoint, file: Path) -> None:
-    """Which does not know how this one cuts numerals that are no digits ("½"): such texts are left out."""
+    """transformers lacks this tokenizer's rule for numerals that are no digits ("½"); the test omits them."""
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ours = checkpoint.tokenizer()
     texts = [text for text in TEXTS if not any(char.isnumeric() and not char.isdigit() for char in text)]

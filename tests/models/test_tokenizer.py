@@ -1,4 +1,4 @@
-"""Tokenizers: agreement with `transformers`, and streams whose pieces add up to the whole text."""
+"""Tokenizers agree with `transformers`, and streamed pieces add up to the whole text."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen: byte-level BPE, whose tokens may end inside a character."""
+    """Return a tokenizer like Llama 3's and Qwen's: byte-level BPE; tokens may end inside a character."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 
 def byte_fallback_backend() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral: "▁" for spaces, `<0xNN>` for what the vocabulary lacks."""
+    """Return a tokenizer like Llama 2's and Mistral's: "▁" for spaces, `<0xNN>` for unknown characters."""
     texts = ["<unk>", *ROLES.values(), *(f"<0x{byte:02X}>" for byte in range(256))]
     texts += ["▁", *"abcdehlorstuw", "▁h", "lo", "▁w", "▁the", "é"]
     merges = [("▁", "h"), ("l", "o"), ("▁", "w")]
@@ -107,7 +107,7 @@ def test_pieces_of_any_text_add_up_to_it(tokenizer, text):
 @given(data=st.data())
 @pytest.mark.parametrize("tokenizer", [Tokenizer(byte_level_backend(), ROLES), ByteTokenizer()])
 def test_pieces_of_any_bytes_add_up_to_what_decode_gives(tokenizer, data):
-    # A model may say anything: halves of characters, special tokens, ids that its tokenizer lacks.
+    # A model may emit anything: halves of characters, special tokens, ids that its tokenizer lacks.
     ids = st.integers(0, tokenizer.vocab_size + 5)
     token_ids = data.draw(st.lists(ids, max_size=50))
     assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)

@@ -1,4 +1,4 @@
-"""Models whose stages are cut out of the code of `transformers`, against `transformers`."""
+"""Traced models, whose stages are cut from the code of `transformers`, against `transformers`."""
 
 import logging
 import shutil
@@ -46,7 +46,7 @@ WRITTEN = ("llama", "qwen3", "mistral")
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_words() -> None:
-    """Torch says millions of them about an export, if somebody listens."""
+    """Silence torch, which logs endlessly about an export to any listening handler."""
     logging.getLogger("torch").setLevel(logging.WARNING)
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
@@ -86,7 +86,7 @@ PATTERNS = {
 def test_operators_compute_what_they_take_the_place_of(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scores are those of the code as it is; patterns are counted in the second layer."""
+    """Scores agree with the original code's; patterns are counted in the second layer."""
     path = folders[family]
     token_ids = torch.randint(0, 300, (9,), generator=torch.Generator().manual_seed(0))
     found: list[list[patterns.Pattern]] = []
@@ -114,7 +114,7 @@ def test_operators_compute_what_they_take_the_place_of(
 
 
 class CountedKernels(TorchDispatchMode):
-    """Counts operators of torch that compute: views are none."""
+    """Counter of torch operators that compute; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class CountedKernels(TorchDispatchMode):
 
 
 def test_a_layer_stores_its_keys_and_values_by_one_operator(tmp_path: Path) -> None:
-    """That of the device: torch's take 26 kernels."""
+    """The layer uses the device's operator: torch's would take 26 kernels."""
     path, stored = save(tmp_path, *FAMILIES["gemma3"]), []
     decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
     operators = SimpleNamespace(
@@ -190,7 +190,7 @@ QUANTISED: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_folders_stand_for_the_same_numbers(tmp_path: Path, name: str) -> None:
-    """Kept in their bits they differ by the rounding of minima and inputs."""
+    """Matrices kept in their format differ only by the rounding of minima and inputs."""
     path = save(tmp_path / "whole", "phi3", {"hidden_size": 128, "intermediate_size": 128})
     copied = Path(shutil.copytree(path, tmp_path / "quantised"))
     settings, make = QUANTISED[name]
@@ -222,10 +222,10 @@ def test_configurations_are_equal_and_hashed_alike(folders: dict[str, Path]) -> 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], family: str) -> None:
-    """With every policy; prompts are computed in pieces."""
+    """Tokens agree for every policy; prompts are computed in chunks."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (1, 7, 30, 70)]
-    attention = "eager" if family == "gemma2" else None  # torch's, its default, ignores the caps
+    attention = "eager" if family == "gemma2" else None  # the default, torch's, ignores the caps
     expected = [transformers_greedy(folders[family], prompt, 16, attention) for prompt in prompts]
     options = EngineOptions(
         model=folders[family],

@@ -1,4 +1,4 @@
-"""Configurations of models that the code of transformers computes: contexts, ends, heads and other names."""
+"""Configurations of traced models: context lengths, end tokens, heads and other key names."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_context_is_that_of_transformers_under_any_name(model_type: str, tmp
 
 
 def test_a_context_shorter_than_what_is_measured_is_kept(tmp_path: Path) -> None:
-    """Learned positions end at the context; only a longer prompt is refused."""
+    """Learned positions end at the context length; only longer prompts are refused."""
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "max_position_embeddings": 96}
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     with Engine.from_pretrained(save(tmp_path, "gpt2", sizes), device="cpu") as engine:

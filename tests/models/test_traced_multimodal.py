@@ -1,4 +1,4 @@
-"""Checkpoints for images or sound, and text: the code of transformers computes the text alone."""
+"""Multimodal checkpoints: the traced model computes the text alone."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ SOUND = {
     "depthwise_separable_out_channel": 16,
     "nemo_conv_channels": 16,
 }
-# Changes of the configuration, and components of the names of weights that text does not need.
+# Changes of the configuration, and parts of weight names that text does not need.
 MULTIMODAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gemma3": (
         {
@@ -67,7 +67,7 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.fixture(params=MULTIMODAL)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
-    """Return a folder, and how many parameters its text needs."""
+    """Return a folder, and the number of parameters that its text model needs."""
     torch.manual_seed(0)
     changes, others = MULTIMODAL[request.param]
     model: Any = AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""More models by the code of transformers, each for something that the families do not have."""
+"""More traced models, each with a feature that the main families lack."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from neo_desktop.models.traced.config import read_traced
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1))
 OTHERS: dict[str, dict[str, Any]] = {
-    # Shared experts of rows alone; attention is gated.
+    # Shared experts beside routed ones; gated attention.
     "afmoe": EXPERTS | {"moe_intermediate_size": 128, "num_experts": 8, "head_dim": 16},
-    "bitnet": {},  # a norm between attention and what it multiplies
-    "glm4": {"head_dim": 16},  # a part of each head is rotated, its neighbours together
+    "bitnet": {},  # a norm between attention and the output matmul
+    "glm4": {"head_dim": 16},  # rotates only a part of a head, in adjacent pairs
     "gpt_bigcode": {"n_inner": 96},  # one key-value head; learned positions
-    "nemotron": {"head_dim": 16},  # norms whose weights have one added
+    "nemotron": {"head_dim": 16},  # norms add one to their weights
 }
 
 

@@ -1,4 +1,4 @@
-"""What is done to the graph of a model of `transformers` before it is cut."""
+"""Changes to the graph of a `transformers` model before it is cut into stages."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ class _Module(nn.Module):
 
 
 def cleaned(code: Code) -> fx.GraphModule:
-    """Return code of x [1, rows, 8] as models' code is before it is cut."""
+    """Return the exported and cleaned graph of code on x [1, rows, 8], as it enters the cut."""
     program = torch.export.export(
         _Module(code), (torch.randn(1, 5, 8),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},), strict=False
     )
@@ -46,7 +46,7 @@ def written_in_slices(x: Tensor) -> Tensor:
 
 
 def written_twice(x: Tensor) -> Tensor:
-    """What is written to has an equal that is not."""
+    """Write in place to two of three equal tensors."""
     (_, best), (_, worst) = x.topk(2, dim=-1), x.topk(2, dim=-1, largest=False)
     one = torch.zeros_like(x).scatter_(-1, best, 1.0)
     other = torch.zeros_like(x).scatter_(-1, worst, 3.0)

@@ -1,4 +1,4 @@
-"""Models by the code of transformers, whose matrices lie on the device and in host memory."""
+"""Traced models with matrices on the device and in host memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +24,8 @@ from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.decoder import TracedDecoder
 
 CPU = torch.device("cpu")
-PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
-# In the last one's first turn, products precede attention that are no queries, keys and values.
+PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
+# The last family's first turn has matmuls before attention that are not queries, keys and values.
 SPLIT = ("llama", "opt", "phi3", "falcon", "stablelm-parallel")
 
 
@@ -42,7 +42,7 @@ def load(folder: Path, form: OffloadedFormat | Dense = DENSE) -> TracedDecoder:
 
 
 def products_of(steps: Iterator[Step], share: float) -> list[str]:
-    """Take all steps before the first one is done, as lanes do; return the products' names."""
+    """Collect all steps before the first one runs, as lanes do; return the matmuls' names."""
     taken, names = list(steps), []
     for step in taken:
         if step.work is not None:
@@ -81,7 +81,7 @@ def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None
     whole = load(folder)
     expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
     form = random_split(whole.config, seed, device_form=PLAIN, host_form=DENSE)
-    if seed == 0:  # all of them
+    if seed == 0:  # offload all rows
         form = OffloadedFormat(PLAIN, DENSE, dict.fromkeys(form.resident_rows, 0))
     model = load(folder, form)
     assert model.has_splits
@@ -94,7 +94,7 @@ def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("policy", ["gpu-only", "neo", "auto"])
 def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
-    """From weights that lie on the device as far as was asked for, divided by what was measured."""
+    """The device holds the requested part of the weights; measurements decide the division."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (3, 40, 17, 70)]
     model = load(folder)
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
 
 
 def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages have more of them than names, and one name would stand for matrices of two widths."""
+    """Stages have more matmuls than names, and one name would stand for matrices of two widths."""
     monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
     token_ids = torch.arange(3, 20)
     whole, config = load(folder), read_traced(folder)
@@ -131,7 +131,7 @@ def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch:
 
 
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
-    """The device may still work in what became too small."""
+    """The device may still use a buffer that became too small."""
     config = read_traced(folder)
     model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
     stages, found = stages_of(model, None), []
@@ -147,7 +147,7 @@ def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
 
 
 def test_experts_stay_on_the_device(tmp_path: Path) -> None:
-    """Of a mixture by the code of transformers all else is divided, with the tokens of transformers."""
+    """All other matrices of a traced mixture are divided; tokens agree with transformers."""
     path = save(tmp_path, *FAMILIES["olmoe"])
     prompt = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     config = read_traced(path)

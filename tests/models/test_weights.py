@@ -1,4 +1,4 @@
-"""Loading weights: any layout that checkpoints come in, and a clear refusal of what is not whole."""
+"""Loading weights: every layout of checkpoints, and clear refusals of incomplete ones."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Deco
 
 
 def edit(path: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of a one-file checkpoint; None removes one. Dots are spelled as double underscores."""
+    """Replace tensors of a one-file checkpoint; None removes one. Double underscores stand for dots."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in changes.items():

@@ -1,4 +1,4 @@
-"""The native core for ARM, built by a cross compiler, solves random problems on an emulated processor."""
+"""The native core for ARM, built with a cross compiler, solves random problems on an emulated processor."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ _LIBRARIES = "/usr/aarch64-linux-gnu"
 
 @pytest.fixture(scope="module")
 def emulator() -> str:
-    """scripts/test installs both, as root on Debian and its relatives."""
+    """The emulator's command; scripts/test installs both programs, as root on Debian and its relatives."""
     path = shutil.which("qemu-aarch64")
     if path is None:
         pytest.skip("needs qemu-aarch64 (Debian, Ubuntu: apt install qemu-user g++-aarch64-linux-gnu)")
@@ -32,11 +32,11 @@ def program(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.sample(0)
-@pytest.mark.timeout(1200)  # it builds the core first
+@pytest.mark.timeout(1200)  # includes a build of the core
 @pytest.mark.parametrize(
     ("processor", "cases", "isas"),
     [
-        ("cortex-a53", 20, "scalar neon"),  # the first 64-bit instructions, nothing newer
+        ("cortex-a53", 20, "scalar neon"),  # the baseline 64-bit instructions only
         ("max", 40, "scalar neon neon_bf16"),
     ],
 )

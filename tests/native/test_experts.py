@@ -1,4 +1,4 @@
-"""What experts make of rows, in one native call, against float64."""
+"""MoE results of one native call, against float64."""
 
 from itertools import product
 from typing import NamedTuple
@@ -17,12 +17,12 @@ DTYPES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 class Layer(NamedTuple):
-    """Some experts, and the same as floats."""
+    """Experts, with the same weights as floats."""
 
     packed: native.PackedExperts
-    matrices: list[Tensor]  # gate, up and down [experts, out, in], of the dtype
+    matrices: list[Tensor]  # gate, up and down [experts, out, in], in the dtype
     biases: list[Tensor]
-    kept: list[Tiles]  # what `packed` refers to
+    kept: list[Tiles]  # owners of the memory behind `packed`
     clamped: tuple[float, float] | None = None
 
 
@@ -119,7 +119,7 @@ def test_rows_may_be_strided_none_and_all_of_one_expert() -> None:
 
 
 def test_experts_that_are_none_add_nothing() -> None:
-    """They are somebody else's: what is left is the same as if they were worth nothing."""
+    """Another device has the experts with id -1: the result is the same as with zero weights for them."""
     of = layer(4, 32, 16, torch.float32)
     x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
     left_out = torch.rand(6, 2) < 0.5

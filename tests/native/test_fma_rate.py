@@ -1,4 +1,4 @@
-"""The rate of multiply-adds is one that attention can be measured against."""
+"""The rate of multiply-adds, a reference for the speed of attention."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""An int8 cache: each row is 127 steps at most; attention over it is exact for the rows that were stored."""
+"""An int8 cache rounds rows to at most 127 steps; attention over it is exact for the stored rows."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ each_isa = pytest.mark.parametrize("isa", native.available_isas())
 
 
 class Int8Case:
-    """A random problem whose keys and values went through an int8 cache."""
+    """A random problem with keys and values from an int8 cache."""
 
     def __init__(self, lengths: list[int], **shape: int) -> None:
         case = make_case(lengths, block_size=16, **shape)  # type: ignore[arg-type]
@@ -29,9 +29,7 @@ class Int8Case:
             rows[0][used], rows[1][used], self.k, self.v, used, k_scale=self.scales[0], v_scale=self.scales[1]
         )
         self.exact = case
-        self.stored = replace(
-            case, k_cache=self.rows(0), v_cache=self.rows(1)
-        )  # what the cache holds, in fp32
+        self.stored = replace(case, k_cache=self.rows(0), v_cache=self.rows(1))  # the cache's content in fp32
 
     def rows(self, which: int) -> Tensor:
         cache = (self.k.flatten(-2), self.v)[which]

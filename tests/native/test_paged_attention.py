@@ -65,7 +65,7 @@ def test_blocks_may_be_parts_of_the_memorys_pages(
 @each_layout
 @each_isa
 def test_where_blocks_lie_does_not_matter(isa: str, paired: bool) -> None:
-    """In whole pages, one after the other, or each in another page: the same numbers, the same result."""
+    """Blocks may be adjacent in whole pages or scattered over pages: the result is the same."""
     case = make_case([300], group=4, blocks_per_page=4, paired=paired)
     expected = case.run(isa=isa)
     old = case.slots(0, torch.arange(300))
@@ -85,9 +85,9 @@ def test_where_blocks_lie_does_not_matter(isa: str, paired: bool) -> None:
 @each_dtype
 @pytest.mark.parametrize("window", [0, 20])
 def test_sinks_take_part_in_the_softmax(isa: str, paired: bool, dtype: torch.dtype, window: int) -> None:
-    """In contexts of one part and of several; far below all scores, like them, and far above."""
+    """Contexts have one part or several; sinks are far below the scores, among them, or far above."""
     case = make_case([1, 40, 1100], group=3, dtype=dtype, paired=paired, window=window)
-    large = [30.0, 80.0] if dtype is torch.float32 else [4.0, 6.0]  # little is left, which has few bits
+    large = [30.0, 80.0] if dtype is torch.float32 else [4.0, 6.0]  # the small rest has few bits
     with_sinks = replace(case, sinks=torch.tensor([-1e30, -1.0, 0.0, 2.5, *large]))
     assert with_sinks.error(with_sinks.run(isa=isa)) < TOLERANCE[dtype]
     none = torch.full((6,), -torch.inf)
@@ -99,11 +99,11 @@ def test_sinks_take_part_in_the_softmax(isa: str, paired: bool, dtype: torch.dty
 @each_dtype
 @pytest.mark.parametrize("softcap", [1.5, 50.0])
 def test_scores_level_off_at_a_cap(isa: str, paired: bool, dtype: torch.dtype, softcap: float) -> None:
-    """Many scores are beyond it, in contexts of one part and of several; it does not apply to sinks."""
+    """Many scores exceed the cap, in contexts of one part or several; it does not apply to sinks."""
     case = make_case([1, 40, 1100], group=3, head_dim=72, dtype=dtype, paired=paired, window=700)
     capped = replace(case, q=3 * case.q, softcap=softcap)
     assert capped.error(capped.run(isa=isa)) < TOLERANCE[dtype]
-    # Of a single token with a low score a sink leaves little, which has few bits.
+    # A sink leaves little of a single token with a low score, and the small rest has few bits.
     case = make_case([60, 40, 1100], group=3, head_dim=72, dtype=dtype, paired=paired, window=700)
     with_sinks = replace(case, q=3 * case.q, softcap=softcap, sinks=torch.linspace(-3.0, 6.0, 6))
     assert with_sinks.error(with_sinks.run(isa=isa)) < TOLERANCE[dtype]
@@ -186,7 +186,7 @@ def one_dominant_token(case: PagedCase) -> None:
 def denormal_keys_and_values(case: PagedCase) -> None:
     tiny = torch.finfo(case.k_cache.dtype).smallest_normal
     case.k_cache.mul_(tiny / 16)
-    if case.v_cache.dtype == torch.float16:  # smaller ones would leave no digits in an fp32 result either
+    if case.v_cache.dtype == torch.float16:  # smaller values would leave no digits in an fp32 result either
         case.v_cache.mul_(tiny / 16)
 
 
@@ -211,7 +211,7 @@ def test_adversarial_inputs(
         float(torch.einsum("hd,thd->ht", case.q[b].double(), case.context(case.k_cache, b)).abs().max())
         for b in range(2)
     )
-    # A logit of size x is known to x * 2^-24 at best, and a weight to as much relatively.
+    # A logit of size x has an error of x * 2^-24 at best, which is the relative error of its weight.
     assert case.error(out) < 1e-5 + 2**-22 * largest_logit * case.scale
 
 

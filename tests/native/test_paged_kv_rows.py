@@ -1,4 +1,4 @@
-"""Rows land in their slots, rounded as torch rounds, and nowhere else; and come back from there."""
+"""Rows are written to their slots and nowhere else, rounded as by torch, and read back."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ each_isa = pytest.mark.parametrize("isa", available_isas())
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, except that one NaN is as good as another."""
+    """Return True if bits are equal, with any NaN equal to any other."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5))
 
 

@@ -1,4 +1,4 @@
-"""Prompt attention equals softmax(q·K)V, and a row has the same bits in any chunk, and as a decode."""
+"""Prompt attention equals softmax(q·K)V, and a row has the same bits in any chunk and as a decode."""
 
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def chunks_of(cuts: list[int], first: int = 0) -> Tensor:
-    """Ends of chunks of one request: chunk i ends with token cuts[i], and has a copy of its context."""
+    """Return the bounds of one request's chunks: chunk i ends with token cuts[i], on a context copy."""
     lengths = [end - begin for begin, end in pairwise((first, *cuts))], cuts
     return torch.tensor([list(accumulate(each, initial=0)) for each in lengths], dtype=torch.int32)
 
@@ -31,7 +31,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_as_a_decode(isa: str, data: st
     head_dim = data.draw(st.sampled_from([8, 24, 64, 80]))
     dtype = data.draw(st.sampled_from(DTYPES))
     length = data.draw(st.integers(1, 150) | st.integers(1020, 1100))
-    first = max(0, length - data.draw(st.integers(1, 150)))  # of the tokens whose queries there are
+    first = max(0, length - data.draw(st.integers(1, 150)))  # the first token with a query
     window = data.draw(st.sampled_from([0, 0, 1, 30, 64, 1024, 1050]))
     softcap = data.draw(st.sampled_from([0.0, 0.0, 2.0]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_as_a_decode(isa: str, data: st
     chunked = attend(q, contexts[0], contexts[1], chunks_of(cuts, first), data.draw(st.integers(1, 3)))
     assert torch.equal(chunked, whole)
 
-    if dtype is torch.bfloat16:  # dot-product instructions, where there are some, would add up otherwise
+    if dtype is torch.bfloat16:  # dot-product instructions would add up in another order
         q, k, v = q.float(), k.float(), v.float()
         whole = attend(q, k, v, chunks_of([length], first), 1)
     pages = -(-length // PAGE)

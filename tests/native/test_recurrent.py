@@ -1,4 +1,4 @@
-"""States and short convolutions of requests equal float64, and transformers' Gated DeltaNet and Mamba-2."""
+"""Recurrent states and short convolutions equal float64, and transformers' Gated DeltaNet and Mamba-2."""
 
 import hypothesis.strategies as st
 import pytest
@@ -21,7 +21,7 @@ def starts_of(counts: list[int]) -> Tensor:
 def scanned(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One request in float64; returns its output and its state."""
+    """Scan one request in float64; return its output and its state."""
     shared = v.shape[1] // q.shape[1]
     q, k = (x.double().repeat_interleave(shared, 1) for x in (q, k))
     out, state = torch.zeros(v.shape, dtype=torch.float64), state.double()

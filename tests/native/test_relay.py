@@ -1,4 +1,4 @@
-"""The relay: attention layer by layer, told through memory alone, as a GPU's stream does it."""
+"""The relay: attention layer by layer, controlled by flags in memory alone, as by a GPU's stream."""
 
 import signal
 import subprocess
@@ -43,7 +43,7 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
 
 
 def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
-    """In each layer other requests, in slots of which some are empty; behind a sub-batch of its own tier."""
+    """Every layer has other requests, in partly empty slots, behind a sub-batch of ordinary decodes."""
     case = make_case([400, 120, 77, 33], group=2)
     ordinary, of_layer = batch_of(case), batch_of(case)
     present = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.int32)
@@ -154,7 +154,7 @@ def test_the_relay_sleeps_between_iterations() -> None:
     relay.finish()
     before = time.process_time()
     time.sleep(0.4)
-    assert time.process_time() - before < 0.2  # a thread that looks at flags would burn 0.4
+    assert time.process_time() - before < 0.2  # a polling thread would use 0.4 s
 
 
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
@@ -166,7 +166,7 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
         RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 7 within 0.2 s"
     ):
         relay.finish()
-    for batch in batches:  # whoever waits later is not left waiting
+    for batch in batches:  # later waits are released as well
         assert bool((batch.flags[1, :, 0] == 1).all())
     relay.start(batches, timeout_s=60)
     for layer in range(NUM_LAYERS):
@@ -185,7 +185,7 @@ def test_patience_begins_anew_with_every_step() -> None:
     assert len(relay.finish()) == NUM_LAYERS
 
 
-# A step that never ends: the page of q cannot be read, and what happens then is that the thread sleeps.
+# A step that never ends: the page of q is unreadable, and the signal handler makes the thread sleep.
 STUCK = """
 import ctypes, mmap, os, signal, threading, time
 import torch
@@ -276,7 +276,7 @@ except RuntimeError as error:
 
 
 def test_a_gpu_that_raises_its_flag_when_it_was_just_given_up_begins_no_step() -> None:
-    """The thread that serves sees the flag before it sees that it was given up, as it may by chance."""
+    """The relay's thread sees the flag before it sees the timeout, which may happen by chance."""
     rest = f"""
 while True:  # until it looks at the flag, which takes all of its time: utime, in ticks
     busy = [thread for thread in threads() - others if int(status(thread)[11]) > 1]
@@ -350,7 +350,7 @@ def test_a_relay_that_is_closed_takes_no_more() -> None:
 
 
 def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
-    """As on a computer that was suspended: the GPU had no time to answer either."""
+    """After a suspension of the computer, the GPU had no time to answer either."""
     program = f"""
 import sys; sys.path.append({str(Path(__file__).parents[1] / "support")!r})
 from paged_case import make_case
@@ -374,6 +374,6 @@ print(len(relay.finish()))
         process.send_signal(signal.SIGSTOP)
         time.sleep(5)
         process.send_signal(signal.SIGCONT)
-        time.sleep(0.5)  # a guard that looks at the clock would give up now
+        time.sleep(0.5)  # a guard that only reads the clock would give up now
         said, _ = process.communicate("\n", timeout=60)
     assert said == f"{NUM_LAYERS}\n"

@@ -1,4 +1,4 @@
-"""The relay's copies: pieces of memory that come to buffers in turn, told through memory alone."""
+"""The relay's copies: pieces of memory move to buffers in turn, controlled by flags in memory alone."""
 
 import time
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neo_desktop.native.relay import DONE, READY, Relay, RelayCopies, RelayStalledError, empty_flags
 
-TIMEOUT_S = 20.0  # for what must come; only a defect waits for so long
+TIMEOUT_S = 20.0  # for expected events; only a defect waits until the end
 
 
 def make_copies(sizes: list[int], num_buffers: int, num_flags: int | None = None) -> RelayCopies:
@@ -22,7 +22,7 @@ def make_copies(sizes: list[int], num_buffers: int, num_flags: int | None = None
 
 
 def wait_until_done(copies: RelayCopies, turn: int) -> Tensor:
-    """Return what has come to the turn's buffer."""
+    """Return the turn's piece, once it has arrived in its buffer."""
     end = time.monotonic() + TIMEOUT_S
     while not copies.flags[DONE, turn, 0]:
         assert time.monotonic() < end, f"piece {turn} does not come"
@@ -60,7 +60,7 @@ def test_a_device_that_takes_nothing_is_told() -> None:
     wait_until_done(copies, 1)
     with pytest.raises(RelayStalledError, match="the GPU did not take weights that come before piece 2"):
         relay.finish()
-    assert copies.flags[DONE, 2, 0] == 1  # nobody waits for it any more
+    assert copies.flags[DONE, 2, 0] == 1  # its waiters are released
     relay.close()
 
 
@@ -76,5 +76,5 @@ def test_copies_that_cannot_be_are_refused() -> None:
     for copies, says in wrong:
         with pytest.raises(ValueError, match=says):
             relay.start([copies])
-    relay.start([])  # nothing was begun
+    relay.start([])  # no iteration was started
     relay.close()

@@ -1,4 +1,4 @@
-"""The relay's products with matrices in host memory, between the attention of two layers."""
+"""The relay's matmuls with matrices in host memory, between the attention of two layers."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ COLUMNS = 64
 
 
 class Case:
-    """One item whose turns have matrices of other heights; those of 0 rows are none."""
+    """One item with a matrix of another height in every turn; 0 rows mean no matrix."""
 
     def __init__(self, name: str, lag: int, heights: list[int], count: int = 3, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ class Case:
         return linear.multiply(x, torch.empty(len(x), linear.rows))
 
     def offload_buffers(self, turn: int) -> Tensor:
-        """Do what a GPU does: bring x, raise the flag, wait for the other, take the product."""
+        """Act as the GPU: write x, raise the flag, wait for the answer's flag, return the product."""
         self.item.x.copy_(self.inputs[turn])
         self.item.flags[0, turn, 0] = 1
         while self.item.flags[1, turn, 0].item() == 0:
@@ -71,7 +71,7 @@ class Case:
 
 
 def turn_of_a_decoder() -> list[Case]:
-    """Of two layers: qkv has no matrix in the last turn, the others none in the first one."""
+    """Return cases of two layers: qkv has no matrix in the last turn, the others have none in the first."""
     return [
         Case("output", 1, [0, 32, 40], seed=1),
         Case("gate_up", 1, [0, 64, 0], seed=2),
@@ -191,7 +191,7 @@ def test_experts_come_in_every_turn_that_has_them_so_many_rows_at_a_time() -> No
         torch.empty(5, 32),
         ids,
         weights,
-        torch.empty(4, 32),  # of two rows, likewise the next two
+        torch.empty(4, 32),  # scratch for two rows, as are the next two
         torch.empty(4, 16),
         torch.empty(4, 32),
         torch.full((5, 32), torch.nan),

@@ -1,4 +1,4 @@
-"""The relay's transfers: rows of KV that cross over layer by layer, told through memory alone."""
+"""The relay's transfers: rows of KV cross layer by layer, controlled by flags in memory alone."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ NUM_SLOTS = PAGES * PAGE_TOKENS
 
 
 def make_layer(dtype: torch.dtype, *, in_pairs: bool) -> RelayLayer:
-    """A layer's cache, all zeros."""
+    """Return a layer's cache, all zeros."""
     shape = (PAGES, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
     k = torch.zeros(shape, dtype=dtype)
     if in_pairs:
@@ -67,7 +67,7 @@ def make_transfer(
 
 
 class Device:
-    """What a GPU does for one transfer, on a thread: fill buffers or take them, raise flags, wait for others.
+    """Thread that plays the GPU in one transfer: it fills or reads buffers, raises flags, waits for flags.
 
     Args:
         rows: to the host: [num_layers, 2, n, kv_heads, head_dim].
@@ -75,8 +75,8 @@ class Device:
     """
 
     def __init__(self, transfer: RelayTransfer, rows: Tensor, pause: Callable[[], None]) -> None:
-        self.taken: list[Tensor] = []  # by layer: to the device
-        self.touched_early = False  # a buffer was written although the device had not taken what is in it
+        self.taken: list[Tensor] = []  # rows by layer, if to the device
+        self.touched_early = False  # a buffer was overwritten before the device had read it
         self._transfer = transfer
         self._rows = rows
         self._pause = pause
@@ -118,7 +118,7 @@ class Device:
 
 
 def expected_steps(num_layers: int, transfers: Sequence[RelayTransfer]) -> list[tuple[int, int]]:
-    """(layer, item) in the order that is promised."""
+    """Return (layer, item) in the promised order."""
 
     def of(layer: int, *, behind: bool) -> Iterator[tuple[int, int]]:
         if 0 <= layer < num_layers:
@@ -137,7 +137,7 @@ def _pause(turns: Iterator[float]) -> None:
 
 @st.composite
 def iterations(draw: st.DrawFn) -> tuple[list[tuple[bool, bool, int]], list[float]]:
-    """Transfers (to host, behind, rows), and how long the devices pause, in turn."""
+    """Draw transfers (to host, behind, rows), and the devices' pauses in seconds, in turn."""
     transfer = st.tuples(st.booleans(), st.booleans(), st.integers(0, 12))
     pause = st.sampled_from([0.0, 0.0, 0.0, 1e-4, 1e-3])
     return draw(st.lists(transfer, min_size=1, max_size=4)), draw(st.lists(pause, min_size=1, max_size=8))
@@ -169,7 +169,7 @@ def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
         write(same, rows, torch.arange(NUM_SLOTS))
     relay = Relay(layers, block_size=16, scale=1.0, num_threads=2)
     for items, pauses in plans:
-        slots = torch.randperm(NUM_SLOTS, generator=generator)  # no two items have one in common
+        slots = torch.randperm(NUM_SLOTS, generator=generator)  # items share no slots
         transfers, devices = [], []
         for to_host, is_behind, count in items:
             transfers.append(
@@ -269,7 +269,7 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told(said: str, *, t
         transfer.flags[READY, 0, 0] = 1
     with pytest.raises(RelayStalledError, match=f"^{said}$"):
         relay.finish()
-    assert bool((transfer.flags[DONE, :, 0] == 1).all())  # whoever waits later is not left waiting
+    assert bool((transfer.flags[DONE, :, 0] == 1).all())  # later waits are released as well
     relay.start([transfer], timeout_s=60)
     Device(transfer, random_rows(), lambda: None).join()
     assert len(relay.finish()) == NUM_LAYERS
@@ -303,5 +303,5 @@ def test_a_relay_that_waits_with_transfers_alone_leaves_the_cpu_to_others() -> N
     relay.start([make_transfer(NUM_LAYERS, SLOTS, to_host=True)])
     before = time.process_time()
     time.sleep(0.4)
-    assert time.process_time() - before < 0.2  # without rests it would take 0.4
+    assert time.process_time() - before < 0.2  # without pauses it would use 0.4 s
     relay.close()

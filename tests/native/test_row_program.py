@@ -1,4 +1,4 @@
-"""Programs of rows: each step against float64, steps in memory that others have left, and what is refused."""
+"""Row programs: each step against float64, reuse of memory between steps, and refusals."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def close(found: Tensor, exact: Tensor, scale: float) -> None:
-    """Rounding of the result, and of sums over as many numbers as are added up in these tests."""
+    """Allow rounding of the result, and of sums as long as in these tests."""
     bound = DTYPES[found.dtype] * (exact.abs() + scale)
     assert ((found.double() - exact).abs() <= bound).all()
 
@@ -47,7 +47,7 @@ ONE_BY_ONE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ONE_BY_ONE)
 def test_numbers_one_by_one(op: str, dtype: torch.dtype, isa: str) -> None:
-    """In groups that do not follow each other, of a length that is no number of lanes."""
+    """Groups are not adjacent, and their length is no multiple of the vector lanes."""
     length, groups, rows = 21, 3, 4
     x, out = numbers(rows, 80, dtype=dtype), torch.zeros(rows, 90, dtype=dtype)
     step = Step(op, (Columns(0, 2, 25),), Columns(1, 5, 28), length, groups=groups, number=0.75)
@@ -85,7 +85,7 @@ def test_numbers_by_two(op: str, dtype: torch.dtype, isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(dtype: torch.dtype, isa: str) -> None:
-    """Of three groups each, in rows whose mean is far from zero."""
+    """Rows have three groups, and a mean far from zero."""
     rows, length, groups, eps = 3, 45, 3, 1e-5
     width = length * groups
     x = numbers(rows, width, dtype=dtype) + 3
@@ -139,7 +139,7 @@ def test_norms_that_are_summed_up_change_the_residual() -> None:
 def test_memory_that_others_have_left_is_not_read(
     sums: list[tuple[int, int]], rows: int, threads: int
 ) -> None:
-    """Each step adds two of the values before; a product lets memory be used again."""
+    """Every step adds two earlier values; a matmul in between allows reuse of memory."""
     width, dtype = 16, torch.float32
     tiles = torch.zeros(width, 16)  # [columns, rows]: an identity, packed as float32
     tiles.fill_diagonal_(1.0)

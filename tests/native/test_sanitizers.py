@@ -1,4 +1,4 @@
-"""The native core, built with sanitizers, solves random problems without a bad access or a data race."""
+"""The native core, built with sanitizers, solves random problems without bad accesses or data races."""
 
 import shutil
 import subprocess
@@ -17,8 +17,9 @@ _OPTIONS = {
 
 
 def _without_random_addresses() -> list[str]:
-    """A prefix for commands, where the system allows it: on some systems addresses are more random than the
-    thread sanitizer of older compilers can take.
+    """Return a command prefix that turns address randomisation off, if the system allows it.
+
+    Some systems randomise addresses more than the thread sanitizer of older compilers supports.
     """
     prefix = ["setarch", "-R"]
     if shutil.which("setarch") is None:
@@ -35,7 +36,7 @@ def test_random_problems(tmp_path: Path, sanitizers: str, cases: int) -> None:
     sanitize = f"-fsanitize={sanitizers}"
     if not native_program.can_compile(compiler, tmp_path, sanitize):
         pytest.skip(f"{compiler} cannot build with {sanitize}")
-    # The imitation of AMX needs no AMX, and unlike the real one is seen by sanitizers.
+    # The imitation of AMX needs no AMX, and unlike the real one it is visible to sanitizers.
     imitate = "-DNEO_DESKTOP_IMITATE_AMX=ON"
     program = native_program.build(tmp_path / "build", compiler, f"{_FLAGS} {sanitize}", imitate)
     output = native_program.run([*_without_random_addresses(), program, str(cases)], _OPTIONS)

@@ -1,4 +1,4 @@
-"""Rows of all layers land in their slots and nowhere else; what does not fit is refused by name."""
+"""Every layer's rows are written to their slots and nowhere else; errors name the wrong argument."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from neo_desktop.native import store_rows
 def test_equals_indexed_assignment(
     layers: int, slots: int, width: int, dtype: torch.dtype, num_threads: int, data: st.DataObject
 ) -> None:
-    """Of rows as they lie in an iteration's memory: K and V of a layer in turn, and padding behind both."""
+    """Rows have an iteration's layout: a layer's K and V in turn, with padding behind both."""
     chosen = torch.tensor(data.draw(st.permutations(range(slots))), dtype=torch.int64)
     chosen = chosen[: data.draw(st.integers(0, slots))]
     rows = torch.randn(layers, 2, len(chosen) + 2, width).to(dtype)[:, 1, : len(chosen)]

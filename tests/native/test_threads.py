@@ -1,4 +1,4 @@
-"""The thread pool: many callers, forked children, and rest when there is nothing to do."""
+"""The thread pool: many callers, forked children, and idle threads that sleep."""
 
 import multiprocessing
 import os
@@ -44,11 +44,11 @@ def test_idle_threads_sleep() -> None:
     make_case([2000, 700]).run(num_threads=4)
     before = time.process_time()
     time.sleep(0.4)
-    assert time.process_time() - before < 0.2  # three spinning workers would burn 0.4 or more
+    assert time.process_time() - before < 0.2  # three spinning workers would use 0.4 s or more
 
 
 def num_threads_with(mask: set[int]) -> tuple[int, int]:
-    """Thread counts by default and beside a GPU, of a process that may use these CPUs alone."""
+    """Return the thread counts, by default and beside a GPU, of a process limited to these CPUs."""
     code = "from neo_desktop.native import *; print(default_num_threads(), num_threads_beside_gpu())"
     child = subprocess.run(
         [sys.executable, "-c", code],

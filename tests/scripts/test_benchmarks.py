@@ -1,4 +1,4 @@
-"""The authors' benchmarks measure and show something; how fast anything is is for people to read."""
+"""The authors' benchmarks run and print results; people judge the speeds."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The scripts behind the documentation's figures still run on the engine as it is."""
+"""The scripts behind the documentation's figures still run on the current engine."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_a_simulated_run_has_a_row_for_each_iteration(policy: str) -> None:
     rows = plot_timeline.simulate_run(policy)
     starts = [row[0] for row in rows]
     assert starts == sorted(starts)
-    assert rows[0][4] > rows[-1][4] == 0  # prompts that wait
+    assert rows[0][4] > rows[-1][4] == 0  # waiting prompts
 
 
 @pytest.mark.parametrize("stop", [[], ["never"]])

@@ -1,4 +1,4 @@
-"""The page that `gpu_check` ends with tells what failed, and what of it mattered."""
+"""The final page of `gpu_check` lists working parts, fallbacks, failures and missed targets."""
 
 import sys
 from pathlib import Path

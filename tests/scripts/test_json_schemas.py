@@ -1,4 +1,4 @@
-"""Random schemas, a small share of those that the script tries."""
+"""Random schemas, a small sample from the script's."""
 
 import pytest
 

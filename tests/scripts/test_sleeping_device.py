@@ -1,4 +1,4 @@
-"""The device that only takes time carries a program out in order, and takes as long as it is told."""
+"""The sleeping device runs a program in order, and takes the given time."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ STAGE = Stage("something", 0, NO_SUB_BATCH, 0)
 
 
 def run(device: SleepingDevice, record: Callable[[Launcher], None]) -> float:
-    """Carry it out twice, as it is recorded and again; return what the second time took."""
+    """Run a program twice, recorded and replayed; return the seconds of the second run."""
     for _ in range(2):
         started = time.perf_counter()
         device.start(SmallProgram("key", record), with_flags=True, with_graphs=True)
@@ -32,7 +32,7 @@ def run(device: SleepingDevice, record: Callable[[Launcher], None]) -> float:
 def test_a_relay_answers_in_the_middle_of_a_program() -> None:
     device = SleepingDevice(lambda lane, work: None)
     with closing(OffloadTimer(torch.device("cpu"), device, in_graph=True)) as offload:
-        assert offload.seconds(4096) > 0  # which checks what came back
+        assert offload.seconds(4096) > 0  # which checks the result
 
 
 def test_work_begins_when_that_of_its_lane_and_what_it_waits_for_has_ended() -> None:
@@ -68,7 +68,7 @@ def test_lanes_take_their_time_side_by_side() -> None:
 
 @pytest.mark.sample(0)
 def test_the_pipeline_is_measured_beside_prediction_and_bound() -> None:
-    """Of the engine's own programs it knows how long each piece of work takes."""
+    """The device knows the duration of every piece of work in the engine's own programs."""
     sizes = ["--shape", "smollm2-135m", "--layers", "1", "--weights", "0.3", "--rows", "1", "--repeats", "1"]
     command = [sys.executable, "-m", "research.split_pipeline", *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)

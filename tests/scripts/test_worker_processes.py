@@ -1,4 +1,4 @@
-"""Worker processes of the script that measures them: they answer, with rows sent ahead and in turn."""
+"""The script that measures worker processes: they answer, with rows sent ahead and in turn."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("more", [[], ["--in-turn", "--token-us", "1"]])
 def test_there_is_a_row_for_each_number_of_workers(more: list[str]) -> None:
-    """How long anything takes is for people to read."""
+    """People judge the times; the test checks the rows."""
     sizes = [
         "--workers",
         "1",

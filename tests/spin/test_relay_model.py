@@ -1,4 +1,4 @@
-"""A GPU and a CPU that wait for each other always end, in every order that is possible (see relay.pml)."""
+"""A GPU and a CPU that wait for each other always finish, in every possible order (see relay.pml)."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _MODEL = Path(__file__).with_name("relay.pml")
-_SECONDS = 600  # some seconds are usual; only a model that grew too large takes so long
+_SECONDS = 600  # a few seconds are usual; only a model that grew too large exceeds the limit
 
 
 def _command(name: str) -> str:
@@ -35,11 +35,11 @@ def _run(folder: Path, *command: str) -> str:
 
 
 def _search(folder: Path, options: str, *, circles: bool = False) -> tuple[int, str]:
-    """Try all that can happen; return how many errors were found, and what was said of the first.
+    """Explore all states; return the number of errors, and the first error's text.
 
     Args:
         options: macros of the model.
-        circles: look for states that are come back to for ever, instead of ends.
+        circles: search for endless cycles instead of bad end states.
     """
     spin, compiler = _command("spin"), _command("cc")
     macros = [f"-D{option}" for option in options.split()]

@@ -1,4 +1,4 @@
-"""A real Chromium on the real page of a real server, whose engine writes what a test says."""
+"""A real Chromium on the real page of a real server, whose engine writes the test's text."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 
 
 class ChatPage:
-    """The page as a user handles it; remembers each host that it asks, and what went wrong."""
+    """The page from a user's view; it records contacted hosts and errors."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -70,7 +70,7 @@ class ChatPage:
         return self.page.locator("#messages").get_by_role("button", name=name)
 
 
-@pytest.fixture(scope="package")  # not longer: meanwhile nothing else can run an event loop in this thread
+@pytest.fixture(scope="package")  # not longer: no other event loop can run in this thread meanwhile
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -87,7 +87,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def executor() -> ScriptedExecutor:
-    """Writes "yes" unless a test says otherwise."""
+    """Executor that writes "yes" unless a test sets other answers."""
     return ScriptedExecutor()
 
 
@@ -100,7 +100,7 @@ def server(executor: ScriptedExecutor, tmp_path: Path) -> Iterator[RunningServer
 
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
-    """Open a page at an address, in a browser of its own; it must run without error to the end."""
+    """Open a page at an address, in its own browser context; assert at the end that it had no errors."""
     opened: list[ChatPage] = []
 
     def open_page(url: str, **options: Any) -> ChatPage:

@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class Program:
-    """`neo-desktop chat` as a user starts it, with a data folder of its own."""
+    """`neo-desktop chat` as a process, with its own data folder."""
 
     def __init__(self, data: Path) -> None:
         self.port = free_port()
@@ -37,7 +37,7 @@ class Program:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Run it, and wait until it answers."""
+        """Start the program, and wait until it answers."""
         program = [sys.executable, "-m", "neo_desktop.app.entry"]
         self._process = subprocess.Popen(
             [*program, "chat", "--no-browser", "--port", str(self.port)],
@@ -55,7 +55,7 @@ class Program:
             time.sleep(0.2)
 
     def end(self, by: signal.Signals) -> None:
-        """Send it a signal and wait until it is gone."""
+        """Send a signal, and wait until the process has ended."""
         if self._process is None:
             return
         self._process.send_signal(by)
@@ -86,7 +86,7 @@ def test_built_in_model_answers_in_the_browser(program: Program, new_page: Calla
     ARTIFACTS.mkdir(exist_ok=True)
     chat.page.screenshot(path=ARTIFACTS / "chat.png")
 
-    # Ctrl-C ends the program, also while a page is open.
+    # Ctrl-C ends the program even while a page is open.
     program.end(signal.SIGINT)
     chat.page.close()
-    chat.problems.clear()  # the page saw its server go
+    chat.problems.clear()  # the page noticed the server's end

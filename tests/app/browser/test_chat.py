@@ -1,4 +1,4 @@
-"""A chat as its user sees it, in a real browser."""
+"""The chat page in a real browser."""
 
 import re
 from collections.abc import Callable
@@ -223,5 +223,5 @@ def test_the_column_is_centred_and_nothing_is_cut_off(
     assert chat.page.evaluate("document.documentElement.scrollWidth") <= width
     pane = chat.page.locator("#chat").bounding_box()
     assert pane is not None
-    sidebar = 280 if width > 768 else 0  # narrower pages have it above the chat
+    sidebar = 280 if width > 768 else 0  # narrow pages show the sidebar above the chat
     assert abs(pane["x"] - sidebar - (width - pane["x"] - pane["width"])) <= 60

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.browser
 
 @contextlib.contextmanager
 def writing_slowly(executor: ScriptedExecutor) -> Iterator[None]:
-    """Let the engine take a step now and then, and all that is left at the end."""
+    """Let the engine step now and then, and finish all steps at the end."""
     is_over = threading.Event()
 
     def step() -> None:

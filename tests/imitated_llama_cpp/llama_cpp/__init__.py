@@ -1,1 +1,1 @@
-"""Stands for llama-cpp-python, whose build takes minutes: what this program calls of it, without a model."""
+"""Stand-in for llama-cpp-python, whose build takes minutes: the functions that this program calls."""

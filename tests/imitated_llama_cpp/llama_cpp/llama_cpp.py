@@ -1,8 +1,8 @@
-"""Functions of llama.h over a "model" that writes the alphabet, one token per byte, and ends behind "z".
+"""Functions of llama.h over a "model" that writes the alphabet, one token per byte, and ends after "z".
 
-A file that holds the word "damaged" cannot be loaded, a bell (byte 7) breaks an evaluation, and behind byte 6
-the logits are no numbers. `gate` holds evaluations while it is not set, and the signal whose number is in
-IMITATED_CRASH ends the process that evaluates.
+A file that contains the word "damaged" cannot be loaded. A bell (byte 7) breaks an evaluation, and after byte
+6 the logits are NaN. `gate` holds evaluations until it is set. The signal with the number in IMITATED_CRASH
+ends the evaluating process.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ TEMPLATE = b"{% for message in messages %}<{{ message.role }}>{{ message.content
 
 gate = threading.Event()
 gate.set()
-decoded: list[list[int]] = []  # what was evaluated at once
+decoded: list[list[int]] = []  # the tokens per evaluation
 _log = [lambda level, text, data: None]
 
 
