@@ -118,7 +118,7 @@ def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, time
             return under_way.outcome(Result.HUNG, f"it had not finished after {seconds:g} s", {})
         match event:
             case None:
-                return under_way.outcome(Result.CRASHED, f"it crashed its process: {running.death()}", {})
+                return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
             case {"event": "begin"}:
                 names = ("name", "title", "mechanism", "level", "deadline_s")
                 under_way = _Begun(**{name: event[name] for name in names})

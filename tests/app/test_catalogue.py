@@ -142,8 +142,8 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
     [
         ("config.json", "{", "not valid JSON"),
         ("config.json", "[" * 100_000, "not valid JSON"),
-        ("config.json", " " * (9 << 20), "such a file may have"),
-        ("config.json", "[]", "no JSON object"),
+        ("config.json", " " * (9 << 20), "that are allowed"),
+        ("config.json", "[]", "not a JSON object"),
         ("config.json", {"architectures": ["MambaForCausalLM"]}, "not supported"),
         ("model.safetensors", b"", "damaged"),
         ("model.safetensors", b"\xff" * 100, "damaged"),

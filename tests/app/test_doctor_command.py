@@ -66,7 +66,7 @@ def test_a_report_names_neither_the_user_nor_the_computer(failed: DoctorReport) 
 def test_what_failed_and_what_serves_are_told(failed: DoctorReport) -> None:
     assert not failed.is_well
     out = io.StringIO()
-    failed.print(Console(file=out, width=220))
+    failed.print(Console(file=out, width=300))
     text = out.getvalue()
     assert "it ended its process: SIGSEGV; in its place: launched piece by piece" in text
     assert "the relative error is nan" in text

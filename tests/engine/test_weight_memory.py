@@ -91,7 +91,7 @@ def test_without_a_gpu_weights_are_divided_only_where_it_was_asked_for() -> None
             r"other 1\d\.\d GB and KV do not .* into the 15\.5 GB of host memory .* file of it in Q8_0 would",
         ),
         ((1, 64), {}, "embeddings, head and norms of this model take 0.66 GB"),
-        ((12, 64), {"gpu_weights_gib": 11.9}, r"11\.90 GiB of weights were asked for .* ask for less"),
+        ((12, 64), {"gpu_weights_gib": 11.9}, r"11\.90 GiB of weights were requested .* request less"),
         ((12, 64), {"gpu_weights_gib": 0.2}, "embeddings, head and norms"),
         ((12, 64), {"gpu_weights_gib": 30.0}, "weights takes 26.0 GB"),
         ((None, 16), {}, "GB of host memory are free"),
@@ -103,4 +103,4 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_help(
     device = CPU if memory[0] is None else CUDA
     with pytest.raises(MemoryError, match=message) as caught:
         plan(*memory, device=device, **given)
-    assert any(word in str(caught.value) for word in ("choose", "ask for less"))
+    assert any(word in str(caught.value) for word in ("choose", "request less"))

@@ -76,7 +76,7 @@ GOOD_ENTRY = '[\n{"prompt": 1, "max_tokens": 1},\n'
         (HEADER + f"2023-11-16 18:15:47,{'9' * 5000},3\n", 2, "ContextTokens"),
         (HEADER + "yesterday,12,3\n", 2, "yesterday"),
         (HEADER + GOOD_ROW + "\n2023-11-16 18:15:47,12\n", 4, "2 fields"),
-        (HEADER + GOOD_ROW + "2023-11-16 18:15:47+00:00,12,3\n", 3, "no time"),
+        (HEADER + GOOD_ROW + "2023-11-16 18:15:47+00:00,12,3\n", 3, "not a time"),
         (HEADER + '"2023-11-16 18:15:47,12,3\n' + GOOD_ROW, 2, "fields"),
         ("TIMESTAMP,ContextTokens\n", 1, "GeneratedTokens"),
         ("", 1, "TIMESTAMP"),

@@ -101,7 +101,7 @@ def paired_arguments() -> dict[str, object]:
         ("k_cache", lambda t: t.float(), r"v_cache has dtype float16; expected float32"),
         ("k_cache", lambda t: t.to(torch.int8), r"v_cache has dtype float16; expected int8"),
         ("block_size", lambda _: 8, r"block_size is 8; dimension pairs need a multiple of 16"),
-        ("k", lambda _: torch.ones(2, 2, 64), r"k and v of the new tokens come together"),
+        ("k", lambda _: torch.ones(2, 2, 64), r"k and v of the new tokens must be given together"),
         ("k_scale", lambda _: torch.ones(6, 2, 16), r"an int8 cache, and no other, comes with k_scale"),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     relay.finish()
 
 
-def test_patience_begins_anew_with_every_step() -> None:
+def test_the_timeout_begins_anew_with_every_step() -> None:
     case = make_case([40])
     relay, batch = relay_of(case), batch_of(case)
     relay.start([batch], timeout_s=3.0)
@@ -219,7 +219,7 @@ _, kv_heads, _, head_dim = case.v_cache.shape
 rows = torch.frombuffer(pages, dtype=q.dtype)[: 8 * kv_heads * head_dim].view(2, 4, kv_heads, head_dim)
 others = threads()
 relay = relay_of(case)
-relay.start([ITEM], timeout_s=PATIENCE)
+relay.start([ITEM], timeout_s=TIMEOUT)
 """
 BEGIN_STEP = """
 protect(0)
@@ -357,7 +357,7 @@ from paged_case import make_case
 from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
 case = make_case([40])
 relay, batch = relay_of(case), batch_of(case)
-relay.start([batch], patience_s=4)
+relay.start([batch], timeout_s=4)
 hand_over(batch, 0)
 print("stop me", flush=True)
 input()
