@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, offload_buffers, relay_of
+from relay_case import NUM_LAYERS, batch_of, offload, relay_of
 
 from neo_desktop.native.relay import Relay, RelayLayer, RelayStalledError
 
@@ -23,7 +23,7 @@ def test_each_layer_is_attended_to_with_its_window() -> None:
         relay.start([batch])
         for layer, window in enumerate(windows):
             expected = replace(case, window=window).run()
-            assert torch.equal(offload_buffers(batch, layer), expected)
+            assert torch.equal(offload(batch, layer), expected)
         assert [(step.layer, step.item) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
 
 
@@ -34,7 +34,7 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
     relay.start(batches)
     for layer in range(NUM_LAYERS):
         for batch in batches:
-            assert torch.equal(offload_buffers(batch, layer), case.run())
+            assert torch.equal(offload(batch, layer), case.run())
     steps = relay.finish()
     assert [(step.layer, step.item) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
     times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
@@ -57,8 +57,8 @@ def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
     relay = relay_of(case)
     relay.start([ordinary, async_decodes])
     for layer in range(NUM_LAYERS):
-        assert torch.equal(offload_buffers(ordinary, layer), case.run())
-        out = offload_buffers(async_decodes, layer)[layer]
+        assert torch.equal(offload(ordinary, layer), case.run())
+        out = offload(async_decodes, layer)[layer]
         expected = replace(case, q=case.q * (layer + 1)).run()
         is_there = present[layer].bool()
         assert torch.equal(out[is_there], expected[is_there])
@@ -86,8 +86,8 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> N
     batch = batch_of(case)
     relay = relay_of(case)
     relay.start([batch])
-    offload_buffers(batch, 0)
-    waiting = threading.Thread(target=lambda: [offload_buffers(batch, layer) for layer in (1, 2)])
+    offload(batch, 0)
+    waiting = threading.Thread(target=lambda: [offload(batch, layer) for layer in (1, 2)])
     relay.cancel()
     waiting.start()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
@@ -95,7 +95,7 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> N
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     relay.start([batch])
-    assert all(torch.equal(offload_buffers(batch, layer), case.run()) for layer in range(NUM_LAYERS))
+    assert all(torch.equal(offload(batch, layer), case.run()) for layer in range(NUM_LAYERS))
     relay.finish()
 
 
@@ -128,7 +128,7 @@ def test_each_layer_has_sinks_of_its_own() -> None:
     relay, batch = Relay(layers, block_size=16, scale=case.scale), batch_of(case)
     relay.start([batch])
     for layer, each in enumerate(sinks):
-        assert torch.equal(offload_buffers(batch, layer), replace(case, sinks=each).run())
+        assert torch.equal(offload(batch, layer), replace(case, sinks=each).run())
     relay.finish()
     with pytest.raises(ValueError, match="all layers must have as many sinks"):
         Relay([layers[0], replace(layers[1], sinks=None)], block_size=16, scale=1.0)
@@ -141,7 +141,7 @@ def test_scores_level_off_at_a_cap() -> None:
     relay, batch = relay_of(case), batch_of(case)
     relay.start([batch])
     for layer in range(NUM_LAYERS):
-        assert torch.equal(offload_buffers(batch, layer), case.run())
+        assert torch.equal(offload(batch, layer), case.run())
     relay.finish()
 
 
@@ -150,7 +150,7 @@ def test_the_relay_sleeps_between_iterations() -> None:
     relay, batch = relay_of(case), batch_of(case)
     relay.start([batch])
     for layer in range(NUM_LAYERS):
-        offload_buffers(batch, layer)
+        offload(batch, layer)
     relay.finish()
     before = time.process_time()
     time.sleep(0.4)
@@ -161,7 +161,7 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     case = make_case([400, 120])
     relay, batches = relay_of(case), [batch_of(case), replace(batch_of(case), index=7)]
     relay.start(batches, timeout_s=0.2)
-    offload_buffers(batches[0], 0)
+    offload(batches[0], 0)
     with pytest.raises(
         RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 7 within 0.2 s"
     ):
@@ -171,7 +171,7 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     relay.start(batches, timeout_s=60)
     for layer in range(NUM_LAYERS):
         for batch in batches:
-            assert torch.equal(offload_buffers(batch, layer), case.run())
+            assert torch.equal(offload(batch, layer), case.run())
     relay.finish()
 
 
@@ -181,7 +181,7 @@ def test_the_timeout_begins_anew_with_every_step() -> None:
     relay.start([batch], timeout_s=3.0)
     for layer in range(NUM_LAYERS):
         time.sleep(1.1)  # together more than the timeout
-        offload_buffers(batch, layer)
+        offload(batch, layer)
     assert len(relay.finish()) == NUM_LAYERS
 
 
@@ -354,15 +354,15 @@ def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
     program = f"""
 import sys; sys.path.append({str(Path(__file__).parents[1] / "support")!r})
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
+from relay_case import NUM_LAYERS, batch_of, offload, relay_of
 case = make_case([40])
 relay, batch = relay_of(case), batch_of(case)
 relay.start([batch], timeout_s=4)
-hand_over(batch, 0)
+offload(batch, 0)
 print("stop me", flush=True)
 input()
 for layer in range(1, NUM_LAYERS):
-    hand_over(batch, layer)
+    offload(batch, layer)
 print(len(relay.finish()))
 """
     with subprocess.Popen(

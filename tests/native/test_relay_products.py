@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, offload_buffers, relay_of
+from relay_case import NUM_LAYERS, batch_of, offload, relay_of
 from torch import Tensor
 
 from neo_desktop import native
@@ -56,7 +56,7 @@ class Case:
         x = self.inputs[turn]
         return linear.multiply(x, torch.empty(len(x), linear.rows))
 
-    def offload_buffers(self, turn: int) -> Tensor:
+    def offload(self, turn: int) -> Tensor:
         """Act as the GPU: write x, raise the flag, wait for the answer's flag, return the product."""
         self.item.x.copy_(self.inputs[turn])
         self.item.flags[0, turn, 0] = 1
@@ -67,7 +67,7 @@ class Case:
     def run(self) -> None:
         for turn, linear in enumerate(self.linears):
             if linear is not None:
-                assert torch.equal(self.offload_buffers(turn), self.expected(turn))
+                assert torch.equal(self.offload(turn), self.expected(turn))
 
 
 def turn_of_a_decoder() -> list[Case]:
@@ -86,7 +86,7 @@ def test_products_come_in_order_in_every_turn_that_has_them() -> None:
         for turn in range(3):
             for case in cases:
                 if case.linears[turn] is not None:
-                    assert torch.equal(case.offload_buffers(turn), case.expected(turn))
+                    assert torch.equal(case.offload(turn), case.expected(turn))
         steps = [(step.layer, step.item) for step in relay.finish()]
         assert steps == [(0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
@@ -109,9 +109,9 @@ def test_products_take_turns_with_attention_and_transfers() -> None:
     for turn in range(NUM_LAYERS + 1):
         for case in (after, before):
             if case.linears[turn] is not None:
-                assert torch.equal(case.offload_buffers(turn), case.expected(turn))
+                assert torch.equal(case.offload(turn), case.expected(turn))
         if turn < NUM_LAYERS:
-            out = offload_buffers(batch, turn)
+            out = offload(batch, turn)
             assert bool(out.isfinite().all())
     steps = [(step.layer, step.item) for step in relay.finish()]
     assert steps == [
@@ -126,11 +126,11 @@ def test_products_take_turns_with_attention_and_transfers() -> None:
 def test_nobody_is_left_waiting(ends: str) -> None:
     relay, cases = Relay([], num_layers=2, num_threads=2), turn_of_a_decoder()
     relay.start([case.item for case in cases], timeout_s=0.3 if ends == "failed" else 0.0)
-    cases[2].offload_buffers(0)
+    cases[2].offload(0)
     if ends == "cancelled":
         relay.cancel()
     waiting = threading.Thread(
-        target=lambda: [case.offload_buffers(turn) for turn in (1, 2) for case in cases if case.linears[turn]]
+        target=lambda: [case.offload(turn) for turn in (1, 2) for case in cases if case.linears[turn]]
     )
     if ends == "cancelled":
         waiting.start()
@@ -148,7 +148,7 @@ def test_nobody_is_left_waiting(ends: str) -> None:
     for turn in range(3):
         for case in cases:
             if case.linears[turn] is not None:
-                assert torch.equal(case.offload_buffers(turn), case.expected(turn))
+                assert torch.equal(case.offload(turn), case.expected(turn))
     relay.finish()
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import make_case
-from relay_case import batch_of, offload_buffers, relay_of
+from relay_case import batch_of, offload, relay_of
 from torch import Tensor
 
 from neo_desktop.native import empty_paired_keys, paged_kv_read, paged_kv_write
@@ -223,7 +223,7 @@ def test_attention_and_transfers_of_one_relay_take_turns() -> None:
     relay.start([RelayTransfer("earlier KV", False, True, slot, (rows, rows.clone()), flags), batch])
     flags[READY] = 1
     for layer in range(3):
-        assert torch.equal(offload_buffers(batch, layer), case.run())
+        assert torch.equal(offload(batch, layer), case.run())
     steps = [(step.layer, step.item) for step in relay.finish()]
     assert steps == [(0, 1), (1, 1), (0, 0), (2, 1), (1, 0), (2, 0)]
     page, row = divmod(int(slot), case.k_cache.shape[2])

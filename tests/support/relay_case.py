@@ -30,7 +30,7 @@ def batch_of(case: PagedCase) -> RelayBatch:
     return RelayBatch(case.q, k, v, out, case.block_tables, case.context_lens, flags)
 
 
-def offload_buffers(batch: RelayBatch, layer: int) -> Tensor:
+def offload(batch: RelayBatch, layer: int) -> Tensor:
     """Act as a GPU in one layer: raise the flag, wait for the other flag, take the output."""
     batch.flags[0, layer, 0] = 1
     while batch.flags[1, layer, 0].item() == 0:
