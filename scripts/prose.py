@@ -56,7 +56,8 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
         pattern = r"(?:^(?!\s*\|).+\n?)+"
         source = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), source, flags=re.M | re.S)
     for block in re.finditer(pattern, source, flags=re.M):
-        text = re.sub(r"^\s*//[/!]?", "", block[0], flags=re.M)
+        text = re.sub(r"^\s*//[/!]? ?", "", block[0], flags=re.M)
+        text = re.sub(r"^  +(?=\S)", "    ", text, flags=re.M) if path.suffix != ".md" else text
         yield source.count("\n", 0, block.start()) + 1, text, False
 
 
@@ -66,7 +67,7 @@ def findings(pieces: Iterable[tuple[int, str, bool]]) -> Iterator[tuple[int, str
         if is_docstring and HEADLESS.match(text):
             yield line, f"headless: {text.splitlines()[0]}"
         plain = re.sub(r"```.*?```|`[^`]*`", "X", text, flags=re.S)
-        plain = re.sub(r"\n\n(    .*(\n|$))+", "\n\n", plain)  # drawings and commands
+        plain = re.sub(r"\n\n((    .*)?(\n|$))+", "\n\n", plain)  # drawings and commands
         yield from ((line, f"banned: {word[0].lower()}") for word in BANNED.finditer(plain))
         ended = re.sub(r"^\s*([-*#|]|\d+\.) ?(.*)$", r"\2.", plain, flags=re.M)  # an item is a sentence
         for sentence in re.split(r"(?<=[.!?:;])\s+", ended):

@@ -7,7 +7,7 @@
 //   values   acc += weight * v
 //
 // Scores live in "lane groups": one vector register holds Q query heads x kTokens tokens, Q * kTokens =
-// lanes,
+// lanes:
 //
 //   lane  0 .. kTokens-1   query 0, tokens t .. t+kTokens-1
 //         kTokens ..       query 1, the same tokens            and so on,

@@ -85,6 +85,7 @@ def test_measure_measures_once_and_tells_where_the_tables_are(tmp_path: Path) ->
     assert json.loads((tmp_path / "third.json").read_text())["tables"] != profiled["tables"]
 
 
+@pytest.mark.sample(0)
 def test_measure_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_path: Path) -> None:
     paths = []
     for dtype in ("auto", "int8"):
@@ -101,6 +102,7 @@ def test_measure_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_
 QUICK = ("--requests", "4", "--input", "20", "--output", "4", "--repeats", "1")
 
 
+@pytest.mark.sample(0)
 def test_bench_writes_a_page_and_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "page"
     result = run("bench", "--suite", "throughput", *SMALL, *QUICK, "--policy", "neo", "--out", out)
@@ -313,6 +315,7 @@ def test_serve_says_that_a_cpu_cache_in_8_bits_may_change_answers(checkpoint: Pa
         assert ("CPU-cache in 8 bits: answers may differ slightly" in line) == (dtype == "int8")
 
 
+@pytest.mark.sample(0)
 def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:
     with running("serve", "--model", checkpoint) as (process, address):
         httpx.post(f"{address}/v1/completions", json={"prompt": "hello", "max_tokens": 4}, timeout=60)

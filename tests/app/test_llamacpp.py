@@ -280,6 +280,7 @@ def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
         service.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGILL", "SIGABRT"])
 def test_a_build_that_crashes_is_tried_twice_and_said(
     name: str, api: Any, file: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@
 // With 8 bits, byte j of a row is column j. With fewer bits, its low half has the lowest bits of column j and
 // its high half those of column 16 + j. Count the columns of group g in the low halves first, then those in
 // the high halves. The bits above are then in byte i of a row:
+//
 //   5 bits: bits g and 4 + g, for the i-th columns of group g
 //   6 bits: in high group g / 2, the two bits from 4 * (g % 2) on, and from 2 + 4 * (g % 2)
 //

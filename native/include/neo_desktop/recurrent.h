@@ -20,7 +20,7 @@ struct StateRows {
 // fp32, fp16 or bf16 of one dtype; states are fp32 and contiguous. Tokens and threads do not change a sum's
 // order.
 
-// With S the state of a head, [key_dim, value_dim], for each token
+// With S the state of a head, [key_dim, value_dim], each token computes:
 //
 //     S = exp(decay) * S
 //     d = beta * (v - S^T k)      or v, if there is no beta
