@@ -170,8 +170,8 @@ def _chats(running: Running, device: str) -> Markup:
 
 def _rates(rates: list[tuple[float, float]]) -> Markup:
     parts = []
-    for tier, name in enumerate(("written", "prompts read")):
-        values = [rate[tier] for rate in rates]
+    for index, name in enumerate(("written", "prompts read")):
+        values = [rate[index] for rate in rates]
         label = f"{number(round(values[-1]))} {name}, at most {number(round(max(values)))}"
         parts += [tag("p", tag("strong", label)), curves({"real": values}, f"Tokens per second: {label}")]
     return _card("Tokens per second", parts)
@@ -198,7 +198,7 @@ def _facts(running: Running) -> Markup:
     rows = [("Model", running.model), ("Runs on", runs_on), ("Policy", running.policy)]
     if running.backend == LLAMACPP:
         rows[2] = ("Computed by", "llama.cpp")
-    rows += [("Weights", f"{weights.bytes / 1e6:,.0f} MB, {weights.tier}") for weights in running.weights]
+    rows += [("Weights", f"{weights.bytes / 1e6:,.0f} MB, {weights.memory}") for weights in running.weights]
     rows += [("Computes in", running.dtype), ("Iterations", f"{counters.iterations:,}")]
     if running.backend != LLAMACPP:
         rows += [

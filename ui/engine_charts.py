@@ -99,8 +99,8 @@ def _points(values: Sequence[float], most: float) -> str:
     step = CHART_WIDTH / max(len(values) - 1, 1)
     height = CHART_HEIGHT - 6
     return " ".join(
-        f"{step * tier:.1f},{CHART_HEIGHT - 2 - height * min(value, most) / most:.1f}"
-        for tier, value in enumerate(values)
+        f"{step * index:.1f},{CHART_HEIGHT - 2 - height * min(value, most) / most:.1f}"
+        for index, value in enumerate(values)
     )
 
 

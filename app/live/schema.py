@@ -112,7 +112,7 @@ class BoundView(_Json):
 
 
 class WeightsView(_Json):
-    tier: str = Field(description="gpu or host")
+    memory: str = Field(description="gpu or host")
     bytes: int
     dtype: str
 

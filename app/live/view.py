@@ -75,7 +75,7 @@ def _running(view: LiveView) -> Running:
         bound=_bound(view),
         weights=[
             WeightsView(
-                tier="host" if view.device_name is None else "gpu",
+                memory="host" if view.device_name is None else "gpu",
                 bytes=view.weights_bytes,
                 dtype=stats.dtype,
             )

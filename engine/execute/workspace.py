@@ -100,7 +100,7 @@ class Workspace:
         model = stages.decoder
         config, dtype, device = model.config, model.dtype, model.device
         self._config, self._dtype, self._device = config, dtype, device
-        self._places, self._capacity = tuple(tiers), capacity
+        self._tiers, self._capacity = tuple(tiers), capacity
         self._num_programs = num_programs
         self._scratch = Scratch.empty(config, capacity.tokens, dtype, device)
         self._states = [
@@ -188,7 +188,7 @@ class Workspace:
 
     def _views(self, graph_key: GraphKey) -> BatchMemory:
         device_decodes = [
-            sum(n for n, tier in zip(rows.decodes, self._places, strict=True) if not tier.host_attends)
+            sum(n for n, tier in zip(rows.decodes, self._tiers, strict=True) if not tier.host_attends)
             for rows in graph_key.sub_batches
         ]
         shapes = [

@@ -111,7 +111,7 @@ class _Memory:
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
         self._weights = config.weight_bytes(dtype, form)
-        self._places = get_policy(options.policy).tiers
+        self._tiers = get_policy(options.policy).tiers
         self._matrices = layer_matrices(config, form, dtype)
         self._streaming = streaming_bytes(self._matrices)
 
@@ -124,12 +124,12 @@ class _Memory:
         if self._weights + self._least_gpu_kv() <= self._room:
             return None
         plans: list[tuple[float, WeightPlan]] = []
-        for tier in self._places:
+        for tier in self._tiers:
             gpu_kv = self._gpu_kv(tier)
             try:
                 plan = self._planned(self._room - self._streaming - gpu_kv)
             except MemoryError:
-                if tier is self._places[-1] and not plans:
+                if tier is self._tiers[-1] and not plans:
                     raise
                 continue
             ms = weight_times(self._matrices, plan, self._rates, 1).ms + self._attention_ms(tier)
@@ -149,7 +149,7 @@ class _Memory:
 
     def check_host(self, plan: WeightPlan) -> None:
         """Raise MemoryError unless host memory holds the other weights, and some KV if it is to store KV."""
-        kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._places) else 0
+        kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._tiers) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
             smaller = self._smaller(self._room - self._streaming - self._least_gpu_kv() + free - kv)
@@ -182,7 +182,7 @@ class _Memory:
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if not any(tier.stays_on_device for tier in self._places):
+        if not any(tier.stays_on_device for tier in self._tiers):
             return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes

@@ -1,7 +1,6 @@
 #include "neo_desktop/operators.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/thread_pool.h"
@@ -15,23 +14,10 @@ constexpr int64_t kSerialElements = 1 << 15;  // one thread processes them befor
 template <class Body>
 void for_rows(int64_t rows, int64_t elements, int num_threads, Body body) {
   const int64_t useful = std::clamp<int64_t>(elements / kSerialElements, 1, check_num_threads(num_threads));
-  const int threads = static_cast<int>(std::min(useful, rows));
-  if (threads <= 1) return body(0, rows);
+  const int64_t threads = std::min(useful, rows);
   constexpr int64_t kTakesPerThread = 4;
-  const int64_t take = std::max<int64_t>(rows / (threads * kTakesPerThread), 1);
-  std::atomic<int64_t> next{0};
-  ThreadPool::shared().run(threads, [&](int) {
-    for (int64_t first; (first = next.fetch_add(take, std::memory_order_relaxed)) < rows;) {
-      body(first, std::min(first + take, rows));
-    }
-  });
-}
-
-void check_like(const TensorView& tensor, const char* dims, std::vector<int64_t> shape, DType dtype,
-                int packed_dims = 1) {
-  check_shape(tensor, dims, shape);
-  check_dtype(tensor, {dtype});
-  check_packed(tensor, packed_dims);
+  const int64_t take = std::max<int64_t>(rows / std::max<int64_t>(threads * kTakesPerThread, 1), 1);
+  ThreadPool::shared().run_parts(threads, rows, take, body);
 }
 
 uint8_t* row_of(const TensorView& tensor, int64_t row) {

@@ -321,10 +321,9 @@ int64_t tile_bytes(const WeightLayout& of, int64_t columns) {
 // Calls body(i) for i in [0, count).
 template <class Body>
 void in_parallel(int64_t count, int64_t elements, int num_threads, Body body) {
-  std::atomic<int64_t> next{0};
-  const int threads = elements < 1 << 14 ? 1 : static_cast<int>(std::min<int64_t>(num_threads, count));
-  ThreadPool::shared().run(threads, [&](int) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+  const int64_t threads = elements < 1 << 14 ? 1 : std::min<int64_t>(num_threads, count);
+  ThreadPool::shared().run_parts(threads, count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) body(i);
   });
 }
 

@@ -1,7 +1,6 @@
 #include "neo_desktop/recurrent.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "neo_desktop/kernels.h"
@@ -17,19 +16,12 @@ constexpr int64_t kChannelsAtOnce = 64;
 const int32_t* integers(const TensorView& tensor) { return static_cast<const int32_t*>(tensor.data); }
 float* floats(const TensorView& tensor) { return static_cast<float*>(tensor.data); }
 
-void check_like(const TensorView& tensor, const char* dims, const std::vector<int64_t>& shape, DType dtype,
-                int packed_dims) {
-  check_shape(tensor, dims, shape);
-  check_dtype(tensor, {dtype});
-  check_packed(tensor, packed_dims);
-}
-
 // Returns the number of requests.
 int64_t check_rows(const StateRows& rows, int64_t tokens, int64_t num_slots) {
   check_dims(rows.slots, "[requests]", 1);
   const int64_t requests = rows.slots.size(0);
-  check_like(rows.slots, "[requests]", {requests}, DType::kInt32, 1);
-  check_like(rows.starts, "[requests + 1]", {requests + 1}, DType::kInt32, 1);
+  check_like(rows.slots, "[requests]", {requests}, DType::kInt32);
+  check_like(rows.starts, "[requests + 1]", {requests + 1}, DType::kInt32);
   const int32_t* starts = integers(rows.starts);
   std::vector<bool> is_used(num_slots);
   for (int64_t i = 0; i < requests; ++i) {
@@ -45,16 +37,13 @@ int64_t check_rows(const StateRows& rows, int64_t tokens, int64_t num_slots) {
   return requests;
 }
 
-// Calls body(item) for each item; any thread may take any item.
+// Calls body(item) for each item; a thread that is free takes the next one.
 template <class Body>
-void for_items(int64_t items, int num_threads, Body body) {
-  const int threads = static_cast<int>(std::min<int64_t>(check_num_threads(num_threads), items));
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int) {
-    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(item);
-  };
-  if (threads <= 1) return work(0);
-  ThreadPool::shared().run(threads, work);
+void for_items(int64_t items, int num_threads, const Body& body) {
+  const int64_t threads = std::min<int64_t>(check_num_threads(num_threads), items);
+  ThreadPool::shared().run_parts(threads, items, 1, [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; ++item) body(item);
+  });
 }
 
 const uint8_t* row_of(const TensorView& tensor, int64_t token, int64_t head) {
@@ -73,11 +62,11 @@ void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, c
   check_dims(k, "[tokens, key_heads, key_dim]", 3);
   const int64_t tokens = v.size(0), heads = v.size(1), value_dim = v.size(2);
   const int64_t key_heads = k.size(1), key_dim = k.size(2);
-  check_like(k, "[tokens, key_heads, key_dim]", {tokens, key_heads, key_dim}, v.dtype, 1);
-  check_like(q, "[tokens, key_heads, key_dim]", {tokens, key_heads, key_dim}, v.dtype, 1);
-  check_like(out, "[tokens, heads, value_dim]", {tokens, heads, value_dim}, v.dtype, 1);
-  check_like(decay, "[tokens, heads]", {tokens, heads}, DType::kFloat32, 1);
-  if (beta) check_like(*beta, "[tokens, heads]", {tokens, heads}, DType::kFloat32, 1);
+  check_like(k, "[tokens, key_heads, key_dim]", {tokens, key_heads, key_dim}, v.dtype);
+  check_like(q, "[tokens, key_heads, key_dim]", {tokens, key_heads, key_dim}, v.dtype);
+  check_like(out, "[tokens, heads, value_dim]", {tokens, heads, value_dim}, v.dtype);
+  check_like(decay, "[tokens, heads]", {tokens, heads}, DType::kFloat32);
+  if (beta) check_like(*beta, "[tokens, heads]", {tokens, heads}, DType::kFloat32);
   check_dims(state, "[slots, heads, key_dim, value_dim]", 4);
   check_like(state, "[slots, heads, key_dim, value_dim]", {state.size(0), heads, key_dim, value_dim},
              DType::kFloat32, 4);
@@ -129,8 +118,8 @@ void short_convolution(const TensorView& x, const TensorView& weight, const std:
   if (width < 2 || width > kMaxConvolution)
     fail("weight has ", width, " taps; expected 2 to ", kMaxConvolution);
   check_like(weight, "[width, channels]", {width, channels}, DType::kFloat32, 2);
-  if (bias) check_like(*bias, "[channels]", {channels}, DType::kFloat32, 1);
-  check_like(out, "[tokens, channels]", {tokens, channels}, x.dtype, 1);
+  if (bias) check_like(*bias, "[channels]", {channels}, DType::kFloat32);
+  check_like(out, "[tokens, channels]", {tokens, channels}, x.dtype);
   check_dims(state, "[slots, width - 1, channels]", 3);
   check_like(state, "[slots, width - 1, channels]", {state.size(0), width - 1, channels}, DType::kFloat32, 3);
   const int64_t requests = check_rows(rows, tokens, state.size(0));

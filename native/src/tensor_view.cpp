@@ -65,6 +65,13 @@ void check_packed(const TensorView& tensor, int last_dims) {
   }
 }
 
+void check_like(const TensorView& tensor, const char* meaning, const std::vector<int64_t>& shape, DType dtype,
+                int packed_dims) {
+  check_shape(tensor, meaning, shape);
+  check_dtype(tensor, {dtype});
+  check_packed(tensor, packed_dims);
+}
+
 void check_no_overlap(const TensorView& tensor, int first_dims) {
   for (int dim = 0; dim < first_dims; ++dim) {
     if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) {

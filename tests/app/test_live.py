@@ -227,7 +227,7 @@ def test_all_figures_are_sent_with_their_units() -> None:
     assert device[1] == {"stage": "work", "layer": 2, "sub_batch": None, "start_ms": 0.7, "end_ms": 1.0}
     assert running["prediction"] == {"mean_error": 0.25, "predicted_ms": [6.0], "real_ms": [8.0]}
     assert running["bound"] is None  # nothing was measured, so nothing is claimed
-    assert running["weights"] == [{"tier": "gpu", "bytes": 1000, "dtype": "float16"}]
+    assert running["weights"] == [{"memory": "gpu", "bytes": 1000, "dtype": "float16"}]
 
 
 def test_a_graph_of_which_only_the_cpu_was_recorded_says_so() -> None:

@@ -147,7 +147,7 @@ def test_agents_tools_are_told_as_their_clients_read_them(ask: Any, prompts: lis
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
     (shell,) = ask(f"</think>{call('local_shell', {'command': ['ls', '-l']})}", **CODEX).output
     assert (shell.type, shell.action.type, shell.action.command) == ("local_shell_call", "exec", ["ls", "-l"])
-    (named,) = ask(f"</think>{call('mcp__docs__weather', {'tier': 'Wien'})}", **CODEX).output
+    (named,) = ask(f"</think>{call('mcp__docs__weather', {'place': 'Wien'})}", **CODEX).output
     assert (named.type, named.name, named.namespace) == ("function_call", "weather", "mcp__docs__")
     results = ("done", "files", "rain")
     history = [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from async_case import AsyncIterations
 from executors import thread_executor
@@ -22,8 +23,7 @@ from split_models import split_model
 from workers import running_worker, with_workers
 
 from neo_desktop.engine.execute.lane import HostStep, Lane, Signal, Work
-from neo_desktop.engine.execute.lanes import TOLD_BY, CallerLane, Lanes
-from neo_desktop.engine.execute.thread_lane import ThreadLane
+from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
@@ -69,10 +69,8 @@ class Record:
 class RecordingLanes(Lanes):
     """Lanes on threads that record every iteration."""
 
-    def __init__(self) -> None:
-        host = {lane: ThreadLane(lane, None) for lane in TOLD_BY}
-        others = set(Lane) - set(TOLD_BY) - {Lane.DEVICE}
-        super().__init__(CallerLane(None), {lane: ThreadLane(lane, None) for lane in others}, host)
+    def __init__(self, *lanes: Any) -> None:
+        super().__init__(*lanes)
         self.record = Record()
         self._numbers: dict[int, int] = {}  # by identity of the signal
         self._signals: list[Signal] = []  # kept alive, so identities stay unique
@@ -138,7 +136,7 @@ class Case:
                 addresses = [stack.enter_context(running_worker())[1] for _ in range(self.num_workers)]
                 here = {tier: storage[tier] for tier in storage.tiers}
                 storage = KVStorage(with_workers(self.model, here, addresses, NUM_BLOCKS, BLOCK_SIZE))
-            lanes = RecordingLanes()
+            lanes = RecordingLanes.threads(None)
             executor = thread_executor(self.model, storage, lanes=lanes)
             stack.callback(executor.close)
             for plan, contexts in self.iterations.plans(NUM_PLANS):

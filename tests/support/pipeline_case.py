@@ -146,7 +146,7 @@ class RandomIterations:
     ) -> None:
         self._rng = random.Random(seed)
         self._block_size = block_size
-        self._places = tiers
+        self._tiers = tiers
         self._free = {tier: list(range(num_blocks)) for tier in tiers}
         for blocks in self._free.values():
             self._rng.shuffle(blocks)
@@ -196,7 +196,7 @@ class RandomIterations:
     def _move(self) -> list[BlockCopy]:
         copies = []
         for request in self._rng.sample(self._requests, len(self._requests)):
-            tier = self._rng.choice(self._places)
+            tier = self._rng.choice(self._tiers)
             if tier == request.tier or request.is_async or self._rng.random() < 0.5:
                 continue
             if tier.host_attends and request.tier.host_attends:
@@ -216,9 +216,7 @@ class RandomIterations:
         while len(self._requests) < 6 and self._rng.random() < 0.8:
             self._num_made += 1
             tokens = [self._rng.randrange(257) for _ in range(self._rng.randint(1, 40))]
-            self._requests.append(
-                Request(f"request {self._num_made}", tokens, self._rng.choice(self._places))
-            )
+            self._requests.append(Request(f"request {self._num_made}", tokens, self._rng.choice(self._tiers)))
 
     def _make_async_groups(self) -> tuple[AsyncGroup, ...]:
         """Return the async decodes by stage; none here."""
@@ -255,7 +253,7 @@ class RandomIterations:
         parts: list[list[ScheduledSequence]] = [[] for _ in range(self._rng.choice((1, 2, 2, 2)))]
         for sequence in sequences:
             self._rng.choice(parts).append(sequence)
-        order = self._places
+        order = self._tiers
         for part in parts:
             part.sort(key=lambda s: (order.index(s.tier), s.is_decode))
         return tuple(SubBatch(tuple(part)) for part in parts)

@@ -39,7 +39,9 @@ std::string to_string(const std::vector<int64_t>& values);
 void check_dims(const TensorView& tensor, const char* meaning, size_t dims);
 void check_shape(const TensorView& tensor, const char* meaning, const std::vector<int64_t>& expected);
 void check_dtype(const TensorView& tensor, std::initializer_list<DType> allowed);
-void check_packed(const TensorView& tensor, int last_dims);       // the last dimensions are contiguous
+void check_packed(const TensorView& tensor, int last_dims);  // the last dimensions are contiguous
+void check_like(const TensorView& tensor, const char* meaning, const std::vector<int64_t>& shape, DType dtype,
+                int packed_dims = 1);                             // the three checks above
 void check_no_overlap(const TensorView& tensor, int first_dims);  // no expanded (stride 0) dimension
 
 }  // namespace neo_desktop

@@ -1,7 +1,9 @@
 // Threads that help with one call at a time and sleep in between.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -23,6 +25,19 @@ class ThreadPool {
   // dynamically, and be complete when body(0) and the other started calls have returned. The body must not
   // throw. Throws std::system_error if the system refuses a new thread.
   void run(int participants, const std::function<void(int participant)>& body);
+
+  // Calls body(first, last) for parts of [0, items), `take` items each; a participant that is free takes the
+  // next part. At most one participant: one call on this thread.
+  template <class Body>
+  void run_parts(int64_t participants, int64_t items, int64_t take, const Body& body) {
+    if (participants <= 1) return body(0, items);
+    std::atomic<int64_t> next{0};
+    run(static_cast<int>(participants), [&](int) {
+      for (int64_t first; (first = next.fetch_add(take, std::memory_order_relaxed)) < items;) {
+        body(first, std::min(first + take, items));
+      }
+    });
+  }
 
   // Sets whether new workers, and threads that keep the pool awake, are bound to one CPU each; the default is
   // true. Returns the effective setting: false if the system refuses.
