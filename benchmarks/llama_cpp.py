@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
 from neo_desktop.app.engines.process import crash_signal
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
@@ -42,6 +41,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.simulation.workload import synthetic
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -175,7 +175,7 @@ class LlamaCppBaseline:
         """
         job = self._job
         assert job is not None, "`take` comes first"
-        give_back_memory()
+        return_memory()
         progress(0.0, "llama.cpp: loading the model")
         requests = job.workload.requests
         outputs = sum(request.output_tokens for request in requests)

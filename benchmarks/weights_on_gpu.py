@@ -22,7 +22,6 @@ from benchmarks.checks import above_zero, at_least, each_once
 from benchmarks.rig import POLICY, Rig
 from benchmarks.shown import model_arguments, progress, show
 from benchmarks.weights_on_gpu_report import Sides, Way, WeightsCase, WeightsReport
-from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.section import Spread
 from neo_desktop.app.bench.words import no_gpu
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
@@ -43,6 +42,7 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
@@ -136,7 +136,7 @@ class _Measurement:
                 except (MemoryError, torch.OutOfMemoryError) as error:
                     said = str(error).partition("\n")[0] or _LESS_ROOM
                     self._notes.append(f"{' and '.join(ways)} with {share:.0%} on the GPU: {said}.")
-                give_back_memory()
+                return_memory()
                 if self._report is not None:
                     yield self._told(self._report)
         if self._report is None:

@@ -194,6 +194,7 @@ class Iterations:
         self._last_end_s = now
 
     def close(self) -> None:
-        """Close and drop the executor; may be called again."""
+        """Close and drop the executor and the KV pools; may be called again."""
+        self._reserve = None
         if (executor := vars(self).pop("executor", None)) is not None:
             executor.close()

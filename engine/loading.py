@@ -30,6 +30,7 @@ from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import Checkpoint, open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -91,6 +92,7 @@ def load(
     """
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
+    return_memory()
     plan = plan or partial(_plan, options, rank)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)

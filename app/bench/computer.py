@@ -5,7 +5,6 @@ no repetition helps against what lasts for minutes. Then it must at least be tol
 made between the suites.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,12 +61,6 @@ def describe(probes: Sequence[Probe]) -> str | None:
 def bytes_beyond_caches() -> int:
     """Return a size of host memory far beyond the caches, within a quarter of what is free."""
     return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
-
-
-def give_back_memory() -> None:
-    """Return what is no longer referred to, on the GPU too: the next measurement looks at what is free."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where no GPU was used
 
 
 def _ranges(probes: Sequence[Probe]) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from neo_desktop.app.bench.computer import Probe, Prober, give_back_memory
+from neo_desktop.app.bench.computer import Probe, Prober
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
@@ -21,6 +21,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import GIB
 from neo_desktop.engine.profiling.hardware import host_memory, machine_info
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.shapes import shape
 
 
@@ -85,7 +86,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
             break
         except EXPECTED as error:  # anything else is a defect, and its traceback is wanted
             failures.append(Failure(name, error_text(error)))
-        give_back_memory()
+        return_memory()
         probes.append(prober.probe())
     return Report(
         started=started,

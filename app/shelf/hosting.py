@@ -38,10 +38,10 @@ from neo_desktop.app.shelf.load_thread import (
     is_expected,
     load_in_thread,
     release,
-    return_memory,
 )
 from neo_desktop.app.shelf.restarts import Restarts
 from neo_desktop.app.words import error_text
+from neo_desktop.engine.unused_memory import return_memory
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class ModelHost:
         return told
 
     async def _start_again(self, loading: Loading, load: Loader, ended: EngineService) -> None:
-        """BatchShape a model until that succeeds, or too many engines have ended."""
+        """Load a model until that succeeds, or too many engines have ended."""
         name, service = loading.name, None
         try:
             async with self._changes:

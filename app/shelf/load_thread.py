@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import ctypes
-import gc
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.words import EXPECTED
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.unused_memory import return_memory
 
 Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
 
@@ -25,7 +21,7 @@ class LoadStoppedError(Exception):
 async def load_in_thread(
     name: str, load: Loader, progressed: Progress, is_stopped: threading.Event
 ) -> EngineService:
-    """BatchShape in a thread that the program's end need not wait for.
+    """Load in a thread that the program's end need not wait for.
 
     Args:
         progressed: called on the event loop.
@@ -65,15 +61,6 @@ def release(service: EngineService) -> None:
     """Free what a service that was stopped holds."""
     service.close()
     return_memory()
-
-
-def return_memory() -> None:
-    """Return unreferenced memory to the system, on the GPU too."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where no GPU was used
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_expected(error: Exception) -> bool:

@@ -68,7 +68,7 @@ class ModelLoader:
         self._process: EngineProcess | None = None  # of the model that was loaded last
 
     def __call__(self, name: str, progress: Progress) -> EngineService:
-        """BatchShape a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
+        """Load a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
         model = self.catalogue.get(name)
         self.figures()  # now, while nothing else runs
         self._before_bytes = psutil.Process().memory_info().rss

@@ -34,8 +34,11 @@ def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
 
 
 def suits_graphs(on_host: Iterable[Tensor], device: torch.device) -> bool:
-    """Return True if CUDA graphs of a device can copy from and to these tensors: a GPU needs them pinned."""
-    return device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
+    """Return True if CUDA graphs of a device can copy from and to these tensors: a GPU needs them pinned.
+
+    A tensor without elements has no memory, which CUDA reports as not pinned.
+    """
+    return device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host if tensor.numel())
 
 
 def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:

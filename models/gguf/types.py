@@ -67,7 +67,7 @@ def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Te
 
 
 def _looked_up(numbers: Tensor, values: tuple[int, ...]) -> Tensor:
-    table = torch.tensor(values, dtype=torch.float32)
+    table = torch.tensor(values, dtype=torch.float32, device=numbers.device)
     return table.index_select(0, numbers.flatten().int()).view(numbers.shape)
 
 
@@ -85,7 +85,8 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def five_bits(blocks: Tensor, start: int) -> Tensor:
     """Unpack numbers of 5 bits: 4 bytes with the fifth bits come first, then four bits per number."""
-    fifth = (blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    fifth = (blocks[:, start : start + 4, None] >> shifts) & 1
     return unpacked(blocks[:, start + 4 :], 4, 16) | (fifth.flatten(1) << 4)
 
 
@@ -148,8 +149,9 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    high = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
-    low = (blocks[:, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, 2:4, None] >> shifts) & 3
+    low = (blocks[:, 4:8, None] >> shifts[:3:2]) & 15
     scales = _half(blocks, 0) * ((low.flatten(1) | (high.flatten(1) << 4)).view(torch.int8) - 32)
     return _scaled(_looked_up(unpacked(blocks[:, 8:], 4, 16), _IQ4), scales)
 

@@ -93,8 +93,10 @@ def imitated_device() -> ImitatedDevice | None:
         library = ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
+    if not hasattr(library, "imitated_gpu_recover"):
+        return None
     library.imitated_gpu_counted_calls.restype = ctypes.c_void_p
-    return ImitatedDevice(library) if hasattr(library, "imitated_gpu_recover") else None
+    return ImitatedDevice(library)
 
 
 needs_imitated_gpu = [

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
-from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.workload import run
@@ -19,6 +18,7 @@ from neo_desktop.engine.parts import set_up, take_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
+from neo_desktop.engine.unused_memory import return_memory
 
 FIRST_BURST, MOST_BURST = 4, 512
 BURST_GAIN = 1.1  # what a burst twice as large has to bring
@@ -129,7 +129,7 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
 
 def _open(options: LoadOptions, model: LoadedModel | None, name: str, progress: Progress) -> Engine:
     """Return the engine to measure; `model` is None where it is not loaded yet."""
-    give_back_memory()  # the engine before this one is gone, and counts as free
+    return_memory()  # the engine before this one is gone, and counts as free
     own = replace(options, policy=name)
     return Engine.from_parts(
         set_up(own) if model is None else take_memory(model, own),

@@ -73,10 +73,10 @@ def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[...,
     expect(chat.page.get_by_text("is no model's name")).to_be_visible()
     name.fill("org/tiny")
     name.press("Enter")
-    card(chat, "org/tiny").get_by_role("button", name="Load").click()
+    card(chat, "org/tiny").get_by_role("button", name="Load", exact=True).click()
     expect(card(chat, "org/tiny")).to_contain_text("Loaded")
-    card(chat, "org/tiny").get_by_role("button", name="Unload").click()
-    expect(card(chat, "org/tiny").get_by_role("button", name="Load")).to_be_visible()
+    card(chat, "org/tiny").get_by_role("button", name="Unload", exact=True).click()
+    expect(card(chat, "org/tiny").get_by_role("button", name="Load", exact=True)).to_be_visible()
     chat.open(url)
     expect(chat.page.locator(".model-line")).to_have_attribute("data-state", "none")
 
