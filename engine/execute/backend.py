@@ -1,6 +1,7 @@
 """Backends that run programs: threads for a model on the CPU, or streams and graphs of a GPU."""
 
 import ctypes
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,6 +19,9 @@ from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
 from neo_desktop.engine.watchdog import Watchdog
+
+# A part without work on the device makes an empty graph, which is harmless.
+warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
 

@@ -9,7 +9,7 @@ import torch
 from fallback_levels import Levels
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
 from neo_desktop.engine.execute import build
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.transfer import HostBuffer
@@ -111,3 +111,11 @@ def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) 
     streams = SimpleNamespace(sms=4, stream=object, on_device=nullcontext)
     build.build_executor(model, storage, 64, 4, None, streams)  # type: ignore[arg-type]
     assert fallbacks.limits() == ({} if fits else {"graphs": "eager"})
+
+
+def test_graphs_need_pinned_memory_only_where_there_is_any() -> None:
+    """CUDA reports a tensor without elements as not pinned."""
+    device = torch.device("cuda")
+    assert suits_graphs([torch.empty(0, 8)], device)
+    assert not suits_graphs([torch.empty(0, 8), torch.empty(1)], device)
+    assert suits_graphs([torch.empty(1)], torch.device("cpu"))

@@ -1,7 +1,9 @@
 """The whole engine against transformers, on small random checkpoints of every family."""
 
+import gc
 import logging
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +409,24 @@ def test_caches_that_cannot_be_had_are_refused(checkpoints: dict[str, Path]) -> 
         Engine.from_pretrained(checkpoints["llama"], device="cpu", gpu_cache_tokens=10**10)
     with pytest.raises(MemoryError, match="no room for KV"):
         Engine.from_pretrained(checkpoints["llama"], device="cpu", policy="gpu-only", gpu_cache_tokens=0)
+
+
+def test_a_closed_engine_holds_neither_weights_nor_kv(checkpoints: dict[str, Path]) -> None:
+    """Otherwise the next engine of the process finds no memory."""
+    others = {id(each) for each in large_tensors()}
+    engine = Engine.from_pretrained(
+        checkpoints["llama"], device="cpu", policy="neo", gpu_cache_tokens=320, cpu_cache_tokens=320
+    )
+    engine.generate(prompts(2), SamplingParams(max_tokens=2, temperature=0.0))
+    tensors = [weakref.ref(each) for each in large_tensors() if id(each) not in others]
+    assert len(tensors) > 10
+    engine.close()
+    gc.collect()
+    assert [each for each in tensors if each() is not None] == []
+
+
+def large_tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor and each.nbytes > 10_000]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -270,3 +270,11 @@ def test_what_cannot_be_computed_is_refused_by_name(
     path = write_gguf(tmp_path / "model.gguf", model, metadata=changes)
     with pytest.raises(ModelError, match=message):
         Engine.from_pretrained(path, device="cpu")
+
+
+@pytest.mark.parametrize("name", STORED_TYPES)
+def test_blocks_are_decoded_on_their_own_device(name: str) -> None:
+    kind = STORED_TYPES[name]
+    floats = kind.floats(torch.empty(2, kind.nbytes, dtype=torch.uint8, device="meta"))
+    assert floats.device.type == "meta"
+    assert floats.shape == (2, kind.elements)
