@@ -13,9 +13,12 @@ from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares, Netwo
 class CorrectedCostModel:
     """A correction factor each for the device's stages, the host's stages, and copies of streamed KV.
 
-    The last one controls the amount of streamed KV. With too much, the device waits; with too little, some
-    bus time is wasted. So the factor rises quickly when copies slow down, and falls slowly. The duration of a
-    copy does not depend on the number of copies, so the control does not oscillate.
+    Iterations in which the host attends can take longer than their stages predict, e.g. where launches are
+    slow. `overlap_loss` is the excess, per ms of that attention.
+
+    The factor of copies controls the amount of streamed KV. With too much, the device waits; with too little,
+    some bus time is wasted. So the factor rises quickly when copies slow down, and falls slowly. The duration
+    of a copy does not depend on the number of copies, so the control does not oscillate.
 
     Args:
         base: the uncorrected model.
@@ -23,6 +26,9 @@ class CorrectedCostModel:
 
     SMOOTHING = 0.05  # weight of the newest iteration
     SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
+    LOSS_SMOOTHING = 0.1  # the same for the loss, in an iteration that is all attention of the host
+    NOISE = 0.25  # smaller losses do not count
+    DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
     NEARLY_ALL = 0.8  # copies that take this share of an iteration may bound it
     A_LITTLE = 1.02
     LOWEST, HIGHEST = 0.25, 4.0
@@ -32,6 +38,7 @@ class CorrectedCostModel:
         self.device_factor = 1.0
         self.host_factor = 1.0
         self.bus_factor = 1.0
+        self._loss = base.overlap_loss
 
     @property
     def base(self) -> CostModel:
@@ -86,6 +93,14 @@ class CorrectedCostModel:
     def memory_shares(self) -> MemoryShares:
         return self._base.memory_shares
 
+    @property
+    def overlap_loss(self) -> float:
+        return self._loss if self._loss > self.NOISE else 0.0
+
+    @overlap_loss.setter
+    def overlap_loss(self, loss: float) -> None:
+        self._loss = loss
+
     def head_ms(self, rows: int) -> float:
         return self._base.head_ms(rows) * self.device_factor
 
@@ -100,10 +115,16 @@ class CorrectedCostModel:
             expected_ms = self.swap_ms(measured.copied_tokens) * self.num_layers
             smoothing = self.SLOWER_BUS if measured.copies_ms > expected_ms else self.FASTER_BUS
             self.bus_factor = self._corrected(self.bus_factor, expected_ms, measured.copies_ms, smoothing)
-        if host_ms < predicted.total_ms / 2 and not self._waits_for_copies(predicted, measured):
-            # Device-bound. The wait for copies does not count as device time.
-            predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
+        if self._waits_for_copies(predicted, measured):
+            return
+        # The wait for copies does not count as device time.
+        predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
+        if host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5):
             self.device_factor = self._corrected(self.device_factor, predicted_ms, measured_ms)
+        elif self.overlaps and predicted_ms > 0:
+            loss = self.overlap_loss + (measured_ms - predicted_ms) / host_ms
+            loss = min(max(loss, -self.HIGHEST), self.HIGHEST)
+            self._loss += self.LOSS_SMOOTHING * min(host_ms / predicted_ms, 1.0) * (loss - self._loss)
 
     def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
         """True if copies take most of the iteration, and a larger part than predicted."""

@@ -7,7 +7,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
@@ -91,6 +91,10 @@ class CostModel(Protocol):
     def memory_shares(self) -> MemoryShares:
         """Bandwidth shares of copies and the CPU's attention; 0 without overlap."""
 
+    @property
+    def overlap_loss(self) -> float:
+        """Time that an iteration takes beyond its stages, per ms of attention outside the device."""
+
     def head_ms(self, rows: int) -> float:
         """Return the time of final norm, logits and sampling; once per iteration."""
 
@@ -103,6 +107,7 @@ class ZeroCostModel:
     iteration_ms = 0.0
     duplex = 1.0
     memory_shares = UNSHARED
+    overlap_loss = 0.0
 
     def linear_ms(self, tokens: int) -> float:
         return 0.0
@@ -257,6 +262,8 @@ class TableCostModel:
     nothing from the cache. Later chunks pay for both, tabulated over (chunk tokens, context at its end). One
     table for both would smooth over the step between them.
     """
+
+    overlap_loss: ClassVar[float] = 0.0  # learned from iterations
 
     num_layers: int
     overlaps: bool

@@ -257,6 +257,8 @@ def times_ms(
             cpu_ms = first.on_host.cpu + first.host_linear + async_decodes.cpu
             cpu_ms += second.on_host.cpu + second.host_linear if second else 0.0
             layer = max(layer, copies_ms * shares.copies + cpu_ms * shares.attention)
+    attending = [first.on_host, async_decodes] + ([] if second is None else [second.on_host])
+    layer += cost.overlap_loss * sum(each.cpu + each.away for each in attending)
     # The async decodes of the last layer finish beside the head, or after it.
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
     return cost.num_layers * layer + end_ms + cost.iteration_ms

@@ -19,6 +19,7 @@ class Mismatch:
     cpu_slowdown: float = 1.0  # the same for CPU attention
     noise: float = 0.0  # relative deviation of single iterations (of a log-normal factor with median 1)
     bus_slowdown: float = 1.0  # the same for copies
+    overlap_loss: float = 0.0  # see `CostModel`
 
     def __post_init__(self) -> None:
         slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
@@ -40,6 +41,7 @@ class Reality:
         self.true.device_factor = mismatch.gpu_slowdown
         self.true.host_factor = mismatch.cpu_slowdown
         self.true.bus_factor = mismatch.bus_slowdown
+        self.true.overlap_loss = mismatch.overlap_loss
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 

@@ -328,6 +328,21 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
     )
 
 
+@pytest.mark.parametrize("loss", [0.0, 0.5, 1.5])
+def test_predictions_follow_a_machine_on_which_overlapping_loses_time(loss: float) -> None:
+    """As where launches are slow: every stage takes the predicted time, the iteration does not."""
+    corrected, true = CorrectedCostModel(machine()), CorrectedCostModel(machine())
+    true.overlap_loss = loss
+    alone = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)})
+    both = alone.plus({KVTier.HOST: Decodes(30, 12_000)})
+    for _ in range(200):
+        for load in (alone, both):
+            corrected.learn(predict(corrected, load), predict(true, load))
+    assert predict(corrected, both).total_ms == pytest.approx(predict(true, both).total_ms, rel=0.02)
+    assert predict(corrected, alone).total_ms == pytest.approx(predict(machine(), alone).total_ms)
+    assert (predict(true, both).total_ms > predict(machine(), both).total_ms) == (loss > 0)
+
+
 def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
     corrected = CorrectedCostModel(machine())
     before = corrected.linear_ms(100)

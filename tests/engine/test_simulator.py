@@ -240,18 +240,25 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("slowdowns", [(1.0, 2.5), (1.0, 0.5), (2.0, 1.0), (0.5, 1.0)])
-def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    "mismatch",
+    [
+        Mismatch(1.0, 2.5),
+        Mismatch(1.0, 0.5),
+        Mismatch(2.0, 1.0),
+        Mismatch(0.5, 1.0),
+        Mismatch(overlap_loss=1.0),
+    ],
+)
+def test_the_scheduler_learns_what_the_machine_truly_does(mismatch: Mismatch) -> None:
     """After learning, it is nearly as fast as with correct tables from the start."""
     requests = synthetic(400, 370, 45)
     tables = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 4096}
-    gpu, cpu = slowdowns
-    wrong = simulate(
-        requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=Mismatch(gpu, cpu)
-    )
+    wrong = simulate(requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
     right = CorrectedCostModel(tables)
-    right.device_factor, right.host_factor = gpu, cpu
+    right.device_factor, right.host_factor = mismatch.gpu_slowdown, mismatch.cpu_slowdown
+    right.overlap_loss = mismatch.overlap_loss
     knowing = simulate(requests, POLICIES["auto"], right, blocks, BLOCK_SIZE, LIMITS)
     assert wrong.output_tokens_per_s == pytest.approx(knowing.output_tokens_per_s, rel=0.1)
     assert wrong.output_tokens_per_s != knowing.output_tokens_per_s
