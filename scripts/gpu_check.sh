@@ -2,9 +2,9 @@
 # Builds neo-desktop on a machine with a CUDA GPU, runs its doctor, checks the GPU path against the CPU path and measures
 # it. Ends with one page: working parts, fallbacks, speeds, targets.
 #
-# Works offline, with torch, Triton, numpy, safetensors, tokenizers, psutil, nvidia-ml-py, prometheus-client, starlette,
-# pybind11 and scikit-build-core installed; with pytest, hypothesis, jsonschema, llguidance and transformers it also runs
-# the tests that need a GPU.
+# Works offline, with torch, Triton, numpy, safetensors, tokenizers, jinja2, psutil, nvidia-ml-py, rich, pybind11 and
+# scikit-build-core installed; with pytest, hypothesis, jsonschema, llguidance and transformers it also runs the tests
+# that need a GPU.
 # PYTHON chooses the interpreter; arguments go to gpu_check.py ("--device cpu" tries the script without a GPU).
 set -euo pipefail
 cd "$(dirname "$0")/.."
