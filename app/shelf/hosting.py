@@ -246,10 +246,8 @@ class ModelHost:
 
     def _engine_ended(self, service: EngineService, load: Loader, reason: str) -> str:
         """Begin to start an engine again; return the error for requests that wait."""
-        if (
-            service is not self._service or self._task is not None
-        ):  # another model has taken its place already
-            return reason
+        if service is not self._service or self._task is not None:
+            return reason  # another model has taken its place
         name, self._service = self.name or service.model_name, None
         self._restarts.ended(reason, service.stats.backend)
         loading = Loading(name, 0.0, "Waiting a moment", reason)

@@ -1,6 +1,5 @@
 """Execution of plans: each becomes a program, which is started and waited for."""
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.dispatch import fits_graph
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Timeout
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import RelayStalledError
@@ -272,8 +272,7 @@ class ModelRunner(Executor):
                 raise
             reason, has_graphs = str(error), self._backend.has_graphs
         # The error held the attempt's frames and their tensors; some survive in reference cycles.
-        gc.collect()
-        torch.cuda.empty_cache()
+        return_memory()
         if has_graphs:
             raise torch.OutOfMemoryError(reason)
         raise DeviceMemoryError(reason)

@@ -38,7 +38,7 @@ class CorrectedCostModel:
         self.device_factor = 1.0
         self.host_factor = 1.0
         self.bus_factor = 1.0
-        self._loss = base.overlap_loss
+        self.overlap_loss = self._mean_loss = base.overlap_loss
 
     @property
     def base(self) -> CostModel:
@@ -93,14 +93,6 @@ class CorrectedCostModel:
     def memory_shares(self) -> MemoryShares:
         return self._base.memory_shares
 
-    @property
-    def overlap_loss(self) -> float:
-        return self._loss if self._loss > self.NOISE else 0.0
-
-    @overlap_loss.setter
-    def overlap_loss(self, loss: float) -> None:
-        self._loss = loss
-
     def head_ms(self, rows: int) -> float:
         return self._base.head_ms(rows) * self.device_factor
 
@@ -124,7 +116,9 @@ class CorrectedCostModel:
         elif self.overlaps and predicted_ms > 0:
             loss = self.overlap_loss + (measured_ms - predicted_ms) / host_ms
             loss = min(max(loss, -self.HIGHEST), self.HIGHEST)
-            self._loss += self.LOSS_SMOOTHING * min(host_ms / predicted_ms, 1.0) * (loss - self._loss)
+            weight = self.LOSS_SMOOTHING * min(host_ms / predicted_ms, 1.0)
+            self._mean_loss += weight * (loss - self._mean_loss)
+            self.overlap_loss = self._mean_loss if self._mean_loss > self.NOISE else 0.0
 
     def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
         """True if copies take most of the iteration, and a larger part than predicted."""

@@ -12,7 +12,6 @@ part of their matrices that is in host memory.
 """
 
 import copy
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -33,6 +32,7 @@ from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.traced.decoder import TracedDecoder
 
@@ -62,9 +62,8 @@ class TorchGauge:
         self._device = device
 
     def begin(self) -> int:
-        gc.collect()
         clear_workspaces(self._device)
-        torch.cuda.empty_cache()
+        return_memory()
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(torch.cuda.memory_reserved(self._device))
 

@@ -25,6 +25,8 @@ class Mismatch:
         slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
         if not (all(0 < slowdown < 100 for slowdown in slowdowns) and 0 <= self.noise < 1):
             raise ValueError("a slowdown must be between 0 and 100, noise at least 0 and below 1")
+        if not 0 <= self.overlap_loss < 100:
+            raise ValueError("the loss of overlapping must be at least 0 and below 100")
 
 
 class Reality:
