@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -209,6 +210,16 @@ class ModelConfig:
     def carried_width(self) -> int:
         """Elements of the hidden state that one layer passes to the next, per token."""
         return self.hidden_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a request's states in recurrent layers, float32."""
+        return ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's recurrent states."""
+        return sum(4 * prod(shape) for shape in self.state_shapes)
 
     @property
     def rotation_width(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.operators import choose_experts, multiply_experts, write_rows
+from neo_desktop.models.recurrent import Spans
 
 __all__ = [
     "add_rms_norm",
@@ -14,12 +15,42 @@ __all__ = [
     "multiply_experts",
     "rope",
     "rope_append",
+    "scan_state",
+    "short_convolution",
     "silu_mul",
     "write_rows",
 ]
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul
+
+
+def scan_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    spans: Spans,
+    out: Tensor,
+) -> None:
+    """Pass tokens through states, see `recurrent.scan_state`."""
+    native.scan_state(q, k, v, decay, beta, state, spans.table, out)
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    spans: Spans,
+    out: Tensor,
+    *,
+    has_silu: bool,
+) -> None:
+    """Convolve each channel with its last inputs, see `recurrent.short_convolution`."""
+    native.short_convolution(x, weight, bias, state, spans.table, out, has_silu=has_silu)
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from neo_desktop.models import expert_operators
+from neo_desktop.models import expert_operators, recurrent
 from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.linear.stacked import StackedExperts
+from neo_desktop.models.recurrent import Spans
 
 choose_experts = expert_operators.choose_experts
 multiply_experts = expert_operators.multiply_experts
+scan_state = recurrent.scan_state
+short_convolution = recurrent.short_convolution
 
 
 class Store(NamedTuple):
@@ -63,6 +66,16 @@ class Operators(Protocol):
         self,
     ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]:
         """Routed experts, see `expert_operators.multiply_experts`."""
+
+    @property
+    def scan_state(
+        self,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Spans, Tensor], None]:
+        """Linear attention and state-space models, see `recurrent.scan_state`."""
+
+    @property
+    def short_convolution(self) -> Callable[..., None]:
+        """Short convolutions, see `recurrent.short_convolution`."""
 
 
 def rotation(

@@ -30,6 +30,7 @@ from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.moe import MoE, moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, PackedLayers
+from neo_desktop.models.recurrent import RecurrentBatch
 
 Reduce = Callable[[Tensor], object]
 """All-reduce: replaces each rank's tensor by the sum over all ranks; see `models.ranks`."""
@@ -76,6 +77,7 @@ class State:
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor
     scratch: Scratch
+    recurrent: RecurrentBatch | None = None  # None: a model without recurrent layers, or fresh states
     _seen: list[native.View] | None = field(default=None, compare=False)  # see `seen_by_native`
 
     @classmethod

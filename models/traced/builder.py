@@ -18,9 +18,11 @@ from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
 from neo_desktop.models.traced.patterns import Rope as RopePattern
+from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, width_of
 
 Code = Callable[..., Any]
+RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stages
 
 
 class _LookUp(nn.Module):
@@ -168,6 +170,7 @@ class Builder:
         else:
             memory, rotation = graph.placeholder("carried"), graph.placeholder("rotation")
             attended = graph.placeholder("attended")
+            known[RECURRENT] = graph.placeholder("recurrent")
             rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
             self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
             ropes = _ropes(patterns)
@@ -313,7 +316,7 @@ class Builder:
             stands_in = self._stands_in(node)
             if stands_in is not None:
                 module, inputs = stands_in
-                known[node] = graph.call_module(module, tuple(find(each) for each in inputs))
+                known[node] = graph.call_module(module, tuple(each and find(each) for each in inputs))
             elif (product := multiply(node)) is not None:
                 result, rows_of, part = product
                 known[node] = result
@@ -334,6 +337,15 @@ class Builder:
         name, given = name_of(node), _nodes_of(node)
         if name == "embedding" and self._graph.parameters.get(given[0]) == self._spec.embedding:
             return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
+        if name == "convolve":
+            weight, bias, has_silu, index = given[1:]
+            bias = None if bias is None else self._constants[bias]
+            module: Any = Convolution(
+                self._constants[weight], bias, index, self._operators, has_silu=has_silu
+            )
+            return self._attribute("convolution", module), [given[0], RECURRENT]
+        if name == "scan":
+            return self._attribute("scan", Scan(given[-1], self._operators)), [RECURRENT, *given[:-1]]
         if name == "experts":
             return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
         return None

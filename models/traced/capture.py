@@ -61,6 +61,7 @@ class Calls:
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
+    states: list[tuple[int, ...]] = field(default_factory=list)  # shapes, see `recurrences`
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
     read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers

@@ -42,6 +42,10 @@ class TracedConfig(ModelConfig):
         return 2 * max(self.hidden_size, self.of_model.parameters[self.of_model.embedding][1])
 
     @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.of_model.states
+
+    @property
     def rotation_width(self) -> int:
         return ROTATIONS * self.head_dim
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.graph import Exported
+from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.rows import is_value, name_of, row_dim, tensors_of
 
 _SOURCE, _SINK = "source", "sink"
@@ -171,6 +172,8 @@ def _minimum(
                 graph.add_edge((node, "out"), (user, "in"))
             elif user in left and later(user):
                 graph.add_edge((node, "out"), _SINK)
+    if attends is None:  # the embeddings know no states
+        graph.add_edges_from(((node, "in"), _SINK) for node in region if name_of(node) in ROW_DIMS)
     if _SINK not in graph or _SOURCE not in graph:
         raise CannotCutError("a part of it is unused")
     try:

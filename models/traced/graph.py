@@ -10,6 +10,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
+from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
@@ -233,7 +234,7 @@ def _merge_equal(graph: fx.Graph) -> None:
     written = _written(graph)
     for node in list(graph.nodes):
         name = name_of(node)
-        if node.op != "call_function" or name == "attention" or node in written:
+        if node.op != "call_function" or name == "attention" or name in ROW_DIMS or node in written:
             continue
         if name.startswith("new_") or name in _FRESH:
             continue

@@ -61,6 +61,7 @@ class _Lowering:
         inputs = {
             "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype, 0),
             "rotation": Value.new(COS, (config.rotation_width,), 0, torch.float32, 0),
+            "recurrent": None,
             "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype, 0),
         }
         for node in self._piece.graph.nodes:

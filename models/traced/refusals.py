@@ -15,16 +15,12 @@ BY_LLAMACPP = "a GGUF file of it may run by llama.cpp, with --backend llamacpp"
 _PARTS = tuple(
     (re.compile(pattern), words)
     for pattern, words in {
-        r"GatedDelta(Net|Rule)": "Gated DeltaNet layers",
         r"(Kimi|BailingHybrid)\w*DeltaAttention|KimiLinearAttention": "Kimi Delta Attention layers",
         r"LightningAttention": "lightning attention layers",
-        r"^(Bamba|NemotronH|FalconH1|GraniteMoeHybrid|Jamba|Zamba2?|FalconMamba|Mamba2?)\w*Mi?xer|Mamba": (
-            "Mamba layers (a state-space model)"
-        ),
+        r"^(Jamba|Zamba|FalconMamba|Mamba)M": "Mamba layers of the first version (a state-space model)",
         r"Rglru": "recurrent layers (RG-LRU)",
         r"Rwkv": "RWKV's recurrent layers",
         r"^x?LSTM|xLSTM|mLSTM": "xLSTM's recurrent layers",
-        r"ShortConv": "short convolutions",
         r"LinearAttention": "linear attention layers",
         r"Indexer": "sparse attention, whose tokens an indexer chooses",
         r"AltUp": "AltUp, several streams of hidden states",

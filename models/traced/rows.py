@@ -1,4 +1,4 @@
-"""The operators of a graph that treat every row alike; only attention may mix tokens."""
+"""The operators of a graph that treat every row alike; only attention and recurrent layers may mix tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.recurrences import ROW_DIMS
 
 # Operators on single elements, or without arithmetic. Operators outside these tables are refused.
 # fmt: off
@@ -98,7 +99,7 @@ def width_of(node: fx.Node) -> int:
 
 
 def check_rows(graph: fx.Graph) -> None:
-    """Raise CannotCutError if an operator other than attention may mix tokens."""
+    """Raise CannotCutError if an operator other than attention and recurrent layers may mix tokens."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
             continue
@@ -107,6 +108,8 @@ def check_rows(graph: fx.Graph) -> None:
         if isinstance(node.meta["val"], Tensor):
             row_dim(node)
         if name == "attention" or not given:
+            continue
+        if name in ROW_DIMS and all(row_dim(each) == ROW_DIMS[name] for each in given):
             continue
         if name in ELEMENTWISE or _CHECKS.get(_kind(name), _refused)(node, given):
             continue

@@ -49,6 +49,7 @@ class TracedSpec:
     windows: tuple[int | None, ...]
     softcap: float | None = None
     sinks: tuple[str, ...] = ()  # names of parameters, by layer; empty: no sinks
+    states: tuple[tuple[int, ...], ...] = ()  # shapes of a request's recurrent states
     moe_layers: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # `parameters` that stay in float32
     unread: frozenset[str] = frozenset()  # tensors that text does not need, for example for images

@@ -24,6 +24,7 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
+from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
 from neo_desktop.models.traced.source import Source
@@ -96,7 +97,13 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("its code has no parameter for positions")
-    with _quiet(), intercepted(calls), Catching(calls, model), _steady(model):
+    with (
+        _quiet(),
+        intercepted(calls),
+        recurrences_recorded(calls, model),
+        Catching(calls, model),
+        _steady(model),
+    ):
         logits: Tensor = model(**given).logits
     return logits
 
@@ -232,6 +239,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
         sinks=tuple(names[id(each)] for each in sinks),
+        states=tuple(calls.states),
         moe_layers=moe_layers,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
@@ -251,7 +259,9 @@ def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:
 def _same_attention(model: Any, calls: Calls) -> Any:
     """Return the first layer's attention, if the other layers differ only in windows."""
     layers = model.config.get_text_config().num_hidden_layers
-    if len(calls.attention) < layers:
+    if not calls.attention:
+        raise CannotCutError("it has no attention layers")
+    if len(calls.attention) < layers and not calls.states:
         raise CannotCutError(
             f"{layers - len(calls.attention)} of its {layers} layers have no attention that is supported here"
         )

@@ -12,6 +12,7 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.operators import Operators, Store
+from neo_desktop.models.recurrent import fresh_batch
 from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
@@ -27,7 +28,7 @@ from neo_desktop.native import RowProgram
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
-INPUTS = ("carried", "rotation", "attended")  # parameters of a stage's code
+INPUTS = ("carried", "rotation", "attended", "recurrent")  # parameters of a stage's code
 
 
 class TracedStages(Stages):
@@ -124,7 +125,7 @@ class TracedStages(Stages):
             plain: Code = builder.piece(turn + 1, is_plain=True).forward
             theirs, ours, program = states
             for code, state in ((plain, theirs), (self._pieces[turn], ours)):
-                self._hand_on(code(*_given(state)), turn, state)
+                self._hand_on(code(*self._given(state)), turn, state)
             checked = [ours]
             if turn in self._programs:
                 self._programs[turn].run(program.seen_by_native())
@@ -158,8 +159,15 @@ class TracedStages(Stages):
         if turn in self._programs:
             self._programs[turn].run(state.seen_by_native())
         else:
-            self._hand_on(self._pieces[turn](*_given(state)), turn, state)
+            self._hand_on(self._pieces[turn](*self._given(state)), turn, state)
         self._store(state, store)
+
+    def _given(self, state: State) -> tuple[Any, ...]:
+        """Return the arguments of a stage's code."""
+        recurrent, shapes = state.recurrent, self.config.state_shapes
+        if recurrent is None and shapes:
+            recurrent = fresh_batch(state.rows, shapes, self.decoder.device)
+        return state.residual, state.cos[:, 0], state.attention[None], recurrent
 
     def _hand_on(self, results: Any, turn: int, state: State) -> None:
         """Copy a stage's results to the state."""
@@ -203,7 +211,7 @@ class TracedStages(Stages):
 
     def _begin(self, values: dict[str, Any], state: State) -> None:
         values.clear()
-        values.update(zip(INPUTS, _given(state), strict=True))
+        values.update(zip(INPUTS, self._given(state), strict=True))
 
     def _end(
         self,
@@ -234,11 +242,6 @@ class TracedStages(Stages):
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self._head(normed[None])[0])  # CUDA graphs need a fixed place
-
-
-def _given(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of a stage's code."""
-    return state.residual, state.cos[:, 0], state.attention[None]
 
 
 class _Rooms:

@@ -268,19 +268,17 @@ void rope_of(const Tensor& heads, const Tensor& cos, const Tensor& sin, const st
 }
 
 void scan_state_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
-                   const std::optional<Tensor>& beta, const Tensor& state, const Tensor& starts,
-                   const Tensor& slots, const Tensor& out, int num_threads, const std::string& isa) {
+                   const std::optional<Tensor>& beta, const Tensor& state, const Tensor& spans,
+                   const Tensor& out, int num_threads, const std::string& isa) {
   scan_state(view("q", q), view("k", k), view("v", v), view("decay", decay), view("beta", beta),
-             view("state", state), {view("starts", starts), view("slots", slots)}, view("out", out),
-             num_threads, isa_from_name(isa));
+             view("state", state), view("spans", spans), view("out", out), num_threads, isa_from_name(isa));
 }
 
 void short_convolution_of(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                          bool has_silu, const Tensor& state, const Tensor& starts, const Tensor& slots,
-                          const Tensor& out, int num_threads, const std::string& isa) {
+                          bool has_silu, const Tensor& state, const Tensor& spans, const Tensor& out,
+                          int num_threads, const std::string& isa) {
   short_convolution(view("x", x), view("weight", weight), view("bias", bias), has_silu, view("state", state),
-                    {view("starts", starts), view("slots", slots)}, view("out", out), num_threads,
-                    isa_from_name(isa));
+                    view("spans", spans), view("out", out), num_threads, isa_from_name(isa));
 }
 
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }

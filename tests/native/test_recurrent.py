@@ -1,5 +1,7 @@
 """Recurrent states and short convolutions equal float64, and transformers' Gated DeltaNet and Mamba-2."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -14,8 +16,10 @@ dtypes = st.sampled_from(list(TOLERANCES))
 lengths = st.lists(st.integers(0, 70), min_size=1, max_size=4)
 
 
-def starts_of(counts: list[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+def spans_of(counts: list[int], sources: Sequence[int] = (-1,), targets: Sequence[int] = (0,)) -> Tensor:
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    rows = zip([0, *ends], ends, sources, targets, strict=False)
+    return torch.tensor(list(rows), dtype=torch.int32)
 
 
 def scanned(
@@ -67,20 +71,24 @@ def test_states_equal_float64(
     )
     v, decay = torch.randn(tokens, heads, value_dim).to(dtype), -torch.rand(tokens, heads)
     beta = torch.rand(tokens, heads) if has_beta else None
-    state = torch.randn(len(counts) + 2, heads, key_dim, value_dim)
+    state = torch.randn(2 * len(counts) + 1, heads, key_dim, value_dim)
     before, out = state.clone(), torch.full_like(v, torch.nan)
-    slots = torch.randperm(len(counts) + 2)[: len(counts)].int()
-    starts = starts_of(counts)
-    native.scan_state(q, k, v, decay, beta, state, starts, slots, out, threads, isa=isa)
-    for i, slot in enumerate(slots.tolist()):
-        own = slice(int(starts[i]), int(starts[i + 1]))
+    slots = torch.randperm(len(state)).tolist()
+    sources = [(slot, slot, -1)[slot % 3] for slot in slots[: len(counts)]]
+    targets = [(source, slot, slot)[slot % 3] for source, slot in zip(sources, slots[-len(counts) :])]
+    spans = spans_of(counts, sources, targets)
+    native.scan_state(q, k, v, decay, beta, state, spans, out, threads, isa=isa)
+    for first, end, source, target in spans.tolist():
+        own = slice(first, end)
+        given = before[source] if source >= 0 else torch.zeros_like(before[0])
         expected, after = scanned(
-            q[own], k[own], v[own], decay[own], None if beta is None else beta[own], before[slot]
+            q[own], k[own], v[own], decay[own], None if beta is None else beta[own], given
         )
         scale = max(1.0, float(expected.abs().max()) if expected.numel() else 1.0)
         torch.testing.assert_close(out[own].double(), expected, rtol=0, atol=TOLERANCES[dtype] * scale * 4)
-        torch.testing.assert_close(state[slot].double(), after, rtol=1e-4, atol=1e-4)
-    others = [slot for slot in range(len(state)) if slot not in slots.tolist()]
+        if target >= 0:
+            torch.testing.assert_close(state[target].double(), after, rtol=1e-4, atol=1e-4)
+    others = [slot for slot in range(len(state)) if slot not in targets]
     assert torch.equal(state[others], before[others])
 
 
@@ -92,14 +100,13 @@ def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, see
     q, k, v = (torch.randn(tokens, 2, 24) * 0.3 for _ in "qkv")
     decay, beta = -torch.rand(tokens, 2), torch.rand(tokens, 2)
     whole, pieces = (torch.zeros(1, 2, 24, 24) for _ in "ab")
-    slot = torch.zeros(1, dtype=torch.int32)
     out, parts = torch.empty_like(v), torch.empty_like(v)
-    native.scan_state(q, k, v, decay, beta, whole, starts_of([tokens]), slot, out, isa=isa)
+    native.scan_state(q, k, v, decay, beta, whole, spans_of([tokens]), out, isa=isa)
     first = 0
     for count in cuts:
         own = slice(first, first + count)
         rows = q[own], k[own], v[own], decay[own], beta[own]
-        native.scan_state(*rows, pieces, starts_of([count]), slot, parts[own], 1, isa=isa)
+        native.scan_state(*rows, pieces, spans_of([count], [0]), parts[own], 1, isa=isa)
         first += count
     assert torch.equal(out, parts)
     assert torch.equal(whole, pieces)
@@ -132,14 +139,14 @@ def test_convolutions_equal_float64(
     x = torch.randn(sum(counts), channels).to(dtype)
     weight, bias = torch.randn(width, channels), torch.randn(channels) if has_bias else None
     state = torch.randn(len(counts), width - 1, channels).to(dtype).float()
-    before, starts = state.clone(), starts_of(counts)
+    before, slots = state.clone(), range(len(counts))
     out = x.clone() if in_place else torch.full_like(x, torch.nan)
-    slots = torch.arange(len(counts), dtype=torch.int32)
+    spans = spans_of(counts, slots, slots)
     native.short_convolution(
-        out if in_place else x, weight, bias, state, starts, slots, out, has_silu=has_silu, isa=isa
+        out if in_place else x, weight, bias, state, spans, out, has_silu=has_silu, isa=isa
     )
-    for i in range(len(counts)):
-        own = slice(int(starts[i]), int(starts[i + 1]))
+    for i, (first, end, *_) in enumerate(spans.tolist()):
+        own = slice(first, end)
         padded = torch.cat((before[i], x[own].float())).double()
         sums = sum(weight[j].double() * padded[j : j + counts[i]] for j in range(width))
         sums = sums if bias is None else sums + bias.double()
@@ -160,8 +167,7 @@ def test_it_is_the_gated_delta_rule_of_transformers() -> None:
     )
     q, k = (modeling.l2norm(x, dim=-1, eps=1e-6) for x in (q, k))
     state, out = torch.zeros(1, 8, 32, 48), torch.empty(150, 8, 48)
-    one = torch.zeros(1, dtype=torch.int32)
-    native.scan_state(q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, starts_of([150]), one, out)
+    native.scan_state(q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, spans_of([150]), out)
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-5)
 
@@ -169,9 +175,11 @@ def test_it_is_the_gated_delta_rule_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"slots": torch.tensor([3], dtype=torch.int32)}, "not one of"),
-        ({"slots": torch.tensor([-1], dtype=torch.int32)}, "not one of"),
-        ({"starts": torch.tensor([0, 4], dtype=torch.int32)}, "expected 0 and 5"),
+        ({"spans": spans_of([5], [0], [2])}, "not one of"),
+        ({"spans": spans_of([5], [-2], [1])}, "not one of"),
+        ({"spans": spans_of([6])}, "not a span of 5 tokens"),
+        ({"spans": spans_of([2, 3], [0, 1], [0, 0])}, "the target of two spans"),
+        ({"spans": spans_of([2, 3], [0, 1], [-1, 0])}, "the source of one span and the target of another"),
         ({"state": torch.zeros(2, 2, 8, 9)}, "state"),
         ({"decay": torch.zeros(5, 3)}, "decay"),
         ({"k": torch.zeros(5, 2, 9)}, "q"),
@@ -183,8 +191,7 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Tensor], reason
         "decay": torch.zeros(5, 2),
         "beta": torch.zeros(5, 2),
         "state": torch.ones(2, 2, 8, 8),
-        "starts": torch.tensor([0, 5], dtype=torch.int32),
-        "slots": torch.tensor([1], dtype=torch.int32),
+        "spans": spans_of([5], [1], [1]),
     }
     with pytest.raises(ValueError, match=reason):
         native.scan_state(**(arguments | change))

@@ -10,13 +10,12 @@
 
 namespace neo_desktop {
 
-// The tokens of some requests, one after the other, and each one's slot in the states.
-struct StateRows {
-  TensorView starts;  // [requests + 1] int32: request i has the tokens starts[i] .. starts[i + 1] - 1
-  TensorView slots;   // [requests] int32, all different
-};
+// Both functions pass spans of tokens through states. A span [n, 4] int32 has the tokens first .. end - 1,
+// the slot of the state before them, and the slot of the state after them: {first, end, source, target}.
+// Source -1 is a state of zeros, target -1 drops the state. Targets differ from each other, and from the
+// sources of other spans. Tokens outside the spans are not read, and their outputs not written.
 
-// Both throw std::invalid_argument for arguments that do not fit together; then nothing was written. Rows are
+// They throw std::invalid_argument for arguments that do not fit together; then nothing was written. Rows are
 // fp32, fp16 or bf16 of one dtype; states are fp32 and contiguous. Tokens and threads do not change a sum's
 // order.
 
@@ -31,14 +30,14 @@ struct StateRows {
 // heads] fp32; heads is a multiple of key_heads, and neighbouring heads share a key. state is [slots, heads,
 // key_dim, value_dim].
 void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& decay,
-                const std::optional<TensorView>& beta, const TensorView& state, const StateRows& rows,
+                const std::optional<TensorView>& beta, const TensorView& state, const TensorView& spans,
                 const TensorView& out, int num_threads, Isa isa);
 
 // out = the sum over i of weight[i] * x of i - width + 1 tokens later, + bias; then silu, if asked. x and out
 // are [tokens, channels] and may be the same; weight is [width, channels] fp32, bias [channels] fp32. state
 // is [slots, width - 1, channels]: a request's last inputs, oldest first.
 void short_convolution(const TensorView& x, const TensorView& weight, const std::optional<TensorView>& bias,
-                       bool has_silu, const TensorView& state, const StateRows& rows, const TensorView& out,
+                       bool has_silu, const TensorView& state, const TensorView& spans, const TensorView& out,
                        int num_threads, Isa isa);
 
 }  // namespace neo_desktop

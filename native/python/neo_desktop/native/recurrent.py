@@ -13,8 +13,7 @@ def scan_state(
     decay: torch.Tensor,
     beta: torch.Tensor | None,
     state: torch.Tensor,
-    starts: torch.Tensor,
-    slots: torch.Tensor,
+    spans: torch.Tensor,
     out: torch.Tensor,
     num_threads: int = 0,
     *,
@@ -31,9 +30,10 @@ def scan_state(
         v: [tokens, heads, value_dim] of that dtype; heads is a multiple of key_heads.
         decay: [tokens, heads] fp32, at most 0.
         beta: [tokens, heads] fp32.
-        state: [slots, heads, key_dim, value_dim] fp32, contiguous; those of the requests are updated.
-        starts: [requests + 1] int32: request i has the tokens `starts[i] .. starts[i + 1] - 1`.
-        slots: [requests] int32, all different.
+        state: [slots, heads, key_dim, value_dim] fp32, contiguous.
+        spans: [n, 4] int32, {first, end, source, target}: a request's tokens `first .. end - 1`, the slot of its
+            state before them (-1: zeros) and after them (-1: dropped). Targets differ from each other, and
+            from the sources of other spans. Tokens outside the spans are ignored.
         out: as v; may be v.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.
@@ -48,8 +48,7 @@ def scan_state(
         view_of("decay", decay),
         None if beta is None else view_of("beta", beta),
         view_of("state", state),
-        view_of("starts", starts),
-        view_of("slots", slots),
+        view_of("spans", spans),
         view_of("out", out),
         num_threads,
         isa or default_isa(),
@@ -61,8 +60,7 @@ def short_convolution(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     state: torch.Tensor,
-    starts: torch.Tensor,
-    slots: torch.Tensor,
+    spans: torch.Tensor,
     out: torch.Tensor,
     num_threads: int = 0,
     *,
@@ -75,10 +73,8 @@ def short_convolution(
         x: [tokens, channels], fp32, fp16 or bf16; may be strided in tokens.
         weight: [width, channels] fp32, oldest input first; width is 2 to 8.
         bias: [channels] fp32.
-        state: [slots, width - 1, channels] fp32, contiguous: the inputs before the first token, oldest first.
-            Those of the requests are updated.
-        starts: as in `scan_state`.
-        slots: as in `scan_state`.
+        state: [slots, width - 1, channels] fp32, contiguous: a request's last inputs, oldest first.
+        spans: as in `scan_state`.
         out: as x; may be x.
         num_threads: 0 means `default_num_threads()`.
         has_silu: apply silu to the sum.
@@ -93,8 +89,7 @@ def short_convolution(
         None if bias is None else view_of("bias", bias),
         has_silu,
         view_of("state", state),
-        view_of("starts", starts),
-        view_of("slots", slots),
+        view_of("spans", spans),
         view_of("out", out),
         num_threads,
         isa or default_isa(),
