@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
-from neo_desktop.models.traced.rows import check_rows, name_of
+from neo_desktop.models.traced.rows import ELEMENTWISE, check_rows, name_of
 from neo_desktop.models.traced.source import Source
 from neo_desktop.models.traced.spec import empty_model, is_wide, parameters_of, run
 
@@ -27,6 +27,7 @@ _VIEWS = frozenset((
     "select", "getitem", "alias", "detach", "flatten", "unflatten", "t", "movedim", "narrow",
 ))
 # fmt: on
+_RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))
 
 
 class Exported:
@@ -116,17 +117,21 @@ def _exported(
 
 def _fill_buffers(model: Any) -> None:
     """Compute the buffers that a model's constructor computes, for example RoPE's frequencies."""
+    computed: list[tuple[nn.Module, str]] = []  # buffers that do not come from the checkpoint
     for path, module in model.named_modules():
-        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        for name, buffer in own.items():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
             fill = float("nan") if buffer.is_floating_point() else 0
             dtype = torch.float32 if is_wide(model, f"{path}.{name}") else buffer.dtype
             module._buffers[name] = torch.full(buffer.shape, fill, dtype=dtype)
-        if own:
-            model._init_weights(module)
-        for name in own.keys() & module._non_persistent_buffers_set:  # the others come from the checkpoint
-            if module._buffers[name].isnan().any():
-                raise CannotCutError(f"the content of its buffer {name} is unknown")
+            if name in module._non_persistent_buffers_set:
+                computed.append((module, name))
+    for module in model.modules():
+        model._init_weights(module)
+    for module, name in computed:
+        if module._buffers[name].isnan().any():
+            raise CannotCutError(f"the content of its buffer {name} is unknown")
 
 
 def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
@@ -149,9 +154,53 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
             graph.erase_node(node)
     clean(graph)
     token_ids, positions = inputs
+    _keep_rows_apart(graph, token_ids)
     found_ = Exported(graph, parameters, buffers, token_ids, positions)
     check_rows(graph)
     return found_
+
+
+def _keep_rows_apart(graph: fx.Graph, token_ids: fx.Node) -> None:
+    """Replace tensors [rows * heads, ...] by [rows, heads, ...], up to the next reshape."""
+    count = token_ids.meta["val"].shape[1]
+    joined: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or not value.dim():
+            continue
+        heads = _multiple(value.shape[0], count)
+        if heads is None:
+            continue
+        name, inputs = name_of(node), [each for each in node.all_input_nodes if each in joined]
+        if name in _RESHAPES and not inputs and _is_row_major(node.args[0], count):
+            with graph.inserting_before(node):
+                rows = graph.call_function(torch.ops.aten.sym_size.int, (token_ids, 1))
+                rows.meta["val"] = count
+            node.args = (node.args[0], [rows, heads, *value.shape[1:]])
+        elif not inputs or not (name in ELEMENTWISE - _RESHAPES or _is_over_last(node)):
+            continue
+        joined.add(node)
+        with value.fake_mode:
+            node.meta["val"] = value.reshape(count, heads, *value.shape[1:])
+
+
+def _multiple(size: Any, count: Any) -> int | None:
+    """Return k > 1 if a size is k times the number of rows; else None."""
+    quotient = size.node.expr / count.node.expr if isinstance(size, torch.SymInt) else None
+    return int(quotient) if quotient is not None and quotient.is_Integer and quotient > 1 else None
+
+
+def _is_row_major(node: Any, count: Any) -> bool:
+    """Return True if no dimension larger than 1 precedes the rows."""
+    shape = node.meta["val"].shape
+    return next((size for size in shape if size != 1), None) == count
+
+
+def _is_over_last(node: fx.Node) -> bool:
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return name_of(node) in ("mean", "sum", "softmax", "rms_norm") and (
+        name_of(node) == "rms_norm" or dims in (-1, [-1], (-1,))
+    )
 
 
 def _is_stored(spec: Any, node: fx.Node) -> bool:
@@ -211,10 +260,7 @@ def _skip_idle(graph: fx.Graph) -> None:
             full = [each for each in node.args[0] if "0" not in _sizes(each)]
             given = full[0] if len(full) == 1 else None
         elif name == "slice":
-            is_whole = (
-                given is not None and _sizes(node) == _sizes(given) and tuple(node.args[2:3]) in ((), (0,))
-            )
-            given = given if is_whole else None
+            given = given if _sizes(node) == _sizes(given) else None
         elif name == "dropout":
             given = given if node.args[2] is False else None
         elif name not in ("to", "type_as", "alias"):

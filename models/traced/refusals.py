@@ -21,7 +21,7 @@ _PARTS = tuple(
         r"Rglru": "recurrent layers (RG-LRU)",
         r"Rwkv": "RWKV's recurrent layers",
         r"^x?LSTM|xLSTM|mLSTM": "xLSTM's recurrent layers",
-        r"LinearAttention": "linear attention layers",
+        r"(?<!OlmoHybrid)LinearAttention": "linear attention layers",
         r"Indexer": "sparse attention, whose tokens an indexer chooses",
         r"AltUp": "AltUp, several streams of hidden states",
         r"^(Bloom|Mpt)": "ALiBi, which adds distances to the scores of attention",
