@@ -34,6 +34,15 @@ class SamplingInput(NamedTuple):
     grammar: GrammarState | None = None  # allowed tokens; None: all
 
 
+class StateSlots(NamedTuple):
+    """The slots of a request's recurrent states in one iteration; -1: none."""
+
+    source: int  # before its tokens; -1: the empty state
+    target: int  # after its tokens
+    checkpoint: int = -1  # after its first `checkpoint_tokens` tokens
+    checkpoint_tokens: int = 0
+
+
 class ScheduledSequence(NamedTuple):
     """One request's share of an iteration."""
 
@@ -44,6 +53,7 @@ class ScheduledSequence(NamedTuple):
     block_table: IntView  # blocks in that tier, for all `context_len` tokens; immutable
     sampling: SamplingInput | None  # None: choose no token after the last of `token_ids`
     num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
+    states: StateSlots | None = None  # None: the model has no recurrent layers, or the states are not kept
 
     def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
         """Return the sequence with its last token, if that was unknown; None: the request failed."""

@@ -181,7 +181,7 @@ class Engine:
         chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
         streams = parts.model.streams
-        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
+        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, storage.num_states)
         # A single tier needs no predictions, but offloaded weights are divided by the cost model.
         predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
         predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)

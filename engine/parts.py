@@ -10,8 +10,10 @@ import torch
 from neo_desktop import native
 from neo_desktop.engine.execute.ranks.driver import Driver
 from neo_desktop.engine.execute.ranks.members import Member
+from neo_desktop.engine.execute.recurrent import allocate_states
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.states import num_slots
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
@@ -134,7 +136,7 @@ def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
     return replace(
         parts,
         num_blocks=parts.num_blocks | workers.num_blocks,
-        storage=KVStorage(pools | workers.pools),
+        storage=KVStorage(pools | workers.pools, parts.storage.states),
         workers=workers,
     )
 
@@ -188,6 +190,10 @@ def take_memory(
     if member is not None:
         member.join(decoder.dtype, decoder.device)
     free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
+    num_states = num_slots(loaded.config, limits.max_batch_requests, free.device_bytes)
+    state_bytes = num_states * loaded.config.state_bytes
+    if num_states:  # a token of an async decode would pass the recurrent layers of later tokens
+        limits = replace(limits, max_token_ms=0.0)
     fitting = pool_blocks(
         loaded.config,
         decoder.dtype,
@@ -196,8 +202,8 @@ def take_memory(
         cache_tokens_of(options),
         MemoryCaps.of(options),
         cpu_cache_dtype,
-        free,
-        decoder.memory()[decoder.device],
+        free.without(state_bytes),
+        decoder.memory()[decoder.device] + state_bytes,
         tiers,
         bus_share,
     )
@@ -222,7 +228,8 @@ def take_memory(
             for tier, count in num_blocks.items()
             if count or not tier.is_streamed
         }
-    return EngineParts(loaded, limits, num_blocks, KVStorage(pools))
+        states = allocate_states(loaded.config, num_states, decoder.device)
+    return EngineParts(loaded, limits, num_blocks, KVStorage(pools, states))
 
 
 def bind_threads() -> None:

@@ -37,9 +37,7 @@ class RecurrentBatch:
 def fresh_batch(rows: int, shapes: Sequence[tuple[int, ...]], device: torch.device) -> RecurrentBatch:
     """Return the batch of one sequence of `rows` tokens that starts with empty states."""
     table = torch.tensor([[0, rows, -1, -1]], dtype=torch.int32, device=device)
-    return RecurrentBatch(
-        [torch.zeros(1, *shape, device=device) for shape in shapes], (Spans(table, rows),)
-    )
+    return RecurrentBatch([torch.zeros(1, *shape, device=device) for shape in shapes], (Spans(table, rows),))
 
 
 def scan_state(

@@ -217,6 +217,11 @@ class Stages:
         return self._reduce is not None
 
     @property
+    def ends_with_states(self) -> bool:
+        """True if a recurrent layer follows the last attention."""
+        return False
+
+    @property
     def writes_in_place(self) -> bool:
         """True if stages write only to the given memory, as CUDA graphs require."""
         return all(linear.writes_in_place for linear in self.decoder.linears())

@@ -23,6 +23,7 @@ from neo_desktop.engine.execute.prompts import (
     prompts_of,
     slots_of,
 )
+from neo_desktop.engine.execute.recurrent import fill_spans, recurrent_batch
 from neo_desktop.engine.execute.streamed import (
     NewRows,
     PrefetchBuffers,
@@ -154,6 +155,7 @@ class ProgramBuilder:
         stream: PrefetchStream | None = None,
     ) -> SubBatchPass:
         self._fill(memory, members)
+        memory.state.recurrent = recurrent_batch(self._storage.states, memory, members)
         if memory.table is not None:
             self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, tiers = memory.rows, memory.inputs, self._storage.tiers
@@ -298,6 +300,8 @@ class ProgramBuilder:
             for row, sequence in zip(block_tables[first_table:], sequences, strict=False):
                 row[: len(sequence.block_table)] = sequence.block_table
             first_table += rows.decodes[index]
+        if len(staged.spans):
+            fill_spans(staged.spans.numpy(), rows.starts, members.decodes)
         staged.async_positions.numpy()[:] = 0
         for row, beginning in enumerate(
             members.async_decodes[0] if members.async_decodes else (), rows.starts[-1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class OutputHead:
         self._passes = passes
         self._outputs = outputs
         self._chooses = chooses
+        # Recurrent layers after the last attention need all rows.
+        self._takes_all = chooses or stages.ends_with_states
         self._split = self._offloaded_passes()
         self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
 
@@ -66,7 +69,8 @@ class OutputHead:
             is_cut_at_sums: True if all-reduces over ranks separate the graphs.
         """
         if not self._chooses:
-            build.add(partial(self._end_needed, stream), is_fixed=False)
+            end_some = self._end_all if self._takes_all else self._end_needed
+            build.add(partial(end_some, stream), is_fixed=False)
         elif is_cut_at_sums:
             self._add_between_sums(build)
         else:
@@ -85,15 +89,19 @@ class OutputHead:
         products, turns = self._workspace.split, range(self._config.num_layers, self._config.num_layers + 1)
         if products is None:
             return []
-        if self._chooses:
+        if self._takes_all:
             return [products.of_rows(p.memory.index, p.memory.rows.count, turns) for p in self._passes]
         count = sum(len(each.last_rows) for each in self._passes)
         return [products.of_rows(0, count, turns)] if count else []
 
-    def _all_rows(self) -> list[tuple[SubBatchPass, Stage, Tensor]]:
-        """Return each sub-batch, its stage, and the target of its rows' hidden states."""
+    def _all_rows(self, out: Tensor | None = None) -> list[tuple[SubBatchPass, Stage, Tensor]]:
+        """Return each sub-batch, its stage, and the target of its rows' hidden states.
+
+        Args:
+            out: of all rows; None: the workspace's.
+        """
         counts = [each.memory.rows.count for each in self._passes]
-        outs = torch.split(self._workspace.last_hidden[: sum(counts)], counts)
+        outs = torch.split(self._workspace.last_hidden[: sum(counts)] if out is None else out, counts)
         return [
             (each, Stage("linear", self._config.num_layers, each.memory.index, count), out)
             for each, count, out in zip(self._passes, counts, outs, strict=True)
@@ -106,6 +114,21 @@ class OutputHead:
                 stage, self._stages.steps(self._config.num_layers - 1, None, state), is_fixed=True
             )
             build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
+
+    def _end_all(self, stream: WeightStream | None, launcher: Launcher) -> None:
+        """Compute the last hidden states of all rows, and keep the needed ones."""
+        counts = [each.memory.rows.count for each in self._passes]
+        hidden = self._passes[0].memory.state.residual.new_empty(sum(counts), self._config.hidden_size)
+        for number, (each, stage, out) in enumerate(self._all_rows(hidden)):
+            self._end(stage, each.memory.state, out, number, stream, launcher)
+        firsts = zip(accumulate(counts, initial=0), self._passes, strict=False)
+        rows = [first + row for first, each in firsts for row in each.last_rows]
+        if not rows:
+            return
+        self._last_states = hidden.new_empty(len(rows), self._config.hidden_size)
+        index = upload(rows, torch.int64, hidden.device)
+        stage = Stage("linear", self._config.num_layers, NO_SUB_BATCH, len(rows))
+        launcher.run(Lane.DEVICE, stage, partial(torch.index_select, hidden, 0, index, out=self._last_states))
 
     def _end_needed(self, stream: WeightStream | None, launcher: Launcher) -> None:
         """Compute the needed last hidden states, with all sub-batches in order."""

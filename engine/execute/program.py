@@ -105,7 +105,8 @@ class Program:
     @property
     def is_fixed(self) -> bool:
         """True if the fixed parts can be graphs."""
-        return self._memory.is_fixed and self._stages.writes_in_place
+        spans_vary = self._config.state_shapes and any(each.prompts for each in self._passes)
+        return self._memory.is_fixed and self._stages.writes_in_place and not spans_vary
 
     def _weight_stream(self) -> WeightStream | None:
         if self._workspace.split is None:

@@ -35,6 +35,7 @@ class InputBuffers:
     decode_slots: Tensor  # [device decodes]: slot where attention stores KV, or -1
     block_tables: Tensor  # [device decodes, max_blocks]
     async_positions: Tensor  # [layers, async decodes]: positions at each stage but the last
+    spans: Tensor  # [decodes or 0, 4]: see `recurrent.scan_state`; 0: the model has no recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class Workspace:
         num_tables = 2 * decodes * sum(not tier.host_attends for tier in tiers)
         num_ints = 4 * num_rows + num_tables * (2 + max(capacity.blocks, 1))
         num_ints += config.num_layers * MAX_ASYNC_DECODES
+        self._has_states = bool(config.state_shapes)
+        num_ints += 8 * decodes * len(tiers) * self._has_states
         self._is_staged = device.type != "cpu" or has_graphs
         self._staged = [
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
@@ -197,6 +200,7 @@ class Workspace:
                 *((decodes,),) * 2,
                 (decodes, graph_key.max_blocks),
                 (self._config.num_layers, rows.async_decodes),
+                (sum(rows.decodes) * self._has_states, 4),
             )
             for rows, decodes in zip(graph_key.sub_batches, device_decodes, strict=True)
         ]

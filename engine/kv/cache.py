@@ -9,6 +9,7 @@ import numpy as np
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
+from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.kv_tier import KVTier
 
 
@@ -52,10 +53,14 @@ class KVCache:
     Args:
         num_blocks: `tier -> size of its pool`.
         block_size: Tokens per block.
+        num_states: slots for states of recurrent layers; None: the model has no recurrent layers.
     """
 
-    def __init__(self, num_blocks: Mapping[KVTier, int], block_size: int) -> None:
+    def __init__(
+        self, num_blocks: Mapping[KVTier, int], block_size: int, num_states: int | None = None
+    ) -> None:
         self.block_size = block_size
+        self.states = None if num_states is None else StateCache(num_states, block_size)
         self._pools = {tier: _pool(tier, count) for tier, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
 
@@ -149,6 +154,10 @@ class KVCache:
         """
         pool = self._pools[tier]
         shared = _leading(pool, hashes[: (num_tokens - 1) // self.block_size])
+        if self.states is not None:
+            if not self.states.has_room:
+                return None
+            del shared[self.states.longest(hashes[: len(shared)]) :]
         num_new = self.blocks_for(num_tokens) - len(shared)
         num_revived = sum(not pool.is_used(block) for block in shared)
         if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
@@ -159,6 +168,8 @@ class KVCache:
         ):
             pool.announce(block, block_hash)
         self._tables[request_id] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
+        if self.states is not None:
+            self.states.admit(request_id, hashes[: len(shared)])
         return len(shared) * self.block_size
 
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
@@ -269,6 +280,8 @@ class KVCache:
         """Release all blocks of a request."""
         table = self._tables.pop(request_id)
         _release(table.blocks, self._pools[table.tier])
+        if self.states is not None:
+            self.states.free(request_id)
 
     def check(self) -> None:
         """Check the invariants of every pool against the block tables.
@@ -283,6 +296,8 @@ class KVCache:
                     for block in table.blocks.view():
                         num_owners[block] += 1
             pool.check(num_owners)
+        if self.states is not None:
+            self.states.check()
 
 
 def _leading(pool: BlockPool, hashes: Sequence[BlockHash], *, with_arriving: bool = False) -> list[int]:

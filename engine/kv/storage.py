@@ -144,10 +144,15 @@ class CopyGroup:
 
 
 class KVStorage:
-    """`tier -> KVPool`."""
+    """`tier -> KVPool`, and the states of recurrent layers.
 
-    def __init__(self, pools: Mapping[KVTier, KVPool]) -> None:
+    Args:
+        states: per recurrent operator, [slots + 1, ...] float32; empty: the model has none.
+    """
+
+    def __init__(self, pools: Mapping[KVTier, KVPool], states: Sequence[Tensor] = ()) -> None:
         self._pools = dict(pools)
+        self.states = tuple(states)
 
     def __getitem__(self, tier: KVTier) -> KVPool:
         return self._pools[tier]
@@ -161,6 +166,11 @@ class KVStorage:
     def block_size(self) -> int:
         """Tokens per block, in all tiers."""
         return next(iter(self._pools.values())).block_size
+
+    @property
+    def num_states(self) -> int | None:
+        """Slots for states of recurrent layers; None: the model has none."""
+        return len(self.states[0]) - 1 if self.states else None
 
     def get(self, tier: KVTier) -> KVPool | None:
         """Return the pool of a tier; None if the policy does not use it."""

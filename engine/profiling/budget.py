@@ -11,7 +11,7 @@ shrinks to a margin. Before a model is loaded, or for GPUs that are not present,
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -89,6 +89,17 @@ class FreeMemory:
         """Query the system and a GPU device; `ranks` processes share the system's memory."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return cls(host_memory().available_bytes // ranks, gpu, iteration_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Free memory of the device that computes."""
+        return self.host_bytes if self.gpu_bytes is None else self.gpu_bytes
+
+    def without(self, taken: int) -> Self:
+        """Return the free memory after `taken` bytes of the device are allocated."""
+        if self.gpu_bytes is None:
+            return replace(self, host_bytes=self.host_bytes - taken)
+        return replace(self, gpu_bytes=self.gpu_bytes - taken)
 
 
 def pool_blocks(

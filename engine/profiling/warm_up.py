@@ -25,6 +25,7 @@ from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.offloaded_matmuls import splits_of
+from neo_desktop.engine.execute.recurrent import allocate_states
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
@@ -113,7 +114,8 @@ def _carry_out(decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimit
                     tier, decoder.config, NUM_BLOCKS, decoder.dtype, decoder.device, decoder.sinks
                 )
                 for tier in tiers
-            }
+            },
+            allocate_states(decoder.config, 1, decoder.device),
         )
     executor = build_executor(
         decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, None, streams

@@ -211,7 +211,8 @@ class Scheduler:
             yield self._sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
 
     def _sequence(self, request: Request, num_tokens: int, *, is_sampled: bool) -> ScheduledSequence:
-        start = request.num_computed_tokens
+        start, states = request.num_computed_tokens, self._kv.states
+        is_last = start + num_tokens == request.num_tokens
         is_known = start + num_tokens <= len(request.token_ids)
         token_ids = request.token_ids[start : start + num_tokens]
         return ScheduledSequence(
@@ -222,6 +223,7 @@ class Scheduler:
             block_table=self._kv.block_table(request.request_id),
             sampling=request.sampling_input() if is_sampled else None,
             num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
+            states=states and states.plan(request.request_id, start, num_tokens, is_last=is_last),
         )
 
     def update(self, result: IterationResult) -> list[Request]:
@@ -247,7 +249,11 @@ class Scheduler:
                 request.finish(FinishReason.STOP)
                 gained.append(request)
             has_news = sequence.context_len // block_size > sequence.start // block_size  # a block is full
-            is_there = request.num_preemptions == num_preemptions and request.request_id not in moving
+            is_kept = request.num_preemptions == num_preemptions
+            if is_kept and self._kv.states is not None:
+                hashes = request.block_hashes(block_size)
+                self._kv.states.settle(request.request_id, hashes, sequence.start, len(sequence.token_ids))
+            is_there = is_kept and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
                 if self._decider.waits_for_prompt:  # it may wait for these blocks
@@ -354,6 +360,8 @@ class Scheduler:
                 request.num_tokens -= 1
             if request.num_preemptions == num_preemptions:
                 request.num_computed_tokens = sequence.start
+                if self._kv.states is not None:
+                    self._kv.states.take_back(request.request_id)
         self._ahead = None
 
     def _give_up_moves(self) -> None:

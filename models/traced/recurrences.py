@@ -1,7 +1,7 @@
-"""Layers with a state per request in models of `transformers`: their calls in a graph, and the operators' modules.
+"""Recurrent layers in models of `transformers`: their calls in a graph, and the operators' modules.
 
-The modeling code calls three functions by the same names in every family: a short convolution, the gated delta
-rule and Mamba-2's scan. The last two are one operator here, see `models.recurrent.scan_state`.
+The modeling code calls three functions by the same names in every family: a short convolution, the gated
+delta rule and Mamba-2's scan. The last two are one operator here, see `models.recurrent.scan_state`.
 """
 
 import sys
@@ -60,7 +60,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, index
 
 
 def _convolution(
-    calls: Calls, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    calls: Calls,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
 ) -> Tensor:
     if activation is not None and activation not in _SILU:
         raise CannotCutError(f"its short convolutions are activated by {activation}")

@@ -21,8 +21,9 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.places import NotRowsError
+from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
-from neo_desktop.models.traced.rows import width_of
+from neo_desktop.models.traced.rows import name_of, width_of
 from neo_desktop.models.traced.segments import Segment, segments
 from neo_desktop.native import RowProgram
 
@@ -68,6 +69,7 @@ class TracedStages(Stages):
             pieces = [builder.piece(index, is_plain=True) for index in every]
             self._use(pieces, with_programs=False)
         self._head = builder.head()
+        self._ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
         self._segments: dict[int, list[Segment]] = {}  # by stage index; empty without offloaded matrices
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
@@ -136,6 +138,10 @@ class TracedStages(Stages):
             ):
                 return False
         return True
+
+    @property
+    def ends_with_states(self) -> bool:
+        return self._ends_with_states
 
     @property
     def writes_in_place(self) -> bool:

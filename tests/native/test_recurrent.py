@@ -75,7 +75,9 @@ def test_states_equal_float64(
     before, out = state.clone(), torch.full_like(v, torch.nan)
     slots = torch.randperm(len(state)).tolist()
     sources = [(slot, slot, -1)[slot % 3] for slot in slots[: len(counts)]]
-    targets = [(source, slot, slot)[slot % 3] for source, slot in zip(sources, slots[-len(counts) :])]
+    targets = [
+        (source, slot, slot)[slot % 3] for source, slot in zip(sources, slots[-len(counts) :], strict=True)
+    ]
     spans = spans_of(counts, sources, targets)
     native.scan_state(q, k, v, decay, beta, state, spans, out, threads, isa=isa)
     for first, end, source, target in spans.tolist():

@@ -31,9 +31,9 @@ def scan_state(
         decay: [tokens, heads] fp32, at most 0.
         beta: [tokens, heads] fp32.
         state: [slots, heads, key_dim, value_dim] fp32, contiguous.
-        spans: [n, 4] int32, {first, end, source, target}: a request's tokens `first .. end - 1`, the slot of its
-            state before them (-1: zeros) and after them (-1: dropped). Targets differ from each other, and
-            from the sources of other spans. Tokens outside the spans are ignored.
+        spans: [n, 4] int32, {first, end, source, target}: a request's tokens `first .. end - 1`, the slot of
+            its state before them (-1: zeros) and after them (-1: dropped). Targets differ from each other,
+            and from the sources of other spans. Tokens outside the spans are ignored.
         out: as v; may be v.
         num_threads: 0 means `default_num_threads()`.
         isa: as in `paged_attention_decode`.

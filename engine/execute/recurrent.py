@@ -1,0 +1,60 @@
+"""The states of recurrent layers in an iteration: which tokens pass through which slots."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neo_desktop.engine.batch import ScheduledSequence, StateSlots
+from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.layout import BatchMembers
+from neo_desktop.engine.execute.workspace import Memory
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.recurrent import RecurrentBatch, Spans
+
+DROPPED = StateSlots(-1, -1)  # empty before, dropped afterwards
+
+
+def allocate_states(config: ModelConfig, num_slots: int, device: torch.device) -> list[Tensor]:
+    """Return memory for the states of each recurrent operator, with one more slot for scratch."""
+    return [torch.zeros(num_slots + 1, *shape, device=device) for shape in config.state_shapes]
+
+
+def recurrent_batch(states: Sequence[Tensor], memory: Memory, members: BatchMembers) -> RecurrentBatch | None:
+    """Return the states of a sub-batch's requests; None: the model has no recurrent layers."""
+    if not states:
+        return None
+    passes = [Spans(memory.inputs.spans, 1)] if len(memory.inputs.spans) else []
+    begin, rest, row = [], [], memory.rows.first_prompt
+    for sequence in members.prompts:
+        slots, end = sequence.states or DROPPED, row + len(sequence.token_ids)
+        middle = row + slots.checkpoint_tokens
+        if middle == row:
+            begin.append((row, end, slots.source, slots.target))
+        else:
+            begin.append((row, middle, slots.source, slots.checkpoint))
+            rest.append((middle, end, slots.checkpoint, slots.target))
+        row = end
+    for spans in filter(None, (begin, rest)):
+        table = upload(spans, torch.int32, memory.state.residual.device)
+        passes.append(Spans(table, max(end - first for first, end, *_ in spans)))
+    return RecurrentBatch(states, tuple(passes))
+
+
+def fill_spans(
+    spans: NDArray[np.int32], starts: Sequence[int], decodes: Sequence[Sequence[ScheduledSequence]]
+) -> None:
+    """Fill in the spans [rows, 4] of decodes; rows of padding drop their states.
+
+    Args:
+        starts: first row per tier.
+        decodes: per tier.
+    """
+    spans[:, 0] = np.arange(len(spans))
+    spans[:, 1] = spans[:, 0] + 1
+    spans[:, 2:] = DROPPED[:2]
+    for start, sequences in zip(starts, decodes, strict=False):
+        for row, sequence in enumerate(sequences, start):
+            spans[row, 2:] = (sequence.states or DROPPED)[:2]

@@ -1,0 +1,200 @@
+"""Slots for the states of recurrent layers: the current state of each request, and checkpoints for reuse.
+
+An iteration reads a request's state from one slot and writes it to another, so it can be repeated or
+discarded. A checkpoint is the state after a block boundary, findable by the hash of the block before it; a
+prefix of the prompt is reused up to a block that has KV and a checkpoint.
+
+    slots of a request:   current ── source of a running iteration ── its target = the new current
+                          mark: the state at the last block boundary; it becomes a checkpoint in the end
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from neo_desktop.engine.batch import StateSlots
+from neo_desktop.engine.kv.block_pool import BlockHash
+from neo_desktop.models.config import ModelConfig
+
+SLOTS_PER_REQUEST = 3  # the source and target of an iteration, and the target of the next one
+NO_SLOT = -1
+SHARE = 0.2  # most of the free memory that states take
+CHECKPOINTS = 32  # slots beyond those of the most requests
+
+
+def num_slots(config: ModelConfig, max_requests: int, free_bytes: int) -> int:
+    """Return the slots for a model's recurrent states; 0: it has none."""
+    if not config.state_bytes:
+        return 0
+    most = SLOTS_PER_REQUEST * max_requests + CHECKPOINTS
+    return max(min(most, int(SHARE * free_bytes) // config.state_bytes), SLOTS_PER_REQUEST + 1)
+
+
+@dataclass(slots=True)
+class _Owned:
+    """The slots of one request."""
+
+    current: int  # its state after all planned iterations; NO_SLOT: empty
+    planned: deque[StateSlots] = field(default_factory=deque)  # of iterations without a result
+    mark: tuple[int, BlockHash] | None = None
+
+
+class StateCache:
+    """Reference-counted slots `0 .. num_slots - 1`.
+
+    Slots without references are free, or cached as checkpoints and evicted least recently used first.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self.num_slots, self._block_size = num_slots, block_size
+        self._free = list(reversed(range(num_slots)))
+        self._references = [0] * num_slots
+        self._checkpoints: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
+        self._hash_of: dict[int, BlockHash] = {}
+        self._owned: dict[str, _Owned] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """True if another request can be admitted."""
+        return (len(self._owned) + 1) * SLOTS_PER_REQUEST <= self.num_slots
+
+    def longest(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the number of leading blocks that end at a checkpoint."""
+        return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self._checkpoints), 0)
+
+    def admit(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Start a request at the checkpoint after these blocks; no blocks: at an empty state."""
+        slot = NO_SLOT
+        if hashes:
+            slot = self._checkpoints[hashes[-1]]
+            self._checkpoints.move_to_end(hashes[-1])
+            self._references[slot] += 1
+        self._owned[request_id] = _Owned(slot)
+
+    def plan(self, request_id: str, start: int, num_tokens: int, *, is_last: bool) -> StateSlots:
+        """Return the slots of a request's next iteration.
+
+        Args:
+            start: tokens before it.
+            num_tokens: its tokens.
+            is_last: it computes the last known token; a prompt then leaves a checkpoint before its end.
+        """
+        owned, end = self._owned[request_id], start + num_tokens
+        slots = StateSlots(owned.current, self._take())
+        boundary = (end - 1) // self._block_size * self._block_size
+        if num_tokens > 1 and boundary > start and (is_last or end % self._block_size) and self._has_spare:
+            slots = slots._replace(checkpoint=self._take(), checkpoint_tokens=boundary - start)
+        owned.planned.append(slots)
+        owned.current = slots.target
+        return slots
+
+    def settle(self, request_id: str, hashes: Sequence[BlockHash], start: int, num_tokens: int) -> None:
+        """Apply the success of a request's oldest planned iteration.
+
+        Args:
+            hashes: of the request's leading full blocks.
+            start: tokens before it.
+            num_tokens: its tokens.
+        """
+        owned, end = self._owned[request_id], start + num_tokens
+        slots = owned.planned.popleft()
+        self._release(slots.source)
+        if slots.checkpoint != NO_SLOT:
+            self._publish(slots.checkpoint, hashes, start + slots.checkpoint_tokens)
+            self._release(slots.checkpoint)
+        if end % self._block_size or end // self._block_size > len(hashes):
+            return
+        if num_tokens > 1:
+            self._publish(slots.target, hashes, end)
+        elif self._has_spare:
+            self._drop_mark(owned)
+            self._references[slots.target] += 1
+            owned.mark = slots.target, hashes[end // self._block_size - 1]
+
+    def take_back(self, request_id: str) -> None:
+        """Discard a request's newest planned iteration."""
+        owned = self._owned[request_id]
+        slots = owned.planned.pop()
+        self._release(slots.target)
+        self._release(slots.checkpoint)
+        owned.current = slots.source
+
+    def free(self, request_id: str) -> None:
+        """Release a request's slots; the state at its last block boundary stays as a checkpoint."""
+        owned = self._owned.pop(request_id)
+        if owned.mark is not None:
+            slot, block_hash = owned.mark
+            self._register(slot, block_hash)
+            self._release(slot)
+        for slots in owned.planned:
+            self._release(slots.source)
+            self._release(slots.checkpoint)
+        self._release(owned.current)
+
+    def check(self) -> None:
+        """Check the invariants of the slots.
+
+        Raises:
+            AssertionError: a slot is lost or owned twice.
+        """
+        references = [0] * self.num_slots
+        for owned in self._owned.values():
+            held = [
+                owned.current,
+                *(slot for each in owned.planned for slot in (each.source, each.checkpoint)),
+            ]
+            held += [owned.mark[0]] if owned.mark is not None else []
+            for slot in held:
+                if slot != NO_SLOT:
+                    references[slot] += 1
+        assert references == self._references, "reference counts differ from the requests' slots"
+        cached = {slot for slot in self._hash_of if not references[slot]}
+        used = {slot for slot, count in enumerate(references) if count}
+        assert len(self._free) + len(cached) + len(used) == self.num_slots, "a slot is lost"
+        assert {h: s for s, h in self._hash_of.items()} == self._checkpoints, "hash maps differ"
+
+    @property
+    def _has_spare(self) -> bool:
+        """True if a slot can be taken beside those that the requests are sure to need."""
+        needed = sum(max(SLOTS_PER_REQUEST - len(each.planned) - 1, 0) for each in self._owned.values())
+        evictable = sum(not self._references[slot] for slot in self._checkpoints.values())
+        return len(self._free) + evictable > needed
+
+    def _take(self) -> int:
+        if not self._free and not self._evict():
+            for owned in self._owned.values():  # marks are optional
+                self._drop_mark(owned)
+            self._evict()
+        slot = self._free.pop()
+        self._references[slot] = 1
+        return slot
+
+    def _evict(self) -> bool:
+        """Free the least recently used checkpoint without references; return False if there is none."""
+        for block_hash, slot in self._checkpoints.items():
+            if not self._references[slot]:
+                del self._checkpoints[block_hash], self._hash_of[slot]
+                self._free.append(slot)
+                return True
+        return False
+
+    def _drop_mark(self, owned: _Owned) -> None:
+        if owned.mark is not None:
+            self._release(owned.mark[0])
+            owned.mark = None
+
+    def _publish(self, slot: int, hashes: Sequence[BlockHash], tokens: int) -> None:
+        if 0 < tokens // self._block_size <= len(hashes):
+            self._register(slot, hashes[tokens // self._block_size - 1])
+
+    def _register(self, slot: int, block_hash: BlockHash) -> None:
+        if block_hash not in self._checkpoints and slot not in self._hash_of:
+            self._checkpoints[block_hash] = slot
+            self._hash_of[slot] = block_hash
+
+    def _release(self, slot: int) -> None:
+        if slot == NO_SLOT:
+            return
+        self._references[slot] -= 1
+        if not self._references[slot] and slot not in self._hash_of:
+            self._free.append(slot)
