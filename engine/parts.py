@@ -10,10 +10,9 @@ import torch
 from neo_desktop import native
 from neo_desktop.engine.execute.ranks.driver import Driver
 from neo_desktop.engine.execute.ranks.members import Member
-from neo_desktop.engine.execute.recurrent import allocate_states
+from neo_desktop.engine.execute.recurrent import allocate_states, num_slots
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.states import num_slots
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier

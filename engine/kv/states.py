@@ -14,20 +14,9 @@ from dataclasses import dataclass, field
 
 from neo_desktop.engine.batch import StateSlots
 from neo_desktop.engine.kv.block_pool import BlockHash
-from neo_desktop.models.config import ModelConfig
 
 SLOTS_PER_REQUEST = 3  # the source and target of an iteration, and the target of the next one
 NO_SLOT = -1
-SHARE = 0.2  # most of the free memory that states take
-CHECKPOINTS = 32  # slots beyond those of the most requests
-
-
-def num_slots(config: ModelConfig, max_requests: int, free_bytes: int) -> int:
-    """Return the slots for a model's recurrent states; 0: it has none."""
-    if not config.state_bytes:
-        return 0
-    most = SLOTS_PER_REQUEST * max_requests + CHECKPOINTS
-    return max(min(most, int(SHARE * free_bytes) // config.state_bytes), SLOTS_PER_REQUEST + 1)
 
 
 @dataclass(slots=True)
