@@ -162,9 +162,9 @@ def _convolve(
     tl.store(out + tokens * CHANNELS + channel, total.to(dtype), mask=(tokens < end) & is_channel)
     if begin == 0 and target >= 0:
         for row in tl.static_range(PAST):
-            at = end - PAST + row
-            is_new = (at >= first) & is_channel
-            is_old = (at < first) & (source >= 0) & is_channel
-            kept = tl.load(x + at * CHANNELS + channel, mask=is_new, other=0.0).to(tl.float32)
-            kept += tl.load(past + (at - first + PAST) * CHANNELS, mask=is_old, other=0.0)
+            last = end - PAST + row
+            from_x = (last >= first) & is_channel
+            from_past = (last < first) & (source >= 0) & is_channel
+            kept = tl.load(x + last * CHANNELS + channel, mask=from_x, other=0.0).to(tl.float32)
+            kept += tl.load(past + (last - first + PAST) * CHANNELS, mask=from_past, other=0.0)
             tl.store(state + (target * PAST + row) * CHANNELS + channel, kept, mask=is_channel)
