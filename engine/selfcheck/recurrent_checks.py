@@ -40,8 +40,8 @@ def _scans(rig: Rig, spans: Spans, *, has_beta: bool) -> list[float]:
     beta = torch.rand(rows, HEADS) if has_beta else None
     state = torch.randn(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
     out, after = torch.empty_like(v, device=rig.device), state.to(rig.device, copy=True)
-    given = (None if x is None else x.to(rig.device) for x in (q, k, v, decay, beta))
-    scan_state(*given, after, spans, out)  # type: ignore[arg-type]
+    there = q.to(rig.device), k.to(rig.device), v.to(rig.device), decay.to(rig.device)
+    scan_state(*there, None if beta is None else beta.to(rig.device), after, spans, out)
     keys, queries = (x.double().repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, q))
     expected, states = torch.zeros(v.shape, dtype=torch.float64), state.double()
     for first, end, source, target in SPANS:
@@ -67,8 +67,8 @@ def _convolutions(rig: Rig, spans: Spans) -> list[float]:
     )
     state = torch.randn(SLOTS, WIDTH - 1, CHANNELS)
     out, after = torch.empty_like(x, device=rig.device), state.to(rig.device, copy=True)
-    given = (each.to(rig.device) for each in (x, weight, bias))
-    short_convolution(*given, after, spans, out, has_silu=True)
+    there = x.to(rig.device), weight.to(rig.device), bias.to(rig.device)
+    short_convolution(*there, after, spans, out, has_silu=True)
     expected, states = torch.zeros(x.shape, dtype=torch.float64), state.double()
     for first, end, source, target in SPANS:
         past = states[source] if source >= 0 else torch.zeros_like(states[0])
