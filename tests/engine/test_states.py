@@ -1,4 +1,4 @@
-"""Slots of recurrent states: a request finds the state of its own tokens, whatever happens to others."""
+"""Slots of recurrent states: a request always finds the state of its own tokens."""
 
 import random
 from dataclasses import dataclass, field
