@@ -345,7 +345,8 @@ class Builder:
             )
             return self._attribute("convolution", module), [given[0], RECURRENT]
         if name == "scan":
-            return self._attribute("scan", Scan(given[-1], self._operators)), [RECURRENT, *given[:-1]]
+            module = Scan(given[6], self._operators, is_delta=given[5])
+            return self._attribute("scan", module), [RECURRENT, *given[:5]]
         if name == "experts":
             return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
         return None

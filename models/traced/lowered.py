@@ -5,6 +5,7 @@ every other operator becomes a step that reads some buffers and writes another o
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,31 +14,36 @@ from torch import Tensor, fx
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.given_rows import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     NotRowsError,
     Value,
-    ages_of,
     columns_of,
     grouped,
-    moves_of,
     of_row,
     row_dim,
+    with_addresses,
 )
+from neo_desktop.models.traced.recurrences import Convolution, Scan
+from neo_desktop.models.traced.root_mean import RootMean, root_mean
+from neo_desktop.models.traced.row_buffers import RowBuffers
+from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
-from neo_desktop.native import Buffer, Columns, RowProgram, Step
+from neo_desktop.native import Columns, Step
 
 _MOVES = MOVES | SPLITS | {"expand_as", "getitem"}
 _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
-_MOST_MOVES = 64  # of one value; with more, the graph's own operators are as fast
+_FUNCTIONS = frozenset(("softplus", "clamp", "exp"))  # of few numbers: torch computes them
+_ROOT = frozenset(("pow", "mean", "rsqrt"))
 
 
-def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowProgram:
-    """Return a stage before or after attention as a program of rows.
+def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowStage:
+    """Return a stage before or after attention as programs of rows.
 
     Its buffers are those of `State.seen_by_native`. It leaves carried values in the residual, and queries,
     keys and values in qkv; the last stage leaves its result in x.
@@ -48,15 +54,13 @@ def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> R
     return _Lowering(piece, config, dtype).program()
 
 
-class _Lowering:
+class _Lowering(RowBuffers):
     def __init__(self, piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(given_buffers(config, dtype))
         self._piece, self._config, self._dtype = piece, config, dtype
-        self._buffers = given_buffers(config, dtype)
-        self._steps: list[Step] = []
-        self._overwritten: dict[int, Tensor] = {}  # buffer -> step at which each column was overwritten
         self._known: dict[fx.Node, Any] = {}
 
-    def program(self) -> RowProgram:
+    def program(self) -> RowStage:
         config = self._config
         inputs = {
             "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype, 0),
@@ -74,7 +78,7 @@ class _Lowering:
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self._known[each])
                 self._known[node] = self._computed(node, args, kwargs)
-        return RowProgram(self._buffers, self._steps)
+        return self.stage()
 
     # Nodes.
 
@@ -82,7 +86,7 @@ class _Lowering:
         if node.op == "call_module":
             return self._operate(self._piece.get_submodule(str(node.target)), args)
         name = str(node.target) if node.op == "call_method" else name_of(node)
-        if not any(isinstance(each, (Value, Tensor)) for each in _flat((args, kwargs))) or (
+        if not any(isinstance(each, (Value, Tensor, RootMean)) for each in _flat((args, kwargs))) or (
             name == "getitem" and isinstance(args[0], tuple)
         ):
             target: Any = node.target
@@ -92,47 +96,63 @@ class _Lowering:
         return self._called(node, name, args, kwargs)
 
     def _called(self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in _CASTS:
-            return self._cast(args[0], _dtype_of(args, kwargs))
+        roots = [each for each in args if isinstance(each, RootMean)]
+        if name in _ROOT or (roots and name == "add"):
+            return root_mean(name, args)
         if name in _MOVES:
             return self._moved(node, args, kwargs)
-        if name == "index" and not any(isinstance(each, Value) for each in args[1]):
-            x, places = args
-            return replace(x, at=torch.ops.aten.index(x.at, places))
-        if name in _UNARIES:
-            approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
-            return self._unary("gelu_tanh" if approximate == "tanh" else name, args[0])
-        if name in _BINARIES:
-            if kwargs.get("alpha", 1) != 1:
-                raise NotRowsError("a sum with a factor")
-            return self._binary(_BINARIES[name], args[0], args[1])
-        if name == "layer_norm":
-            return self._layer_norm(*args)
+        for names, lower in (
+            (_CASTS, lambda: self._cast(args[0], _dtype_of(args, kwargs))),
+            (_FUNCTIONS, lambda: self._apply(node.target, *args)),
+            (_UNARIES, lambda: self._unary(_approximated(name, args, kwargs), args[0])),
+            (_BINARIES, lambda: self._binary(_BINARIES[name], args[0], args[1], kwargs.get("alpha", 1))),
+            (("square",), lambda: self._binary("times", args[0], args[0])),
+            (("layer_norm",), lambda: self._layer_norm(*args)),
+            (("rms_norm",), lambda: self._plain_norm(*args)),
+            (("index",), lambda: self._indexed(*args)),
+        ):
+            if name in names:
+                return lower()
         raise NotRowsError(f"{name} has no step")
 
     def _operate(self, module: Any, args: tuple[Any, ...]) -> Any:
-        if isinstance(module, Product):
-            return self._multiply(module, args[0])
-        if isinstance(module, AddRMSNorm):
-            return self._add_norm(module, *args)
-        if isinstance(module, RMSNorm):
-            (x,) = args
-            if module.weight.dtype not in (x.dtype, torch.float32):
-                raise NotRowsError("a norm of another dtype")
-            return self._norm("rms_norm", x, x.at.shape[-1], module.eps, (module.weight,))
-        if isinstance(module, Gate):
-            (x,) = args
-            return self._step("silu_mul", [self._packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
-        if isinstance(module, Rope):
-            return self._rotate(module, *args)
+        for kind, lower in (
+            (Product, lambda: self._multiply(module, args[0])),
+            (AddRMSNorm, lambda: self._add_norm(module, *args)),
+            (RMSNorm, lambda: self._weighted_norm(module, args[0])),
+            (Gate, lambda: self._gated(args[0])),
+            (Rope, lambda: self._rotate(module, *args)),
+            (Convolution, lambda: self.call(module.apply_rows, [args[0]], args[0], 2)),
+            (Scan, lambda: self.call(module.apply_rows, list(args[1:]), args[3], 1)),
+        ):
+            if isinstance(module, kind):
+                return lower()
         raise NotRowsError(f"{type(module).__name__} has no step")
+
+    def _weighted_norm(self, norm: RMSNorm, x: Value) -> Value:
+        if norm.weight.dtype not in (x.dtype, torch.float32):
+            raise NotRowsError("a norm of another dtype")
+        return self._norm("rms_norm", x, x.at.shape[-1], norm.eps, (norm.weight,))
+
+    def _plain_norm(self, x: Any, shape: list[int], weight: Any = None, eps: Any = None) -> Value:
+        if not isinstance(x, Value) or len(shape) != 1 or weight is not None or eps is None:
+            raise NotRowsError("a norm over several dimensions, or with weights")
+        return self._norm("rms_norm", x, shape[0], eps, (torch.ones(shape, dtype=x.dtype),))
+
+    def _gated(self, x: Value) -> Value:
+        return self.step("silu_mul", [self.packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
+
+    def _indexed(self, x: Any, places: list[Any]) -> Value:
+        if not isinstance(x, Value) or any(isinstance(each, Value) for each in places):
+            raise NotRowsError("an index that differs between rows")
+        return replace(x, at=torch.ops.aten.index(x.at, places))
 
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [each for each in _flat((args, kwargs)) if isinstance(each, (Value, Tensor))]
         values = [each for each in given if isinstance(each, Value)]
         if len(values) != len(given) or len({each.dtype for each in values}) > 1:
             raise NotRowsError("weights and rows side by side")
-        moved_args, moved_kwargs = _with_addresses(args), _with_addresses(kwargs)
+        moved_args, moved_kwargs = with_addresses(args), with_addresses(kwargs)
         if name_of(node) in _VIEWS:  # the strides of addresses may differ from those of the numbers
             sizes = moved_args[1] if isinstance(moved_args[1], (list, tuple)) else moved_args[1:]
             moved = moved_args[0].reshape(sizes)
@@ -151,7 +171,7 @@ class _Lowering:
             return x
         if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not isinstance(x, Value):
             raise NotRowsError(f"a conversion to {dtype}")
-        return self._copy(x, dtype)
+        return self.copy(x, dtype)
 
     def _multiply(self, product: Product, x: Value) -> Value:
         linear = product.linear
@@ -160,38 +180,38 @@ class _Lowering:
         columns, rows = x.at.shape[-1], linear.rows
         if torch.Size(x.at.shape[:-1]).numel() != ROWS:
             raise NotRowsError("a matmul with several parts of a row")
-        source = self._packed(x)
-        into = self._room(rows, x.dtype)
+        source = self.packed(x)
+        into = self.room(rows, x.dtype)
         matrix = linear.native
-        self._steps.append(Step("multiply", (source,), into, rows, groups=columns, matrix=matrix))
-        return self._value(into, (*x.at.shape[:-1], rows), row_dim(x.at), x.dtype)
+        self.steps.append(Step("multiply", (source,), into, rows, groups=columns, matrix=matrix))
+        return self.value(into, (*x.at.shape[:-1], rows), row_dim(x.at), x.dtype)
 
     def _add_norm(self, norm: AddRMSNorm, residual: Value, x: Value) -> tuple[Value, Value]:
         width = residual.at.shape[-1]
-        self._check(residual)
+        self.check(residual)
         found = grouped(of_row(residual.at), width) if norm.in_place else None
-        total = residual if found is not None else self._copy(residual, residual.dtype)
-        place = self._packed(total)
-        other = self._packed(x)
-        into = self._room(width, x.dtype)
+        total = residual if found is not None else self.copy(residual, residual.dtype)
+        place = self.packed(total)
+        other = self.packed(x)
+        into = self.room(width, x.dtype)
         step = Step("add_rms_norm", (place, other), into, width, number=norm.eps, weights=(norm.weight,))
-        self._steps.append(step)
-        total = self._overwrite(total)
-        return total, self._value(into, tuple(x.at.shape), row_dim(x.at), x.dtype)
+        self.steps.append(step)
+        total = self.overwrite(total)
+        return total, self.value(into, tuple(x.at.shape), row_dim(x.at), x.dtype)
 
     def _rotate(self, rope: Rope, x: Value, cos: Value, sin: Value) -> Value:
         heads = replace(x, at=x.at[0] if rope.rows_first else x.at[0].transpose(0, 1))
         _, count, dim = heads.at.shape
-        self._check(heads)
+        self.check(heads)
         place = grouped(of_row(heads.at), dim) if rope.in_place else None
         if place is None or (place.stride != dim and count > 1):
-            heads = self._copy(heads, heads.dtype)
-            place = self._grouped(heads, dim)
-        angles = self._packed(cos), self._packed(sin)
+            heads = self.copy(heads, heads.dtype)
+            place = self.grouped(heads, dim)
+        angles = self.packed(cos), self.packed(sin)
         weights = () if rope.weight is None else (rope.weight,)
         into = place._replace(stride=dim)
-        self._steps.append(Step("rope", angles, into, dim, groups=count, number=rope.eps, weights=weights))
-        heads = self._overwrite(heads)
+        self.steps.append(Step("rope", angles, into, dim, groups=count, number=rope.eps, weights=weights))
+        heads = self.overwrite(heads)
         return replace(heads, at=heads.at.transpose(0, 1)[None])
 
     def _layer_norm(
@@ -207,14 +227,25 @@ class _Lowering:
         return self._norm("layer_norm", x, width, eps, tuple(each.contiguous() for each in weights))
 
     def _norm(self, op: str, x: Value, length: int, eps: float, weights: tuple[Tensor, ...]) -> Value:
-        return self._step(
-            op, [self._grouped(x, length)], x, tuple(x.at.shape), length, number=eps, weights=weights
+        return self.step(
+            op, [self.grouped(x, length)], x, tuple(x.at.shape), length, number=eps, weights=weights
         )
 
-    def _unary(self, op: str, x: Value) -> Value:
-        return self._step(op, [self._packed(x)], x, tuple(x.at.shape))
+    def _normalised(self, x: Any, root: Any) -> Value:
+        """Return x / sqrt(mean(x²) + eps), written as a product."""
+        x, root = (root, x) if isinstance(x, RootMean) else (x, root)
+        if not isinstance(x, Value) or root.steps != 4 or not torch.equal(root.x.at, x.at):
+            raise NotRowsError("a product with another tensor's norm")
+        return self._plain_norm(x, [x.at.shape[-1]], None, root.eps)
 
-    def _binary(self, op: str, one: Any, other: Any) -> Value:
+    def _unary(self, op: str, x: Value) -> Value:
+        return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
+
+    def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
+        if factor != 1:
+            raise NotRowsError("a sum with a factor")
+        if isinstance(one, RootMean) or isinstance(other, RootMean):
+            return self._normalised(one, other)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
         if not isinstance(one, Value):
@@ -222,102 +253,31 @@ class _Lowering:
         if isinstance(other, (int, float)):
             number = float(-other if op == "subtract" else other)
             scalar_op = "times_number" if op == "times" else "add_number"
-            return self._step(scalar_op, [self._packed(one)], one, tuple(one.at.shape), number=number)
+            return self.step(scalar_op, [self.packed(one)], one, tuple(one.at.shape), number=number)
         if other.dtype is not one.dtype:
             raise NotRowsError("operands of two dtypes")
         if isinstance(other, Value):
             at, other_at = _broadcast(one.at, other.at)
-            sources = [self._packed(replace(one, at=at)), self._packed(replace(other, at=other_at))]
-            return self._step(op, sources, one, tuple(at.shape))
+            sources = [self.packed(replace(one, at=at)), self.packed(replace(other, at=other_at))]
+            return self.step(op, sources, one, tuple(at.shape))
         at, constant = _broadcast(one.at, other)
         by_row = constant.movedim(row_dim(at), 0).reshape(ROWS, -1)
         if not torch.equal(by_row, by_row[:1].expand_as(by_row)):
             raise NotRowsError("weights that differ between rows")
-        sources = [self._packed(replace(one, at=at))]
-        return self._step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
+        sources = [self.packed(replace(one, at=at))]
+        return self.step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
 
-    # Buffers and steps.
-
-    def _step(
-        self,
-        op: str,
-        sources: list[Columns],
-        like: Value,
-        shape: tuple[int, ...],
-        length: int | None = None,
-        *,
-        number: float = 0.0,
-        weights: tuple[Tensor, ...] = (),
-    ) -> Value:
-        """Compute a new tensor with the row dimension of `like`; `length`: per group."""
-        dim = row_dim(like.at) - like.at.dim() + len(shape)
-        if shape[dim] != ROWS:
-            raise NotRowsError("a change of the row dimension")
-        width = torch.Size(shape).numel() // ROWS
-        size = width if length is None else length
-        into = self._room(width, like.dtype)._replace(stride=size)
-        groups = width // size
-        self._steps.append(
-            Step(op, tuple(sources), into, size, groups=groups, number=number, weights=weights)
-        )
-        return self._value(into, shape, dim, like.dtype)
-
-    def _room(self, width: int, dtype: torch.dtype) -> Columns:
-        self._buffers.append(Buffer(width, dtype))
-        return Columns(len(self._buffers) - 1)
-
-    def _value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
-        row_shape = shape[:dim] + shape[dim + 1 :]
-        return Value.new(into.buffer, row_shape, dim, dtype, len(self._steps))
-
-    def _check(self, x: Value) -> None:
-        """Raise NotRowsError if a value's numbers have been overwritten."""
-        for buffer, columns, times in ages_of(x.at):
-            when = self._overwritten.get(buffer)
-            if when is not None and bool((when[columns] > times).any()):
-                raise NotRowsError("numbers that are overwritten before they are read")
-
-    def _overwrite(self, x: Value) -> Value:
-        """Record that the last step has overwritten a value's numbers."""
-        for buffer, columns in columns_of(of_row(x.at)).items():
-            width = self._buffers[buffer].width
-            when = self._overwritten.setdefault(buffer, torch.zeros(width, dtype=torch.int64))
-            when[columns] = len(self._steps)
-        return x.renewed(len(self._steps))
-
-    def _packed(self, x: Value) -> Columns:
-        """Return the columns that hold a value's rows contiguously; copy them if necessary."""
-        return self._grouped(x, torch.Size(x.at.shape).numel() // ROWS)
-
-    def _grouped(self, x: Value, length: int) -> Columns:
-        self._check(x)
-        row = of_row(x.at)
-        columns = grouped(row, length)
-        if columns is None:
-            columns = grouped(of_row(self._copy(x, x.dtype).at), length)
-        assert columns is not None
-        return columns
-
-    def _copy(self, x: Value, dtype: torch.dtype) -> Value:
-        self._check(x)
-        row = of_row(x.at)
-        into = self._room(len(row), dtype)
-        self._move(row, into)
-        return self._value(into, tuple(x.at.shape), row_dim(x.at), dtype)
-
-    def _move(self, row: Tensor, into: Columns) -> None:
-        moves = moves_of(row)
-        if len(moves) > _MOST_MOVES:
-            raise NotRowsError("numbers scattered over too many places")
-        for move in moves:
-            to = Columns(into.buffer, into.first + move.first, move.stride)
-            self._steps.append(Step("copy", (move.source,), to, move.length, groups=move.groups))
+    def _apply(self, function: Any, x: Any, *others: Any) -> Value:
+        """Apply a function of single numbers that has no step."""
+        if not isinstance(x, Value):
+            raise NotRowsError("a function of weights")
+        return self.call(partial(_applied, function, others), [x], x, row_dim(x.at))
 
     # Results of a stage.
 
     def _hand_on(self, *results: Value) -> None:
         for each in results:
-            self._check(each)
+            self.check(each)
         if len(results) == 1:
             self._leave([of_row(results[0].at)], X)
             return
@@ -327,28 +287,38 @@ class _Lowering:
         if not is_there and RESIDUAL in columns_of(torch.cat(heads)):
             raise NotRowsError("attention reads values carried to it")
         if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
-            room = self._room(len(carried), self._dtype)
-            self._move(carried, room)
+            room = self.room(len(carried), self._dtype)
+            self.move(carried, room)
             carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype, 0).at)
         if not is_there:
-            self._move(carried, Columns(RESIDUAL))
+            self.move(carried, Columns(RESIDUAL))
         self._leave(heads, QKV)
 
     def _leave(self, rows: list[Tensor], given: int) -> None:
         """Put numbers into a given buffer, by redirecting the steps that compute them if possible."""
         row = torch.cat(rows)
         found = grouped(row, len(row))
-        if found is None or found.buffer in GIVEN or self._buffers[found.buffer].width != len(row):
-            self._move(row, Columns(given))
+        if found is None or found.buffer in GIVEN or self.buffers[found.buffer].width != len(row):
+            self.move(row, Columns(given))
+            return
+
+        if any(found.buffer == columns.buffer for _, call in self.calls for columns in call.places):
+            self.move(row, Columns(given))
             return
 
         def there(columns: Columns) -> Columns:
             return columns._replace(buffer=given) if columns.buffer == found.buffer else columns
 
-        self._steps = [
+        self.steps = [
             replace(step, sources=tuple(there(each) for each in step.sources), into=there(step.into))
-            for step in self._steps
+            for step in self.steps
         ]
+
+
+def _applied(
+    function: Any, others: tuple[Any, ...], _: RecurrentBatch | None, out: Tensor, x: Tensor
+) -> None:
+    out.copy_(function(x, *others))
 
 
 def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -364,14 +334,9 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-def _with_addresses(value: Any) -> Any:
-    if isinstance(value, Value):
-        return value.at
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_addresses(each) for each in value)
-    if isinstance(value, dict):
-        return {key: _with_addresses(each) for key, each in value.items()}
-    return value
+def _approximated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
+    return "gelu_tanh" if approximate == "tanh" else name
 
 
 def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

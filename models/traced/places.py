@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,25 @@ def grouped(row: Tensor, length: int) -> Columns | None:
     if stride < 0 or stride >= _ROW or not torch.equal(groups, expected):
         return None
     return Columns(first // _BUFFER, first % _ROW, stride)
+
+
+def row_shape(at: Tensor, dim: int) -> tuple[int, ...]:
+    """Return the shape of a row, without leading dimensions of 1; rows are dimension `dim`."""
+    sizes = [size for place, size in enumerate(at.shape) if place != dim]
+    while len(sizes) > 1 and sizes[0] == 1:
+        sizes.pop(0)
+    return tuple(sizes)
+
+
+def with_addresses(value: Any) -> Any:
+    """Return arguments with addresses in place of values."""
+    if isinstance(value, Value):
+        return value.at
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_addresses(each) for each in value)
+    if isinstance(value, dict):
+        return {key: with_addresses(each) for key, each in value.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True)

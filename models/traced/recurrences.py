@@ -42,20 +42,21 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, has_silu: bool, index: int
 
 
 @torch.library.custom_op("neo_desktop::scan", mutates_args=())
-def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, index: int) -> Tensor:
+def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_delta: bool, index: int) -> Tensor:
     """Stand for a scan in a graph; see `models.recurrent.scan_state`.
 
     Args:
         q: [1, rows, key_heads, key_dim]; k is the same.
         v: [1, rows, heads, value_dim], as the result.
         decay: [1, rows, heads] float32; beta is the same.
+        is_delta: the delta rule; otherwise beta is a factor on v.
         index: of the state.
     """
     raise NotImplementedError("the stages compute it")
 
 
 @scan.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, index: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_delta: bool, index: int) -> Tensor:
     return torch.empty_like(v)
 
 
@@ -86,11 +87,14 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    q, k = query.float(), key.float()
+    q, k, dim = query.float(), key.float(), query.shape[-1]
     if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _NORM_EPS) for x in (q, k))
-    q = q * query.shape[-1] ** -0.5
-    out = _scanned(calls, q, k, value.float(), g.float(), beta.float())
+        q, k = (
+            nn.functional.rms_norm(x, (dim,), eps=_NORM_EPS / dim) * dim**-0.5  # of length 1
+            for x in (q, k)
+        )
+    q = q * dim**-0.5
+    out = _scanned(calls, q, k, value.float(), g.float(), beta.float(), is_delta=True)
     return out.to(query.dtype), None
 
 
@@ -115,18 +119,21 @@ def _state_space(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = nn.functional.softplus(dt)
-    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]).float()
-    x = hidden_states.float()
-    out = _scanned(calls, C.float(), B.float(), x * dt[..., None], A.float() * dt, None)
+    if tuple(dt_limit) != (0.0, float("inf")) or not dt_softplus:
+        dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
+    x, dt = hidden_states.float(), dt.float()
+    out = _scanned(calls, C.float(), B.float(), x, A.float() * dt, dt, is_delta=False)
     return out if D is None else out + D[..., None] * x
 
 
-def _scanned(calls: Calls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+def _scanned(
+    calls: Calls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, is_delta: bool
+) -> Tensor:
     heads, key_heads = v.shape[2], k.shape[2]
     if heads % key_heads:
         raise CannotCutError(f"{heads} heads of its recurrent layers cannot share {key_heads} keys")
     calls.states.append((heads, k.shape[3], v.shape[3]))
-    out: Tensor = scan(q, k, v, decay, beta, len(calls.states) - 1)
+    out: Tensor = scan(q, k, v, decay, beta, is_delta, len(calls.states) - 1)
     return out
 
 
@@ -169,27 +176,45 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, batch: RecurrentBatch) -> Tensor:
         rows = x[0].t().contiguous()
-        out, state = torch.zeros_like(rows), batch.states[self._index]
+        out = torch.zeros_like(rows)
+        self.apply_rows(batch, out, rows)
+        return out.t()[None]
+
+    def apply_rows(self, batch: RecurrentBatch, out: Tensor, x: Tensor) -> None:
+        """Write the convolution of x [rows, channels] to `out`, for rows in spans."""
         for spans in batch.passes:
             self._operators.short_convolution(
-                rows, self._weight, self._bias, state, spans, out, has_silu=self._has_silu
+                x, self._weight, self._bias, batch.states[self._index], spans, out, has_silu=self._has_silu
             )
-        return out.t()[None]
 
 
 class Scan(nn.Module):
     """A scan; see `scan`."""
 
-    def __init__(self, index: int, operators: Operators) -> None:
+    def __init__(self, index: int, operators: Operators, *, is_delta: bool) -> None:
         super().__init__()
-        self._index, self._operators = index, operators
+        self._index, self._is_delta, self._operators = index, is_delta, operators
 
     def forward(
-        self, batch: RecurrentBatch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
+        self, batch: RecurrentBatch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
-        q, k, v, decay = (x[0].contiguous() for x in (q, k, v, decay))
-        weight = None if beta is None else beta[0].contiguous()
-        out, state = torch.zeros_like(v), batch.states[self._index]
-        for spans in batch.passes:
-            self._operators.scan_state(q, k, v, decay, weight, state, spans, out)
+        q, k, v, decay, beta = (x[0].contiguous() for x in (q, k, v, decay, beta))
+        out = torch.zeros_like(v)
+        self.apply_rows(batch, out, q, k, v, decay, beta)
         return out[None]
+
+    def apply_rows(
+        self,
+        batch: RecurrentBatch,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+    ) -> None:
+        """Write the scan of rows to `out` [rows, heads, value_dim], for rows in spans."""
+        weight = beta if self._is_delta else None
+        v = v if self._is_delta else v * beta[..., None]
+        for spans in batch.passes:
+            self._operators.scan_state(q, k, v, decay, weight, batch.states[self._index], spans, out)

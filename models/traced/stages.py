@@ -12,7 +12,7 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.recurrent import fresh_batch
+from neo_desktop.models.recurrent import RecurrentBatch, fresh_batch
 from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
@@ -23,9 +23,9 @@ from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.places import NotRowsError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
+from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import name_of, width_of
 from neo_desktop.models.traced.segments import Segment, segments
-from neo_desktop.native import RowProgram
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
@@ -58,7 +58,7 @@ class TracedStages(Stages):
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
         self._programs: dict[
-            int, RowProgram
+            int, RowStage
         ] = {}  # stage index -> program; on a CPU, for stages that can be lowered
         if not self._takes_operators(builder, pieces):
             logger.warning(
@@ -130,7 +130,7 @@ class TracedStages(Stages):
                 self._hand_on(code(*self._given(state)), turn, state)
             checked = [ours]
             if turn in self._programs:
-                self._programs[turn].run(program.seen_by_native())
+                self._programs[turn].run(program, self._recurrent(program))
                 checked.append(program)
             names = ("x",) if turn == len(self._pieces) - 1 else ("residual", "qkv")
             if not all(
@@ -163,17 +163,21 @@ class TracedStages(Stages):
         """Run one stage: from a layer's attention to the next attention, see `Stages`."""
         turn = 0 if finished is None else finished + 1
         if turn in self._programs:
-            self._programs[turn].run(state.seen_by_native())
+            self._programs[turn].run(state, self._recurrent(state))
         else:
             self._hand_on(self._pieces[turn](*self._given(state)), turn, state)
         self._store(state, store)
 
     def _given(self, state: State) -> tuple[Any, ...]:
         """Return the arguments of a stage's code."""
-        recurrent, shapes = state.recurrent, self.config.state_shapes
-        if recurrent is None and shapes:
-            recurrent = fresh_batch(state.rows, shapes, self.decoder.device)
-        return state.residual, state.cos[:, 0], state.attention[None], recurrent
+        return state.residual, state.cos[:, 0], state.attention[None], self._recurrent(state)
+
+    def _recurrent(self, state: State) -> RecurrentBatch | None:
+        """Return the states of recurrent layers; without any, one sequence starts with empty ones."""
+        shapes = self.config.state_shapes
+        if state.recurrent is None and shapes:
+            return fresh_batch(state.rows, shapes, self.decoder.device)
+        return state.recurrent
 
     def _hand_on(self, results: Any, turn: int, state: State) -> None:
         """Copy a stage's results to the state."""

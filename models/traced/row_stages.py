@@ -1,0 +1,120 @@
+"""Stages as row programs, with recurrent layers between two programs.
+
+A row program treats rows alike, which a recurrent layer does not. So it ends one program and begins the next
+one; both see the buffers that the other parts use.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.models.given_rows import GIVEN
+from neo_desktop.models.recurrent import RecurrentBatch
+from neo_desktop.models.stages import State
+from neo_desktop.native import Buffer, Columns, RowProgram, Step
+
+MOST_KEPT_ROWS = 64  # buffers for this many rows are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recurrent layer, or another function of row buffers.
+
+    Args:
+        function: writes to its second argument; the others are inputs.
+        inputs: columns of each input, with its shape per row.
+        into: columns of the output, with its shape per row.
+    """
+
+    function: Callable[..., None]
+    inputs: tuple[tuple[Columns, tuple[int, ...]], ...]
+    into: tuple[Columns, tuple[int, ...]]
+
+    @property
+    def places(self) -> list[Columns]:
+        """Columns that it reads or writes."""
+        return [*(columns for columns, _ in self.inputs), self.into[0]]
+
+    def with_buffers(self, of: Callable[[Columns], Columns]) -> "Call":
+        """Return the call with other buffers."""
+        inputs = tuple((of(columns), shape) for columns, shape in self.inputs)
+        return Call(self.function, inputs, (of(self.into[0]), self.into[1]))
+
+
+class RowStage:
+    """A stage of row programs and calls.
+
+    Args:
+        buffers: of all parts; the first are given, see `given_rows`.
+        parts: in order.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], parts: Sequence[Sequence[Step] | Call]) -> None:
+        users = defaultdict[int, set[int]](set)  # buffer -> parts
+        for index, part in enumerate(parts):
+            for columns in _places(part):
+                users[columns.buffer].add(index)
+        called = {columns.buffer for part in parts if isinstance(part, Call) for columns in part.places}
+        shared = [
+            buffer for buffer in range(len(GIVEN), len(buffers)) if len(users[buffer]) > 1 or buffer in called
+        ]
+        self._shared = [buffers[buffer] for buffer in shared]
+        place = {buffer: len(GIVEN) + index for index, buffer in enumerate(shared)}
+        place |= {buffer: buffer for buffer in GIVEN}
+        seen = [*buffers[: len(GIVEN)], *(replace(each, is_given=True) for each in self._shared)]
+        self._parts: list[RowProgram | Call] = []
+        for part in parts:
+            own = list(seen)
+            places = dict(place)
+
+            def moved(columns: Columns, own: list[Buffer] = own, places: dict[int, int] = places) -> Columns:
+                if columns.buffer not in places:
+                    places[columns.buffer] = len(own)
+                    own.append(buffers[columns.buffer])
+                return columns._replace(buffer=places[columns.buffer])
+
+            if isinstance(part, Call):
+                self._parts.append(part.with_buffers(moved))
+            elif part:
+                steps = [
+                    replace(step, sources=tuple(map(moved, step.sources)), into=moved(step.into))
+                    for step in part
+                ]
+                self._parts.append(RowProgram(own, steps))
+        self._kept: dict[int, tuple[list[Tensor], list[native.View]]] = {}  # rows -> shared buffers
+
+    def run(self, state: State, batch: RecurrentBatch | None) -> None:
+        """Compute the stage; `batch`: the states of recurrent layers."""
+        given = state.seen_by_native()
+        tensors, views = self._buffers(state.rows)
+        for part in self._parts:
+            if isinstance(part, RowProgram):
+                part.run([*given, *views] if views else given)
+                continue
+            out, *inputs = (
+                tensors[columns.buffer - len(GIVEN)]
+                .narrow(1, columns.first, torch.Size(shape).numel())
+                .unflatten(1, shape)
+                for columns, shape in (part.into, *part.inputs)
+            )
+            part.function(batch, out, *inputs)
+
+    def _buffers(self, rows: int) -> tuple[list[Tensor], list[native.View]]:
+        """Return the shared buffers and their views; stages of a device run one after the other."""
+        if rows in self._kept:
+            return self._kept[rows]
+        tensors = [torch.zeros(rows, each.width, dtype=each.dtype) for each in self._shared]
+        made = tensors, [native.view_of("rows", tensor) for tensor in tensors]
+        if rows <= MOST_KEPT_ROWS:
+            self._kept[rows] = made
+        return made
+
+
+def _places(part: Sequence[Step] | Call) -> list[Columns]:
+    if isinstance(part, Call):
+        return part.places
+    return [columns for step in part for columns in (*step.sources, step.into)]
