@@ -254,8 +254,8 @@ class _Lowering(RowBuffers):
             number = float(-other if op == "subtract" else other)
             scalar_op = "times_number" if op == "times" else "add_number"
             return self.step(scalar_op, [self.packed(one)], one, tuple(one.at.shape), number=number)
-        if other.dtype is not one.dtype:
-            raise NotRowsError("operands of two dtypes")
+        wide = torch.promote_types(one.dtype, other.dtype)
+        one, other = (x if x.dtype is wide else self._promoted(x, wide) for x in (one, other))
         if isinstance(other, Value):
             at, other_at = _broadcast(one.at, other.at)
             sources = [self.packed(replace(one, at=at)), self.packed(replace(other, at=other_at))]
@@ -266,6 +266,9 @@ class _Lowering(RowBuffers):
             raise NotRowsError("weights that differ between rows")
         sources = [self.packed(replace(one, at=at))]
         return self.step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
+
+    def _promoted(self, x: Any, dtype: torch.dtype) -> Any:
+        return self._cast(x, dtype) if isinstance(x, Value) else x.to(dtype)
 
     def _apply(self, function: Any, x: Any, *others: Any) -> Value:
         """Apply a function of single numbers that has no step."""
