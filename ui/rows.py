@@ -8,7 +8,7 @@ from typing import Any
 from neo_desktop.app.chats.messages import Attachment, Message, branch
 
 MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch
-WINDOW = 40  # messages that are shown at first: gr.Chatbot draws every message at each update
+WINDOW = 20  # messages that are shown at first: gr.Chatbot draws every message at each update
 
 Row = dict[str, Any]
 
