@@ -1,7 +1,8 @@
 """The chat view: questions and answers, and the box below them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Chat, Message, Settings, branch, used_tokens
 from neo_desktop.app.errors import ApiError, NoModelError, ServiceError
 from neo_desktop.app.news import chat_topic, text_topic
+from neo_desktop.app.page.selftest import SelfTestError
 from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
@@ -43,22 +46,20 @@ EXAMPLES = (
 
 # What a person can cause; the page shows its message.
 REFUSALS = (
-    ApiError,
-    NotFoundError,
-    NotPossibleError,
-    ServiceError,
-    SettingError,
-    StoreError,
-    ValidationError,
+    *(ApiError, NotFoundError, NotPossibleError, SelfTestError, ServiceError),
+    *(SettingError, ShelfError, StoreError, ValidationError),
 )
 
 
-def told(error: Exception) -> gr.Error:
-    """Return an error as the page shows it."""
-    text = (
-        "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
-    )
-    return gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8)
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Show a refusal on the page."""
+    try:
+        yield
+    except REFUSALS as error:
+        is_file = isinstance(error, ValidationError)
+        text = "this is no file that neo-desktop has exported" if is_file else str(error)
+        raise gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8) from None
 
 
 def read_upload(path: str) -> bytes:
@@ -164,15 +165,12 @@ class ChatView:
         text, files = value.get("text") or "", value.get("files") or []
         if not text.strip() and not files:
             return gr.skip()
-        try:
+        with telling():
             attached = []
             for path in files:
-                file = Path(path)
                 content = await asyncio.to_thread(read_upload, path)
-                attached.append((await self.chats.attach(file.name, content)).id)
+                attached.append((await self.chats.attach(Path(path).name, content)).id)
             await self.ask(look, text, attached)
-        except REFUSALS as error:
-            raise told(error) from None
         return {"text": "", "files": []}
 
     async def ask(self, look: Look, text: str, attachment_ids: list[str]) -> None:
@@ -194,15 +192,17 @@ class ChatView:
         chat = await self.present(look)
         last = None if chat is None else self._last(chat)
         if last is not None:
-            await self._carry_out(lambda: self.chats.answers.stop(last.id))
+            with telling():
+                await self.chats.answers.stop(last.id)
 
     async def retry(self, look: Look, event: gr.RetryData) -> None:
         """Answer a question once more."""
-        message = await self._message(look, event.index)
-        if message.role == "user":  # the last one, without an answer after it in the rows
-            chat = await self.chats.chat(message.chat_id)
-            message = next(one for one in reversed(chat.messages) if one.parent_id == message.id)
-        await self._carry_out(lambda: self.chats.answers.retry(message.id))
+        with telling():
+            message = await self._message(look, event.index)
+            if message.role == "user":  # the last one, without an answer after it in the rows
+                chat = await self.chats.chat(message.chat_id)
+                message = next(one for one in reversed(chat.messages) if one.parent_id == message.id)
+            await self.chats.answers.retry(message.id)
 
     async def edit(self, look: Look, event: gr.EditData) -> None:
         """Ask a question in other words, as a branch beside it."""
@@ -217,15 +217,16 @@ class ChatView:
         act, _, message_id = str(event.value).partition(" ")
         if look.chat_id is None:
             return
-        chat_id = look.chat_id
-        if act == "continue":
-            await self._carry_out(lambda: self.chats.answers.resume(message_id))
-        else:
-            await self._carry_out(lambda: self.chats.show(chat_id, message_id))
+        with telling():
+            if act == "continue":
+                await self.chats.answers.resume(message_id)
+            else:
+                await self.chats.show(look.chat_id, message_id)
 
     async def choose_example(self, look: Look, event: gr.SelectData) -> None:
         """Ask an example's question."""
-        await self._carry_out(lambda: self.ask(look, str(event.value["text"]), []))
+        with telling():
+            await self.ask(look, str(event.value["text"]), [])
 
     async def show_more(self, look: Look) -> None:
         """Show earlier messages as well."""
@@ -237,14 +238,8 @@ class ChatView:
         chat = await self.present(look)
         ids = look.message_ids
         if chat is None or not 0 <= index < len(ids):
-            raise told(NotFoundError("the chat has changed meanwhile: try again"))
+            raise NotFoundError("the chat has changed meanwhile: try again")
         return next(message for message in chat.messages if message.id == ids[index])
-
-    async def _carry_out(self, act: Callable[[], Any]) -> None:
-        try:
-            await act()
-        except REFUSALS as error:
-            raise told(error) from None
 
     def _last(self, chat: Chat) -> Message | None:
         return next((one for one in chat.messages if one.id == chat.leaf_id), None)

@@ -84,15 +84,8 @@ def curves(series: dict[str, Sequence[float]], label: str) -> Markup:
         )
         for name, values in series.items()
     ]
-    return tag(
-        "svg",
-        lines,
-        viewBox=f"0 0 {CHART_WIDTH} {CHART_HEIGHT}",
-        preserveAspectRatio="none",
-        class_="chart",
-        role="img",
-        aria_label=label,
-    )
+    box, look = f"0 0 {CHART_WIDTH} {CHART_HEIGHT}", {"class_": "chart", "role": "img"}
+    return tag("svg", lines, viewBox=box, preserveAspectRatio="none", aria_label=label, **look)
 
 
 def _points(values: Sequence[float], most: float) -> str:
@@ -133,15 +126,9 @@ def bound(limit: LeastTime, policy: str) -> list[Markup]:
 def bars(rows: Sequence[tuple[str, float]], unit: str = "") -> Markup:
     """Draw a labelled bar per row (name, value)."""
     most = max([value for _, value in rows] + [1e-9])
-    parts = [
-        (
-            tag("dt", name),
-            tag(
-                "dd",
-                tag("meter", min=0, max=1, value=round(value / most, 4)),
-                tag("span", f"{number(value)} {unit}".strip()),
-            ),
-        )
-        for name, value in rows
-    ]
+    parts = []
+    for name, value in rows:
+        meter = tag("meter", min=0, max=1, value=round(value / most, 4))
+        text = tag("span", f"{number(value)} {unit}".strip())
+        parts += [tag("dt", name), tag("dd", meter, text)]
     return tag("dl", parts, class_="bars")

@@ -16,29 +16,15 @@ logger = logging.getLogger(__name__)
 PAGES = frozenset(["/", "/engine", "/models", "/self-test"])
 GRADIO_PATHS = PAGES | frozenset(
     [
-        "/config",
-        "/theme.css",
-        "/manifest.json",
-        "/favicon.ico",
-        "/pwa_icon",
-        "/gradio_api/upload",
-        "/gradio_api/upload_progress",
-        "/gradio_api/queue/join",
-        "/gradio_api/queue/data",
-        "/gradio_api/cancel",
-        "/gradio_api/info",
-        "/gradio_api/startup-events",
-        "/gradio_api/component_server",
-        "/gradio_api/reset",
+        *("/config", "/theme.css", "/manifest.json", "/favicon.ico", "/pwa_icon"),
+        *("/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join"),
+        *("/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/reset"),
+        *("/gradio_api/startup-events", "/gradio_api/component_server"),
     ]
 )
 GRADIO_FOLDERS = (
-    "/assets/",
-    "/static/",
-    "/pwa_icon/",
-    "/svelte/",
-    "/gradio_api/heartbeat/",
-    "/gradio_api/call/",
+    *("/assets/", "/static/", "/pwa_icon/", "/svelte/"),
+    *("/gradio_api/heartbeat/", "/gradio_api/call/"),
 )
 FILES = "/gradio_api/file="
 STREAMS = ("/gradio_api/heartbeat/", "/gradio_api/queue/data", "/gradio_api/call/")

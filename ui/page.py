@@ -145,13 +145,5 @@ def chat_page(services: PageServices) -> None:
                             break
                 await asyncio.sleep(0.05)
 
-    outputs = [
-        sidebar.list,
-        sidebar.title,
-        chat.header,
-        chat.foot,
-        chat.box,
-        chat.tick,
-        *settings.components,
-    ]
+    outputs = [sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.components]
     while_seen(chat.header, follow, outputs, inputs=[chat.look, chat.address], js=READ_ADDRESS)

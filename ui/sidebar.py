@@ -13,7 +13,7 @@ import gradio as gr
 
 from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import ChatEntry
-from neo_desktop.ui.chat import REFUSALS, ChatView, read_upload, told
+from neo_desktop.ui.chat import ChatView, read_upload, telling
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import Markup, button, panel, tag
 from neo_desktop.ui.look import Look
@@ -83,18 +83,14 @@ class Sidebar:
             data_id=entry.id,
             aria_current="page" if is_shown else None,
         )
-        mark = (
-            tag("span", "●", class_="streaming", title="An answer is being written")
-            if entry.is_streaming
-            else None
-        )
+        mark = tag("span", "●", class_="streaming", title="An answer is being written")
         remove = button("✕", "delete", kind="quiet", title=f"Delete “{title}”", id=entry.id)
-        return tag("li", link, mark, remove)
+        return tag("li", link, mark if entry.is_streaming else None, remove)
 
     async def act(self, look: Look, event: gr.EventData) -> None:
         """Open, delete or restore a chat."""
         asked: dict[str, str] = event._data
-        try:
+        with telling():
             match asked["act"]:
                 case "open":
                     look.deleted = None
@@ -108,10 +104,6 @@ class Sidebar:
                     chat_id, look.deleted = look.deleted[0], None
                     await self._chats.restore(chat_id)
                     self._chat.go(look, chat_id)
-        except NotFoundError:
-            self._chat.go(look, look.chat_id)  # it has gone meanwhile
-        except REFUSALS as error:
-            raise told(error) from None
 
     async def start_chat(self, look: Look) -> None:
         """Show an empty chat."""
@@ -131,16 +123,13 @@ class Sidebar:
 
     def _exporter(self, *, is_one: bool, as_markdown: bool) -> Any:
         async def export(look: Look) -> str:
-            chat = await self._chat.present(look)
-            if is_one and chat is None:
-                raise told(NotFoundError("there is no chat to export yet"))
-            text = await self._chats.export(
-                chat.entry.id if is_one and chat else None, as_markdown=as_markdown
-            )
-            file = (
-                Path(mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"]))
-                / f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
-            )
+            chat = await self._chat.present(look) if is_one else None
+            with telling():
+                if is_one and chat is None:
+                    raise NotFoundError("there is no chat to export yet")
+                text = await self._chats.export(chat and chat.entry.id, as_markdown=as_markdown)
+            name = f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
+            file = Path(mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"])) / name
             file.write_text(text, encoding="utf-8")
             return str(file)
 
@@ -148,10 +137,8 @@ class Sidebar:
 
     async def take_in(self, path: str, look: Look) -> None:
         """Import chats."""
-        try:
+        with telling():
             ids = await self._chats.add(await asyncio.to_thread(read_upload, path))
-        except REFUSALS as error:
-            raise told(error) from None
         gr.Info(f"Imported {len(ids)} chats.")
         if ids:
             self._chat.go(look, ids[0])
