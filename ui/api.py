@@ -7,7 +7,7 @@ from gradio.events import api
 from neo_desktop.app.chats.messages import Settings
 from neo_desktop.app.news import chat_topic, text_topic
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.ui.chat import telling
+from neo_desktop.ui.refusals import telling
 
 
 def add_api(services: PageServices) -> None:

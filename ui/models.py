@@ -8,9 +8,9 @@ import gradio as gr
 from neo_desktop.app.news import MODELS
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.words import large_count, number, size
-from neo_desktop.ui.chat import telling
 from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
+from neo_desktop.ui.refusals import telling
 
 
 def models_view(services: PageServices) -> None:

@@ -7,9 +7,10 @@ import gradio as gr
 
 from neo_desktop.app.chats.errors import NotPossibleError
 from neo_desktop.app.chats.messages import Chat, Settings
-from neo_desktop.ui.chat import ChatView, telling
+from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
+from neo_desktop.ui.refusals import telling
 
 # field, label, hint, whole numbers only
 NUMBERS = (
@@ -48,8 +49,7 @@ class SettingsView:
     def connect(self) -> None:
         """Let the events of the components have their effects."""
         look, shown = self._chat.look, self.components
-        for component in shown:
-            component.blur(self.keep, [look, *shown], None, **QUIET)
+        gr.on([component.blur for component in shown], self.keep, [look, *shown], None, **QUIET)
         self.reset.click(self.clear, [look], shown, **QUIET)
         self.preset.focus(self.choices, None, [self.preset], **QUIET)
         self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)
