@@ -1,8 +1,8 @@
 """Cost of the page in a real Chromium: `python benchmarks/page_cost.py`.
 
-Prints the time from program start to the first page, the bytes of the first load, memory, the time to open
-300 messages, and the gaps between frames while an answer grows at 120 tokens/s. Then follows the processor
-time of server and browser, idle and with answers that grow at 60 tokens/s, with one page and with eight.
+Prints the time from program start to the first page, the bytes of the first load, memory, and the time to
+open 300 messages. Then follow the gaps between frames while an answer grows at 120 tokens/s, and the
+processor time of server and browser: idle and with answers of 60 tokens/s, with one page and with eight.
 
 The server's engine is a stand-in that writes a word 60 times a second per request, to isolate the page's
 cost. Every run's last line is the cost without a page.
