@@ -7,7 +7,7 @@ from gradio.events import api
 from neo_desktop.app.chats.messages import Settings
 from neo_desktop.app.news import chat_topic, text_topic
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.ui.chat import REFUSALS, told
+from neo_desktop.ui.refusals import telling
 
 
 def add_api(services: PageServices) -> None:
@@ -16,7 +16,7 @@ def add_api(services: PageServices) -> None:
 
     async def chat(message: str, chat_id: str = "") -> AsyncIterator[dict[str, str]]:
         """Ask in a chat, "" for a new one; yields {"chat_id", "text", "thought", "state"} as it grows."""
-        try:
+        with telling():
             present = await (chats.chat(chat_id) if chat_id else chats.create(Settings()))
             _, answer = await chats.answers.ask(present.entry.id, present.leaf_id, message)
             with services.news.follow(text_topic(answer.chat_id), chat_topic(answer.chat_id)) as grown:
@@ -26,17 +26,10 @@ def add_api(services: PageServices) -> None:
                     if now is answer and not grown.is_set():
                         whole = await chats.chat(answer.chat_id)
                         now = next(one for one in whole.messages if one.id == answer.id)
-                    yield {
-                        "chat_id": now.chat_id,
-                        "text": now.text,
-                        "thought": now.thought,
-                        "state": now.state,
-                    }
+                    yield {name: getattr(now, name) for name in ("chat_id", "text", "thought", "state")}
                     if not now.is_live:
                         return
                     await grown.wait()
-        except REFUSALS as error:
-            raise told(error) from None
 
     async def models() -> list[dict[str, object]]:
         """Return the models on this computer; `name` is what `chat` loads with."""

@@ -1,25 +1,24 @@
 """The chat view: questions and answers, and the box below them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from pydantic import ValidationError
 
-from neo_desktop.app.chats.database import StoreError
-from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
+from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import Chat, Message, Settings, branch, used_tokens
-from neo_desktop.app.errors import ApiError, NoModelError, ServiceError
+from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import chat_topic, text_topic
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.following import QUIET, is_read
 from neo_desktop.ui.html import Markup, panel, tag
 from neo_desktop.ui.look import Look
+from neo_desktop.ui.models import offer_html
+from neo_desktop.ui.refusals import telling
 from neo_desktop.ui.rows import WINDOW, rows_of
 
 FRAME_S = 1 / 15  # an answer is drawn at most this often
@@ -40,25 +39,6 @@ EXAMPLES = (
     "Compare three ways to learn a language in a table.",
     "Help me write a friendly message that declines an invitation.",
 )
-
-# What a person can cause; the page shows its message.
-REFUSALS = (
-    ApiError,
-    NotFoundError,
-    NotPossibleError,
-    ServiceError,
-    SettingError,
-    StoreError,
-    ValidationError,
-)
-
-
-def told(error: Exception) -> gr.Error:
-    """Return an error as the page shows it."""
-    text = (
-        "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
-    )
-    return gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8)
 
 
 def read_upload(path: str) -> bytes:
@@ -116,6 +96,7 @@ class ChatView:
         """Let the events of the components have their effects."""
         inputs = [self.look]
         self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **QUIET)
+        self.header.act(self.get_model, None, None, **QUIET)
         self.box.submit(self.send, [self.box, self.look], [self.box], **QUIET)
         self.box.stop(self.stop, inputs, None, **QUIET)
         self.bot.example_select(self.choose_example, inputs, None, **QUIET)
@@ -164,15 +145,12 @@ class ChatView:
         text, files = value.get("text") or "", value.get("files") or []
         if not text.strip() and not files:
             return gr.skip()
-        try:
+        with telling():
             attached = []
             for path in files:
-                file = Path(path)
                 content = await asyncio.to_thread(read_upload, path)
-                attached.append((await self.chats.attach(file.name, content)).id)
+                attached.append((await self.chats.attach(Path(path).name, content)).id)
             await self.ask(look, text, attached)
-        except REFUSALS as error:
-            raise told(error) from None
         return {"text": "", "files": []}
 
     async def ask(self, look: Look, text: str, attachment_ids: list[str]) -> None:
@@ -192,40 +170,46 @@ class ChatView:
     async def stop(self, look: Look) -> None:
         """End the shown answer."""
         chat = await self.present(look)
-        last = None if chat is None else self._last(chat)
-        if last is not None:
-            await self._carry_out(lambda: self.chats.answers.stop(last.id))
+        if chat is not None and chat.leaf_id is not None:
+            with telling():
+                await self.chats.answers.stop(chat.leaf_id)
 
     async def retry(self, look: Look, event: gr.RetryData) -> None:
         """Answer a question once more."""
-        message = await self._message(look, event.index)
-        if message.role == "user":  # the last one, without an answer after it in the rows
-            chat = await self.chats.chat(message.chat_id)
-            message = next(one for one in reversed(chat.messages) if one.parent_id == message.id)
-        await self._carry_out(lambda: self.chats.answers.retry(message.id))
+        with telling():
+            message = await self._message(look, event.index)
+            if message.role == "user":  # the last one, without an answer after it in the rows
+                chat = await self.chats.chat(message.chat_id)
+                message = next(one for one in reversed(chat.messages) if one.parent_id == message.id)
+            await self.chats.answers.retry(message.id)
 
     async def edit(self, look: Look, event: gr.EditData) -> None:
         """Ask a question in other words, as a branch beside it."""
-        message = await self._message(look, event.index)
-        files = [one.id for one in message.attachments]
-        await self._carry_out(
-            lambda: self.chats.answers.ask(message.chat_id, message.parent_id, str(event.value), files)
-        )
+        with telling():
+            old = await self._message(look, event.index)
+            files = [one.id for one in old.attachments]
+            await self.chats.answers.ask(old.chat_id, old.parent_id, str(event.value), files)
 
     async def choose(self, look: Look, event: gr.SelectData) -> None:
         """Continue an answer, or show another variant."""
         act, _, message_id = str(event.value).partition(" ")
         if look.chat_id is None:
             return
-        chat_id = look.chat_id
-        if act == "continue":
-            await self._carry_out(lambda: self.chats.answers.resume(message_id))
-        else:
-            await self._carry_out(lambda: self.chats.show(chat_id, message_id))
+        with telling():
+            if act == "continue":
+                await self.chats.answers.resume(message_id)
+            else:
+                await self.chats.show(look.chat_id, message_id)
 
     async def choose_example(self, look: Look, event: gr.SelectData) -> None:
         """Ask an example's question."""
-        await self._carry_out(lambda: self.ask(look, str(event.value["text"]), []))
+        with telling():
+            await self.ask(look, str(event.value["text"]), [])
+
+    async def get_model(self, event: gr.EventData) -> None:
+        """Download and load the model that the first page offers."""
+        with telling():
+            self.services.shelf.start_pull(event._data["name"], load=True)
 
     async def show_more(self, look: Look) -> None:
         """Show earlier messages as well."""
@@ -237,22 +221,12 @@ class ChatView:
         chat = await self.present(look)
         ids = look.message_ids
         if chat is None or not 0 <= index < len(ids):
-            raise told(NotFoundError("the chat has changed meanwhile: try again"))
+            raise NotFoundError("the chat has changed meanwhile: try again")
         return next(message for message in chat.messages if message.id == ids[index])
-
-    async def _carry_out(self, act: Callable[[], Any]) -> None:
-        try:
-            await act()
-        except REFUSALS as error:
-            raise told(error) from None
-
-    def _last(self, chat: Chat) -> Message | None:
-        return next((one for one in chat.messages if one.id == chat.leaf_id), None)
 
     def is_live(self, chat: Chat | None) -> bool:
         """Return whether the shown answer is being written."""
-        last = None if chat is None else self._last(chat)
-        return last is not None and last.is_live
+        return chat is not None and any(one.is_live for one in chat.messages if one.id == chat.leaf_id)
 
     def tick_of(self, look: Look, chat: Chat | None) -> str:
         """Return a text that differs where `draw` has something to do."""
@@ -262,8 +236,9 @@ class ChatView:
         return f"{chat.entry.id} {chat.leaf_id} {len(states)} {states[-3:]} {look.window}"
 
     def model_line(self, look: Look) -> Markup:
-        """Return the header: which model answers."""
-        host = self.services.host
+        """Return the header: which model answers, and before the first question the offer of a real one."""
+        host, shelf = self.services.host, self.services.shelf.view()
+        pulling, offer = shelf["pulling"], shelf["offer"] if shelf["models"] else None
         if host.loading is not None:
             state, text = "loading", f"Loading {host.loading.name} … {host.loading.share:.0%}"
         else:
@@ -273,13 +248,15 @@ class ChatView:
                 state, text = "ready", f"{service.model_name} · {context}"
             except NoModelError as reason:
                 state, text = "none", host.error or str(reason)
-        trouble = self.services.trouble
+        told = [self.services.trouble, self.chats.notice, shelf["pull_error"]]
+        if pulling is not None:
+            told.append(f"Downloading {pulling['name']} … {pulling['share']:.0%}")
         return tag(
             "div",
             tag("span", class_="dot"),
             tag("a", text, href="models"),
-            tag("p", trouble, class_="trouble") if trouble else None,
-            tag("p", self.chats.notice, class_="trouble") if self.chats.notice else None,
+            [tag("p", one, class_="trouble") for one in told if one],
+            offer_html(offer) if offer and not pulling and look.chat_id is None else None,
             class_="model-line",
             data_state=state,
             data_address=f"?chat={look.chat_id}" if look.chat_id else "",
@@ -294,12 +271,12 @@ class ChatView:
         parts: list[str] = []
         if last is not None and last.figures is not None and not last.is_live:
             figures = last.figures
-            if figures.output_tokens is not None:
-                parts.append(f"{figures.output_tokens:,} tokens")
-            if figures.tokens_per_s is not None:
-                parts.append(f"{figures.tokens_per_s:.1f} tokens/s")
-            if figures.first_token_s is not None:
-                parts.append(f"first token after {figures.first_token_s:.2f} s")
+            facts = (
+                (figures.output_tokens, "{:,} tokens"),
+                (figures.tokens_per_s, "{:.1f} tokens/s"),
+                (figures.first_token_s, "first token after {:.2f} s"),
+            )
+            parts = [text.format(value) for value, text in facts if value is not None]
         try:
             most = self.services.host.service.max_context_tokens
         except NoModelError:

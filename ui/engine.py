@@ -4,11 +4,15 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestLine, Running, TimelineView
+from neo_desktop.app.live.feed import EngineState, EngineView
+from neo_desktop.app.live.words import notes
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.words import number
+from neo_desktop.engine.execute.timeline import busy_shares
+from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
-from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline
+from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline, total_ms
 from neo_desktop.ui.following import follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, panel, tag
 
@@ -42,7 +46,7 @@ def engine_view(services: PageServices) -> None:
         rates: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         while True:
             view = await services.engine.view()
-            now = view.running.rates if view.running is not None else None
+            now = view.live.rates if view.live is not None else None
             rates.append((now.output_tokens_per_s, now.prompt_tokens_per_s) if now else (0.0, 0.0))
             yield engine_html(view, list(rates))
             await asyncio.sleep(PERIOD_S)
@@ -51,30 +55,29 @@ def engine_view(services: PageServices) -> None:
 
 
 def engine_html(view: EngineView, rates: list[tuple[float, float]]) -> Markup:
-    """Return the whole view."""
-    notes = [*view.notes]
+    """Return the whole view; `rates` are (written, prompts read), the newest last."""
+    live = view.live
+    told = [] if live is None else notes(live)
     if view.age_s >= 3:
-        notes.append(f"The engine is busy with a long iteration; this is {view.age_s:.0f} s old.")
+        told.append(f"The engine is busy with a long iteration; this is {view.age_s:.0f} s old.")
     head = [tag("h1", "Engine"), tag("p", view.sentence, class_="sentence")]
-    if notes:
-        head.append(tag("p", " ".join(notes), class_="muted"))
-    running = view.running
-    if running is None:
+    if told:
+        head.append(tag("p", " ".join(told), class_="muted"))
+    if live is None:
         return tag("div", head, class_="view", data_state=view.state)
-    device = "imitated GPU" if running.is_gpu_imitated else "GPU"
-    cards = [_memory(running), _chats(running, device)]
+    device = "imitated GPU" if live.is_gpu_imitated else "GPU"
+    cards = [_memory(live), _chats(live, device)]
     if any(sum(rate) for rate in rates):
         cards.append(_rates(rates))
-    is_idle = view.state is EngineState.IDLE
-    if running.timeline is not None:
-        cards.append(_iteration(running.timeline, device))
-    elif not is_idle and running.backend != LLAMACPP:
+    if live.spans:
+        cards.append(_iteration(live, device))
+    elif view.state is not EngineState.IDLE and live.stats.backend != LLAMACPP:
         cards.append(_card("Last iteration", tag("p", "The next iteration is drawn here.")))
-    if running.prediction is not None:
-        cards.append(_card("Prediction", *prediction(running.prediction)))
-    if running.bound is not None:
-        cards.append(_card("The limit", *bound(running.bound, running.policy)))
-    cards.append(_facts(running))
+    if live.mean_error is not None:
+        cards.append(_card("Prediction", *prediction(live)))
+    if (limit := live.limit) is not None:
+        cards.append(_card("The limit", *bound(limit, live.stats.policy)))
+    cards.append(_facts(live))
     return tag("div", head, tag("div", cards, class_="cards"), class_="view", data_state=view.state)
 
 
@@ -83,88 +86,70 @@ def _card(title: str, *children: object, kind: str = "") -> Markup:
     return tag("section", tag("h2", title), about, *children, class_=f"card {kind}".strip())
 
 
-def _memory(running: Running) -> Markup:
-    imitated = ", imitated" if running.is_gpu_imitated else ""
-    caches = [
-        (f"GPU-cache{imitated}", "gpu", running.gpu_cache),
-        ("CPU-cache", "cpu", running.cpu_cache),
-    ]
-    workers = []
-    for worker in running.workers:
-        state = worker.lost or f"{worker.used_tokens:,} of {worker.total_tokens:,} tokens"
-        workers.append(tag("p", f"{worker.name} ({worker.address}): {state}"))
-    gauges = [_gauge(name, tier, cache, running.requests) for name, tier, cache in caches if cache]
+def _memory(live: LiveView) -> Markup:
+    imitated = ", imitated" if live.is_gpu_imitated else ""
+    size = live.stats.block_size
+    gauges, workers = [], []
+    for tier, pool in live.stats.pools.items():
+        if (worker := live.workers.get(tier)) is not None:
+            used = f"{pool.num_used_blocks * size:,} of {pool.num_blocks * size:,} tokens"
+            workers.append(tag("p", f"{tier.name} ({worker.address}): {worker.lost or used}"))
+        elif tier.label in ("gpu", "cpu"):
+            there = [request for request in live.requests if request.tier == tier]
+            name = f"{tier.title}{'' if tier.in_host_memory else imitated}"
+            gauges.append(_gauge(name, tier.label, pool, size, there))
     return _card("Memory of chats", gauges, workers)
 
 
-def _gauge(name: str, tier: str, cache: Cache, requests: list[RequestLine]) -> Markup:
-    total, used, left = cache.total_tokens, cache.used_tokens, cache.leftover_tokens
-    there = [request for request in requests if request.tier == tier]
-    tokens = sum(request.tokens for request in there)
+def _gauge(name: str, kind: str, pool: PoolUsage, block_size: int, there: list[LiveRequest]) -> Markup:
+    total, used = pool.num_blocks * block_size, pool.num_used_blocks * block_size
+    left = pool.num_cached_blocks * block_size
+    tokens = sum(request.num_tokens for request in there)
     scale = used / tokens if tokens > used else 1.0  # chats that share a beginning keep it once
-    pieces = [(f"used {tier}", request.tokens * scale, describe(request)) for request in there]
+    pieces = [(f"used {kind}", request.num_tokens * scale, describe(request)) for request in there]
     pieces += [
-        (f"used {tier}", max(used - tokens, 0), "in use"),
+        (f"used {kind}", max(used - tokens, 0), "in use"),
         ("left", left, "of ended chats, reusable"),
         ("free", max(total - used - left, 0), "free"),
     ]
-    spans = [
-        tag("span", class_=kind, title=title, style=f"flex-grow:{size:.0f}")
-        for kind, size, title in pieces
+    bar = [
+        tag("span", class_=which, title=title, style=f"flex-grow:{size:.0f}")
+        for which, size, title in pieces
         if size
     ]
-    bar = tag("div", spans, class_="bar")
-    text = (
-        f"{used:,} of {total:,} tokens" + (f" · {left:,} of ended chats" if left else "")
-        if total
-        else "switched off"
-    )
-    share = f"{used / total:.0%}" if total else ""
-    return tag(
-        "div",
-        tag("p", tag("strong", name), tag("span", share)),
-        bar,
-        tag("p", text, class_="muted"),
-        class_="gauge",
-    )
+    ended = f" · {left:,} of ended chats" if left else ""
+    text = f"{used:,} of {total:,} tokens{ended}" if total else "switched off"
+    head = tag("p", tag("strong", name), tag("span", f"{used / total:.0%}" if total else ""))
+    return tag("div", head, tag("div", bar, class_="bar"), tag("p", text, class_="muted"), class_="gauge")
 
 
-def describe(request: RequestLine) -> str:
+def describe(request: LiveRequest) -> str:
     """Return a request in words."""
-    if request.progress == "prefilling":
-        return f"Chat {request.number}: prompt, {request.computed_tokens:,} of {request.tokens:,} tokens"
-    state = "waits for the CPU" if request.is_held else "writing"
-    return f"Chat {request.number}: {request.tokens:,} tokens, {state}"
+    chat, tokens = f"Chat {request.arrival}", f"{request.num_tokens:,} tokens"
+    if request.phase is Phase.PREFILLING:
+        return f"{chat}: prompt, {request.num_computed_tokens:,} of {tokens}"
+    return f"{chat}: {tokens}, {'waits for the CPU' if request.is_held else 'writing'}"
 
 
-def _chats(running: Running, device: str) -> Markup:
-    requests = running.requests
-    if not requests and not running.waiting:
-        return _card(
-            "Chats",
-            tag("p", "Ask something, on this page or through the API, and it shows here.", class_="muted"),
-        )
-    names = {
-        "gpu": f"On the {device}",
-        "cpu": "In main memory",
-        "worker": "On workers",
-    }
+def _chats(live: LiveView, device: str) -> Markup:
+    requests, waiting = live.requests, live.stats.num_waiting
+    if not requests and not waiting:
+        hint = "Ask something, on this page or through the API, and it shows here."
+        return _card("Chats", tag("p", hint, class_="muted"))
     rows: list[Markup] = []
-    for tier, name in names.items():
-        there = [request for request in requests if request.tier == tier]
+    for kind, name in (("gpu", f"On the {device}"), ("cpu", "In main memory"), ("worker", "On workers")):
+        there = [one for one in requests if kind == ("worker" if one.tier.is_remote else one.tier.label)]
         if there:
             dots = [
-                tag("li", class_=f"dot {tier} {'held' if one.is_held else one.progress}", title=describe(one))
+                tag("li", class_=f"dot {kind} {'held' if one.is_held else one.phase}", title=describe(one))
                 for one in there[:MAX_SHOWN]
             ]
             rows += [tag("p", name, tag("strong", len(there))), tag("ul", dots, class_="dots")]
-    if running.waiting:
-        rows.append(tag("p", "Waiting", tag("strong", running.waiting)))
-    alone = running.gpu_alone_requests
-    if requests and alone is not None and running.policy != "gpu-only":
-        rows.append(
-            bars([("At once now", len(requests), "real"), ("GPU memory alone would hold", alone, "gpu")])
-        )
+    if waiting:
+        rows.append(tag("p", "Waiting", tag("strong", waiting)))
+    alone = live.num_gpu_alone
+    if requests and alone is not None and live.stats.policy != "gpu-only":
+        rows.append(bars([("At once now", len(requests)), ("GPU memory alone would hold", alone)]))
     return _card("Chats", rows)
 
 
@@ -177,44 +162,47 @@ def _rates(rates: list[tuple[float, float]]) -> Markup:
     return _card("Tokens per second", parts)
 
 
-def _iteration(view: TimelineView, device: str) -> Markup:
-    busy = {lane.name: lane.busy for lane in view.lanes}
-    parts = [f"{number(view.total_ms)} ms"]
+def _iteration(live: LiveView, device: str) -> Markup:
+    busy = busy_shares(live.spans)
+    parts = [f"{number(total_ms(live.spans))} ms"]
     if "device" in busy:
         parts.append(f"the {device} was busy for {busy['device']:.0%}")
     if "cpu" in busy:
         parts.append(f"the CPU attended for {busy['cpu']:.0%}")
-    if view.overlap is not None:
-        parts.append(f"overlap {view.overlap:.0%}")
+    if live.overlap is not None:
+        parts.append(f"overlap {live.overlap:.0%}")
     text = ", ".join(parts) + "."
-    if not view.is_device_recorded:
+    if "device" not in busy:
         text += " The GPU ran this iteration as one CUDA graph, whose parts are not recorded."
-    return _card("Last iteration", tag("p", text), timeline(view, device), kind="wide")
+    return _card("Last iteration", tag("p", text), timeline(live.spans, device), kind="wide")
 
 
-def _facts(running: Running) -> Markup:
-    counters = running.counters
-    runs_on = running.device_name or ("CPU (GPU imitated)" if running.is_gpu_imitated else "CPU")
-    rows = [("Model", running.model), ("Runs on", runs_on), ("Policy", running.policy)]
-    if running.backend == LLAMACPP:
-        rows[2] = ("Computed by", "llama.cpp")
-    rows += [("Weights", f"{weights.bytes / 1e6:,.0f} MB, {weights.memory}") for weights in running.weights]
-    rows += [("Computes in", running.dtype), ("Iterations", f"{counters.iterations:,}")]
-    if running.backend != LLAMACPP:
+def _facts(live: LiveView) -> Markup:
+    stats = live.stats
+    is_llamacpp = stats.backend == LLAMACPP
+    memory = "host" if live.device_name is None else "gpu"
+    rows = [
+        ("Model", stats.model),
+        ("Runs on", live.device_name or ("CPU (GPU imitated)" if live.is_gpu_imitated else "CPU")),
+        ("Computed by", "llama.cpp") if is_llamacpp else ("Policy", stats.policy),
+        ("Weights", f"{live.weights_bytes / 1e6:,.0f} MB, {memory}"),
+        ("Computes in", stats.dtype),
+        ("Iterations", f"{stats.num_iterations:,}"),
+    ]
+    if not is_llamacpp:
         rows += [
-            ("… with two sub-batches", _part(counters.double_iterations, counters.iterations)),
-            ("Tokens written", f"{counters.output_tokens:,}"),
-            ("… attention on the CPU", _part(counters.cpu_decodes, counters.output_tokens)),
-            ("… asynchronously", _part(counters.async_decodes, counters.output_tokens)),
+            ("… with two sub-batches", _part(stats.num_double_iterations, stats.num_iterations)),
+            ("Tokens written", f"{stats.num_output_tokens:,}"),
+            ("… attention on the CPU", _part(stats.num_cpu_decodes, stats.num_output_tokens)),
+            ("… asynchronously", _part(stats.num_async_decodes, stats.num_output_tokens)),
         ]
     rows += [
-        ("Prompt tokens", f"{counters.prompt_tokens:,}"),
-        ("… from the prefix cache", _part(counters.cached_tokens, counters.prompt_tokens)),
-        ("Moved / preempted", f"{counters.moves:,} / {counters.preemptions:,}"),
+        ("Prompt tokens", f"{stats.num_prompt_tokens:,}"),
+        ("… from the prefix cache", _part(stats.num_cached_tokens, stats.num_prompt_tokens)),
+        ("Moved / preempted", f"{stats.num_moves:,} / {stats.num_preemptions:,}"),
     ]
-    return _card(
-        "Model", tag("dl", [(tag("dt", name), tag("dd", value)) for name, value in rows], class_="facts")
-    )
+    pairs = [(tag("dt", name), tag("dd", value)) for name, value in rows]
+    return _card("Model", tag("dl", pairs, class_="facts"))
 
 
 def _part(part: int, whole: int) -> str:

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from neo_desktop.app.live.schema import BoundView, LaneSpanView, LaneView, PredictionView, TimelineView
 from neo_desktop.app.words import number
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span
+from neo_desktop.engine.live import LeastTime, LiveView
 from neo_desktop.ui.html import Markup, tag
 
 WIDTH, LEFT = 1000, 110  # of the timeline
 LANE = 26
 CHART_WIDTH, CHART_HEIGHT = 300, 56
-LANE_NAMES = {
+LANE_NAMES = {  # in the order of drawing; other lanes follow
+    "device": "",
     "to-host": "to host",
     "cpu": "CPU attends",
     "to-device": "to device",
@@ -19,56 +21,54 @@ LANE_NAMES = {
 }
 
 
-def timeline(view: TimelineView, device: str) -> Markup:
+def total_ms(spans: Sequence[Span]) -> float:
+    """Return the time from the first start to the last end."""
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e6
+
+
+def timeline(spans: Sequence[Span], device: str) -> Markup:
     """Draw one iteration: a line per lane, a box per stage, and below where device and CPU overlap."""
-    total = max(view.total_ms, 1e-6)
+    names = LANE_NAMES | {"device": device}
+    found = dict.fromkeys(span.lane for span in spans)
+    lanes = [*(lane for lane in names if lane in found), *(lane for lane in found if lane not in names)]
+    begin_ns, total = min(span.start_ns for span in spans), max(total_ms(spans), 1e-6)
     scale = (WIDTH - LEFT - 4) / total
 
-    def box(lane: LaneView, row: int, span: LaneSpanView) -> Markup:
-        name = device if lane.name == "device" else LANE_NAMES.get(lane.name, lane.name)
-        batch = "" if span.sub_batch is None else f", sub-batch {span.sub_batch}"
-        took = span.end_ms - span.start_ms
-        title = f"{name}: {span.stage}, layer {span.layer}{batch}, {number(took)} ms"
+    def x(at_ns: int) -> float:
+        return round(LEFT + (at_ns - begin_ns) / 1e6 * scale, 2)
+
+    def box(span: Span) -> Markup:
+        batch, took = span.stage.sub_batch, (span.end_ns - span.start_ns) / 1e6
+        where = "" if batch == NO_SUB_BATCH else f", sub-batch {batch}"
+        name = names.get(span.lane, span.lane)
+        title = f"{name}: {span.stage.name}, layer {span.stage.layer}{where}, {number(took)} ms"
+        kind = f"span sub{'none' if batch == NO_SUB_BATCH else batch}"
+        width, y = round(max(took * scale - 0.5, 0.75), 2), LANE * lanes.index(span.lane) + 3
         return tag(
-            "rect",
-            tag("title", title),
-            class_=f"span sub{'none' if span.sub_batch is None else span.sub_batch}",
-            x=round(LEFT + span.start_ms * scale, 2),
-            y=LANE * row + 3,
-            width=round(max(took * scale - 0.5, 0.75), 2),
-            height=LANE - 7,
+            "rect", tag("title", title), class_=kind, x=x(span.start_ns), y=y, width=width, height=LANE - 7
         )
 
-    parts: list[Markup] = []
-    for row, lane in enumerate(view.lanes):
-        name = device if lane.name == "device" else LANE_NAMES.get(lane.name, lane.name)
-        parts.append(tag("text", name, x=LEFT - 8, y=LANE * row + 16, text_anchor="end"))
-        parts += [box(lane, row, span) for span in lane.spans]
-    bottom = LANE * len(view.lanes)
-    for start, end in overlaps(view.lanes):
-        parts.append(
-            tag("rect", class_="both", x=round(LEFT + start * scale, 2), y=bottom + 1, height=4,
-                width=round(max((end - start) * scale, 0.5), 2))
-        )  # fmt: skip
-    for step in range(5):
+    parts = [box(span) for span in spans]
+    for row, lane in enumerate(lanes):
+        parts.append(tag("text", names.get(lane, lane), x=LEFT - 8, y=LANE * row + 16, text_anchor="end"))
+    bottom = LANE * len(lanes)
+    for start, end in overlaps(spans):
+        width = round(max((end - start) / 1e6 * scale, 0.5), 2)
+        parts.append(tag("rect", class_="both", x=x(start), y=bottom + 1, height=4, width=width))
+    for step, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
         at = total * step / 4
-        parts.append(tag("text", f"{number(at)} ms", x=round(LEFT + at * scale), y=bottom + 20,
-                         text_anchor="start" if step == 0 else "end" if step == 4 else "middle"))  # fmt: skip
-    label = f"One iteration of {number(view.total_ms)} ms on {len(view.lanes)} lanes"
-    return tag(
-        "svg", parts, viewBox=f"0 0 {WIDTH} {bottom + 26}", class_="timeline", role="img", aria_label=label
-    )
+        text = f"{number(at)} ms"
+        parts.append(tag("text", text, x=round(LEFT + at * scale), y=bottom + 20, text_anchor=anchor))
+    label = f"One iteration of {number(total)} ms on {len(lanes)} lanes"
+    box_of_view = f"0 0 {WIDTH} {bottom + 26}"
+    return tag("svg", parts, viewBox=box_of_view, class_="timeline", role="img", aria_label=label)
 
 
-def overlaps(lanes: Sequence[LaneView]) -> list[tuple[float, float]]:
-    """Return the times in ms in which device and CPU attention are both at work."""
-    spans = {lane.name: lane.spans for lane in lanes}
-    return [
-        (max(a.start_ms, b.start_ms), min(a.end_ms, b.end_ms))
-        for a in spans.get("cpu", ())
-        for b in spans.get("device", ())
-        if max(a.start_ms, b.start_ms) < min(a.end_ms, b.end_ms)
-    ]
+def overlaps(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Return the times in ns in which both device and CPU attention compute."""
+    cpu, device = ([span for span in spans if span.lane == lane] for lane in ("cpu", "device"))
+    both = ((max(a.start_ns, b.start_ns), min(a.end_ns, b.end_ns)) for a in cpu for b in device)
+    return [(start, end) for start, end in both if start < end]
 
 
 def curves(series: dict[str, Sequence[float]], label: str) -> Markup:
@@ -84,15 +84,8 @@ def curves(series: dict[str, Sequence[float]], label: str) -> Markup:
         )
         for name, values in series.items()
     ]
-    return tag(
-        "svg",
-        lines,
-        viewBox=f"0 0 {CHART_WIDTH} {CHART_HEIGHT}",
-        preserveAspectRatio="none",
-        class_="chart",
-        role="img",
-        aria_label=label,
-    )
+    box, look = f"0 0 {CHART_WIDTH} {CHART_HEIGHT}", {"class_": "chart", "role": "img"}
+    return tag("svg", lines, viewBox=box, preserveAspectRatio="none", aria_label=label, **look)
 
 
 def _points(values: Sequence[float], most: float) -> str:
@@ -104,42 +97,38 @@ def _points(values: Sequence[float], most: float) -> str:
     )
 
 
-def prediction(view: PredictionView) -> list[Markup]:
+def prediction(live: LiveView) -> list[Markup]:
     """Draw predicted beside real times of iterations."""
+    pairs = [(one.predicted_ms, one.total_ms) for one in live.iterations if one.predicted_ms > 0]
+    predicted, real = zip(*pairs, strict=True)
     text = (
-        f"Last iteration: predicted {number(view.predicted_ms[-1])} ms, took {number(view.real_ms[-1])} ms. "
-        f"Off by {view.mean_error:.0%} on average over {len(view.real_ms)} iterations."
+        f"Last iteration: predicted {number(predicted[-1])} ms, took {number(real[-1])} ms. "
+        f"Off by {live.mean_error:.0%} on average over {len(real)} iterations."
     )
     keys = tag("p", tag("span", "took", class_="key real"), tag("span", "predicted", class_="key predicted"))
-    return [tag("p", text), curves({"real": view.real_ms, "predicted": view.predicted_ms}, text), keys]
+    return [tag("p", text), curves({"real": real, "predicted": predicted}, text), keys]
 
 
-def bound(view: BoundView, policy: str) -> list[Markup]:
+def bound(limit: LeastTime, policy: str) -> list[Markup]:
     """Draw the real time beside the least possible one."""
-    rows = [("It took", view.real_ms, "real"), ("Least possible", view.least_ms, "least")]
-    text = f"{view.share:.0%} of the fastest that this computer could do with any schedule."
-    if view.share > 1:
+    rows = [("It took", limit.real_ms), ("Least possible", limit.least_ms)]
+    text = f"{limit.share:.0%} of the fastest that this computer could do with any schedule."
+    if limit.share > 1:
         text += " More than 100 %: the tables were measured while the computer was busier."
-    if view.gpu_alone_ms is not None and policy != "gpu-only":
-        rows.append(("Least, GPU memory alone", view.gpu_alone_ms, "gpu"))
-        times = int(10 * view.gpu_alone_ms / view.real_ms) / 10  # rounded down: it is a claim
+    if limit.gpu_alone_ms is not None and policy != "gpu-only":
+        rows.append(("Least, GPU memory alone", limit.gpu_alone_ms))
+        times = int(10 * limit.gpu_alone_ms / limit.real_ms) / 10  # rounded down: it is a claim
         if times > 1:
             text += f" With GPU memory alone the same work would have taken at least {times} times as long."
     return [tag("p", text), bars(rows, "ms")]
 
 
-def bars(rows: Sequence[tuple[str, float, str]], unit: str = "") -> Markup:
-    """Draw a labelled bar per row (name, value, kind)."""
-    most = max([value for _, value, _ in rows] + [1e-9])
-    parts = [
-        (
-            tag("dt", name),
-            tag(
-                "dd",
-                tag("meter", min=0, max=1, value=round(value / most, 4), class_=kind),
-                tag("span", f"{number(value)} {unit}".strip()),
-            ),
-        )
-        for name, value, kind in rows
-    ]
+def bars(rows: Sequence[tuple[str, float]], unit: str = "") -> Markup:
+    """Draw a labelled bar per row (name, value)."""
+    most = max([value for _, value in rows] + [1e-9])
+    parts = []
+    for name, value in rows:
+        meter = tag("meter", min=0, max=1, value=round(value / most, 4))
+        text = tag("span", f"{number(value)} {unit}".strip())
+        parts += [tag("dt", name), tag("dd", meter, text)]
     return tag("dl", parts, class_="bars")

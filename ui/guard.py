@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neo_desktop.app.errors import ApiError
@@ -12,38 +13,23 @@ from neo_desktop.app.errors import ApiError
 logger = logging.getLogger(__name__)
 
 # Gradio's routes that the page and `gradio_client` use.
-GRADIO_PATHS = frozenset(
+PAGES = frozenset(["/", "/engine", "/models", "/self-test"])
+GRADIO_PATHS = PAGES | frozenset(
     [
-        "/",
-        "/engine",
-        "/models",
-        "/self-test",
-        "/config",
-        "/theme.css",
-        "/manifest.json",
-        "/favicon.ico",
-        "/pwa_icon",
-        "/gradio_api/upload",
-        "/gradio_api/upload_progress",
-        "/gradio_api/queue/join",
-        "/gradio_api/queue/data",
-        "/gradio_api/cancel",
-        "/gradio_api/info",
-        "/gradio_api/startup-events",
-        "/gradio_api/component_server",
-        "/gradio_api/reset",
+        *("/config", "/theme.css", "/manifest.json", "/favicon.ico", "/pwa_icon"),
+        *("/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join"),
+        *("/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/reset"),
+        *("/gradio_api/startup-events", "/gradio_api/component_server"),
     ]
 )
 GRADIO_FOLDERS = (
-    "/assets/",
-    "/static/",
-    "/pwa_icon/",
-    "/svelte/",
-    "/gradio_api/heartbeat/",
-    "/gradio_api/call/",
+    *("/assets/", "/static/", "/pwa_icon/", "/svelte/"),
+    *("/gradio_api/heartbeat/", "/gradio_api/call/"),
 )
 FILES = "/gradio_api/file="
-STREAMS = ("/gradio_api/queue/data", "/gradio_api/call/")
+STREAMS = ("/gradio_api/heartbeat/", "/gradio_api/queue/data", "/gradio_api/call/")
+# Gradio itself adds what is meant for the head after its own scripts have run.
+HEAD = f"<head><script>{(Path(__file__).parent / 'page.js').read_text(encoding='utf-8')}</script>".encode()
 CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -94,15 +80,26 @@ class PageGuard:
             await ApiError(404, f"there is no {path}").response(path)(scope, receive, send)
             return
         has_begun = has_failed = False
+        start: Message = {}
 
         async def send_unless_failed(message: Message) -> None:
-            nonlocal has_begun, has_failed
+            nonlocal has_begun, has_failed, start
             if message["type"] == "http.response.start":
                 has_failed = message["status"] >= 500
-                has_begun = not has_failed
-                message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
-            if not has_failed:
-                await send(message)
+                start = message
+                return
+            if has_failed:
+                return
+            if not has_begun:
+                headers = MutableHeaders(raw=[*start.get("headers", ()), *HEADERS])
+                if path in PAGES:
+                    message = {**message, "body": message.get("body", b"").replace(b"<head>", HEAD, 1)}
+                    headers["content-length"] = str(len(message["body"]))
+                elif path.startswith("/assets/"):  # their names have a hash of their content
+                    headers["cache-control"] = "public, max-age=31536000, immutable"
+                has_begun = True
+                await send({**start, "headers": headers.raw})
+            await send(message)
 
         is_stream = path.startswith(STREAMS)
         self._num_streams += is_stream

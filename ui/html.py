@@ -7,8 +7,6 @@ from typing import Any
 import gradio as gr
 from gradio.components import Navbar
 
-VOID = frozenset({"br", "hr", "input"})
-
 _SCRIPT = (Path(__file__).parent / "panel.js").read_text(encoding="utf-8")
 
 
@@ -26,8 +24,6 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         attributes: `_` stands for `-`, a trailing `_` is dropped; None and False are left out.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in VOID:
-        return Markup(f"<{name}{written}>")
     return Markup(f"<{name}{written}>{''.join(_text(child) for child in children)}</{name}>")
 
 

@@ -7,11 +7,10 @@ import gradio as gr
 
 from neo_desktop.app.news import MODELS
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.app.words import large_count, number, size
-from neo_desktop.ui.chat import told
 from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
+from neo_desktop.ui.refusals import telling
 
 
 def models_view(services: PageServices) -> None:
@@ -39,7 +38,7 @@ def models_view(services: PageServices) -> None:
 
     async def act(event: gr.EventData) -> None:
         asked: dict[str, str] = event._data
-        try:
+        with telling():
             match asked["act"]:
                 case "load":
                     await shelf.load(asked["name"])
@@ -49,14 +48,10 @@ def models_view(services: PageServices) -> None:
                     shelf.start_pull(asked["name"], load=True)
                 case "stop":
                     await shelf.stop_pull()
-        except ShelfError as error:
-            raise told(error) from None
 
     async def pull(model: str) -> str:
-        try:
+        with telling():
             shelf.start_pull(model.strip())
-        except ShelfError as error:
-            raise told(error) from None
         return ""
 
     follow_panel(shown, follow)
@@ -77,24 +72,15 @@ def models_html(view: dict[str, Any]) -> Markup:
         parts.append(_progress(f"Loading {loading['name']}", loading["share"], loading["what"], stop, why))
     elif view["error"]:
         parts.append(tag("p", view["error"], " Choose another model.", class_="error", role="alert"))
-    if view["pulling"] is not None:
-        pulling = view["pulling"]
-        parts.append(
-            _progress(
-                f"Downloading {pulling['name']}", pulling["share"], pulling["what"], button("Stop", "stop")
-            )
-        )
+    if (pulling := view["pulling"]) is not None:
+        stop = button("Stop", "stop")
+        parts.append(_progress(f"Downloading {pulling['name']}", pulling["share"], pulling["what"], stop))
     if view["pull_error"]:
         parts.append(tag("p", view["pull_error"], class_="error", role="alert"))
     if view["offer"] is not None and view["pulling"] is None:
         parts.append(offer_html(view["offer"]))
-    parts.append(
-        tag(
-            "ul",
-            [_card(model, view) for model in sorted(view["models"], key=lambda one: _rank(one, view))],
-            class_="cards",
-        )
-    )
+    models = sorted(view["models"], key=lambda one: _rank(one, view))
+    parts.append(tag("ul", [_card(model, view) for model in models], class_="cards"))
     if view["folders"]:
         parts.append(tag("p", f"Looked for in {', '.join(view['folders'])}.", class_="muted"))
     return tag("div", parts, class_="view")
@@ -121,15 +107,8 @@ def can_load(model: dict[str, Any]) -> bool:
 
 def _progress(title: str, share: float, what: str, *others: object) -> Markup:
     bar = tag("progress", max=1, value=round(share, 3), aria_label=title)
-    return tag(
-        "section",
-        tag("strong", title),
-        bar,
-        tag("span", f"{share:.0%}, {what}"),
-        others,
-        class_="card",
-        role="status",
-    )
+    parts = [tag("strong", title), bar, tag("span", f"{share:.0%}, {what}"), others]
+    return tag("section", parts, class_="card", role="status")
 
 
 def _card(model: dict[str, Any], view: dict[str, Any]) -> Markup:
@@ -137,26 +116,16 @@ def _card(model: dict[str, Any], view: dict[str, Any]) -> Markup:
     is_loaded = loaded is not None and model["name"] == loaded["name"]
     fit = model["fit"]
     reason = model["reason"] or (fit and fit["reason"])
-    badge = (
-        tag("span", "Resting" if is_loaded and loaded["is_resting"] else "Loaded", class_="badge")
-        if is_loaded
-        else None
-    )
+    state = "Resting" if is_loaded and loaded["is_resting"] else "Loaded"
+    badge = tag("span", state, class_="badge") if is_loaded else None
     parts = [tag("h2", model["name"], badge), tag("p", " · ".join(_facts(model)), class_="muted")]
     if reason:
-        parts.append(
-            tag("p", f"{'Does not fit' if model['runnable'] else 'Cannot be run'}: {reason}", class_="reason")
-        )
+        verdict = "Does not fit" if model["runnable"] else "Cannot be run"
+        parts.append(tag("p", f"{verdict}: {reason}", class_="reason"))
     if can_load(model):
         if fit:
-            parts += [
-                _chats(fit),
-                tag(
-                    "dl",
-                    [(tag("dt", name), tag("dd", value)) for name, value in _figures(fit)],
-                    class_="facts",
-                ),
-            ]
+            figures = [(tag("dt", name), tag("dd", value)) for name, value in _figures(fit)]
+            parts += [_chats(fit), tag("dl", figures, class_="facts")]
         if is_loaded and not loaded["is_resting"]:
             parts.append(button("Unload", "unload", title=f"Unload {model['name']}"))
         elif view["loading"] is None:

@@ -1,3 +1,7 @@
+// Gradio's loading indicator runs a timer at each frame, for ever: 10 % of a core. Once a second is enough.
+const atNextFrame = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = (draw) =>
+  String(draw).includes('performance.now()-') ? setTimeout(draw, 1000) : atNextFrame(draw);
 // Keys: Ctrl+K searches, Ctrl+Shift+O begins a chat, Escape stops the answer, / goes to the box.
 document.addEventListener('keydown', (event) => {
   const press = (selector) => document.querySelector(selector)?.click();

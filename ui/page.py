@@ -30,7 +30,7 @@ from neo_desktop.ui.models import models_view
 from neo_desktop.ui.selftest import selftest_view
 from neo_desktop.ui.settings import SettingsView
 from neo_desktop.ui.sidebar import Sidebar
-from neo_desktop.ui.theme import HEAD, THEME
+from neo_desktop.ui.theme import THEME
 
 # Gradio's queue looks for work each millisecond, and for progress each 10 ms: 6 % of a core.
 QUEUE_SLEEP_S = 0.03
@@ -62,7 +62,6 @@ def mount(app: FastAPI) -> FastAPI:
             "/",
             theme=THEME,
             css_paths=[Path(__file__).parent / "page.css"],
-            head=HEAD,
             favicon_path=str(Path(__file__).parent / "icon.svg"),
             footer_links=[],
             run_history=False,
@@ -146,13 +145,5 @@ def chat_page(services: PageServices) -> None:
                             break
                 await asyncio.sleep(0.05)
 
-    outputs = [
-        sidebar.list,
-        sidebar.title,
-        chat.header,
-        chat.foot,
-        chat.box,
-        chat.tick,
-        *settings.components,
-    ]
+    outputs = [sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.components]
     while_seen(chat.header, follow, outputs, inputs=[chat.look, chat.address], js=READ_ADDRESS)

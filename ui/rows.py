@@ -5,20 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neo_desktop.app.chats.messages import Attachment, Message, branch
+from neo_desktop.app.chats.messages import Message, branch
 
 MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch
-WINDOW = 40  # messages that are shown at first: gr.Chatbot draws every message at each update
+WINDOW = 20  # messages that are shown at first: gr.Chatbot draws every message at each update
 
 Row = dict[str, Any]
 
 # Code is shown unchanged; elsewhere a `<` begins no element, and a picture is a link: none is fetched.
 _CODE = re.compile(r"(`{3,}[^`]*(?:`{3,}|\Z)|~{3,}.*?(?:~{3,}|\Z)|`[^`\n]+`)", re.DOTALL)
-_ENDED = {
-    "stopped": "Stopped",
-    "cut": "Cut off: the server ended",
-    "failed": "Failed",
-}
+_ENDED = {"stopped": "Stopped", "cut": "Cut off: the server ended", "failed": "Failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +59,8 @@ def _options(way: Sequence[Message], siblings: dict[str | None, list[str]]) -> l
 
 
 def _question(message: Message) -> list[Row]:
-    files = "".join(f"📎 {safe(_file(one))}\n\n" for one in message.attachments)
-    return [{"role": "user", "content": files + safe(message.text)}]
+    files = [f"📎 {one.name} ({len(one.text):,} characters)\n\n" for one in message.attachments]
+    return [{"role": "user", "content": safe("".join(files)) + safe(message.text)}]
 
 
 def _answer(message: Message) -> list[Row]:
@@ -92,10 +88,6 @@ def _variants(name: str, ids: Sequence[str], shown: str) -> list[Row]:
     place = f"{name}{at + 1}/{len(ids)}"
     before = {"label": f"‹ {place}", "value": f"show {ids[at - 1]}"}  # noqa: RUF001
     return [before, {"label": f"{place} ›", "value": f"show {ids[(at + 1) % len(ids)]}"}]  # noqa: RUF001
-
-
-def _file(attachment: Attachment) -> str:
-    return f"{attachment.name} ({len(attachment.text):,} characters)"
 
 
 def safe(text: str) -> str:

@@ -9,9 +9,9 @@ import gradio as gr
 from neo_desktop.app.news import SELFTEST
 from neo_desktop.app.page.selftest import SUITES, SelfTestError
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.ui.chat import told
 from neo_desktop.ui.following import QUIET, follow_panel
 from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
+from neo_desktop.ui.refusals import telling
 
 
 def selftest_view(services: PageServices) -> None:
@@ -37,23 +37,20 @@ def selftest_view(services: PageServices) -> None:
                 await changed.wait()
 
     async def begin(chosen: list[str]) -> None:
-        try:
+        with telling():
             selftest.start_on(services.host, chosen)
-        except (SelfTestError, ValueError) as error:
-            raise told(error) from None
 
     async def act(event: gr.EventData) -> Any:
         asked: dict[str, str] = event._data
         if asked["act"] == "stop":
             await selftest.stop()
             return gr.skip()
-        page = selftest.report(asked["name"])
-        if page is None:
-            raise told(SelfTestError("there is no such report any more"))
-        # A page of its own: the frame runs no script and reaches nothing.
-        return tag(
-            "iframe", sandbox="", title="Report", srcdoc=await asyncio.to_thread(page.read_text, "utf-8")
-        )
+        with telling():
+            page = selftest.report(asked["name"])
+            if page is None:
+                raise SelfTestError("there is no such report any more")
+        html = await asyncio.to_thread(page.read_text, "utf-8")
+        return tag("iframe", sandbox="", title="Report", srcdoc=html)  # it runs no script and reaches nothing
 
     follow_panel(shown, follow)
     start.click(begin, [suites], None, **QUIET)
@@ -67,17 +64,8 @@ def selftest_html(view: dict[str, Any]) -> Markup:
     if run is not None:
         bar = tag("progress", max=1, value=round(run["share"], 3), aria_label="Progress of the self-test")
         stop = None if run["is_stopping"] else button("Stop", "stop")
-        parts.append(
-            tag(
-                "section",
-                tag("strong", "Measuring"),
-                bar,
-                tag("span", run["what"]),
-                stop,
-                class_="card",
-                role="status",
-            )
-        )
+        row = [tag("strong", "Measuring"), bar, tag("span", run["what"]), stop]
+        parts.append(tag("section", row, class_="card", role="status"))
     elif view["error"]:
         parts.append(tag("p", view["error"], class_="error", role="alert"))
     reports = []

@@ -5,10 +5,12 @@ from typing import Any
 
 import gradio as gr
 
+from neo_desktop.app.chats.errors import NotPossibleError
 from neo_desktop.app.chats.messages import Chat, Settings
-from neo_desktop.ui.chat import REFUSALS, ChatView, told
+from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
+from neo_desktop.ui.refusals import telling
 
 # field, label, hint, whole numbers only
 NUMBERS = (
@@ -47,8 +49,7 @@ class SettingsView:
     def connect(self) -> None:
         """Let the events of the components have their effects."""
         look, shown = self._chat.look, self.components
-        for component in shown:
-            component.blur(self.keep, [look, *shown], None, **QUIET)
+        gr.on([component.blur for component in shown], self.keep, [look, *shown], None, **QUIET)
         self.reset.click(self.clear, [look], shown, **QUIET)
         self.preset.focus(self.choices, None, [self.preset], **QUIET)
         self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)
@@ -73,7 +74,7 @@ class SettingsView:
 
     async def _set(self, look: Look, settings: Settings) -> None:
         chat = await self._chat.present(look)
-        try:
+        with telling():
             if chat is None:
                 if settings == Settings():
                     return
@@ -81,8 +82,6 @@ class SettingsView:
                 self._chat.go(look, chat.entry.id)
             if chat.settings != settings:
                 await self._chat.chats.set(chat.entry.id, settings)
-        except REFUSALS as error:
-            raise told(error) from None
 
     async def choices(self) -> Any:
         """Offer the presets that there are."""
@@ -98,12 +97,10 @@ class SettingsView:
 
     async def save_preset(self, name: str | None, text: str = "") -> Any:
         """Keep a system prompt under a name; an empty one forgets it."""
-        if not name or not name.strip():
-            raise told(ValueError("type the preset's name first"))
-        try:
+        with telling():
+            if not name or not name.strip():
+                raise NotPossibleError("type the preset's name first")
             await self._chat.chats.set_preset(name.strip()[:200], text)
-        except REFUSALS as error:
-            raise told(error) from None
         return gr.update(choices=sorted(await self._chat.chats.presets()))
 
     def shown(self, chat: Chat | None) -> dict[Any, Any]:

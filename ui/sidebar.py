@@ -13,10 +13,11 @@ import gradio as gr
 
 from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import ChatEntry
-from neo_desktop.ui.chat import REFUSALS, ChatView, read_upload, told
+from neo_desktop.ui.chat import ChatView, read_upload
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import Markup, button, panel, tag
 from neo_desktop.ui.look import Look
+from neo_desktop.ui.refusals import telling
 
 
 class Sidebar:
@@ -47,14 +48,9 @@ class Sidebar:
         self.search.change(self.find, [self.search, look], None, trigger_mode="always_last", **QUIET)
         self.title.submit(self.rename, [self.title, look], None, **QUIET)
         self.title.blur(self.rename, [self.title, look], None, **QUIET)
-        for component, is_one, as_markdown in (
-            (self.markdown, True, True),
-            (self.json, True, False),
-            (self.everything, False, False),
-        ):
-            component.click(
-                self._exporter(is_one=is_one, as_markdown=as_markdown), [look], [component], **QUIET
-            )
+        files = ((self.markdown, "chat.md"), (self.json, "chat.json"), (self.everything, "chats.json"))
+        for component, name in files:
+            component.click(self._exporter(name), [look], [component], **QUIET)
         self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
@@ -83,18 +79,14 @@ class Sidebar:
             data_id=entry.id,
             aria_current="page" if is_shown else None,
         )
-        mark = (
-            tag("span", "●", class_="streaming", title="An answer is being written")
-            if entry.is_streaming
-            else None
-        )
+        mark = tag("span", "●", class_="streaming", title="An answer is being written")
         remove = button("✕", "delete", kind="quiet", title=f"Delete “{title}”", id=entry.id)
-        return tag("li", link, mark, remove)
+        return tag("li", link, mark if entry.is_streaming else None, remove)
 
     async def act(self, look: Look, event: gr.EventData) -> None:
         """Open, delete or restore a chat."""
         asked: dict[str, str] = event._data
-        try:
+        with telling():
             match asked["act"]:
                 case "open":
                     look.deleted = None
@@ -108,10 +100,6 @@ class Sidebar:
                     chat_id, look.deleted = look.deleted[0], None
                     await self._chats.restore(chat_id)
                     self._chat.go(look, chat_id)
-        except NotFoundError:
-            self._chat.go(look, look.chat_id)  # it has gone meanwhile
-        except REFUSALS as error:
-            raise told(error) from None
 
     async def start_chat(self, look: Look) -> None:
         """Show an empty chat."""
@@ -129,18 +117,14 @@ class Sidebar:
         if chat is not None and title.strip() and title.strip() != chat.entry.title:
             await self._chats.rename(chat.entry.id, title.strip()[:200])
 
-    def _exporter(self, *, is_one: bool, as_markdown: bool) -> Any:
+    def _exporter(self, name: str) -> Any:
         async def export(look: Look) -> str:
-            chat = await self._chat.present(look)
-            if is_one and chat is None:
-                raise told(NotFoundError("there is no chat to export yet"))
-            text = await self._chats.export(
-                chat.entry.id if is_one and chat else None, as_markdown=as_markdown
-            )
-            file = (
-                Path(mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"]))
-                / f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
-            )
+            is_one, as_markdown = name.startswith("chat."), name.endswith(".md")
+            with telling():
+                if is_one and look.chat_id is None:
+                    raise NotFoundError("there is no chat to export yet")
+                text = await self._chats.export(look.chat_id if is_one else None, as_markdown=as_markdown)
+            file = Path(mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"])) / f"neo-desktop {name}"
             file.write_text(text, encoding="utf-8")
             return str(file)
 
@@ -148,10 +132,8 @@ class Sidebar:
 
     async def take_in(self, path: str, look: Look) -> None:
         """Import chats."""
-        try:
+        with telling():
             ids = await self._chats.add(await asyncio.to_thread(read_upload, path))
-        except REFUSALS as error:
-            raise told(error) from None
         gr.Info(f"Imported {len(ids)} chats.")
         if ids:
             self._chat.go(look, ids[0])
@@ -164,8 +146,7 @@ def by_day(entries: Iterable[ChatEntry], now_s: float) -> list[tuple[str, list[C
     for entry in entries:
         day = datetime.fromtimestamp(entry.updated_s).date()
         age = (today - day).days
-        name = (
-            "Today" if age <= 0 else "Yesterday" if age == 1 else "This week" if age < 7 else f"{day:%B %Y}"
-        )
+        older = "This week" if age < 7 else f"{day:%B %Y}"
+        name = "Today" if age <= 0 else "Yesterday" if age == 1 else older
         groups.setdefault(name, []).append(entry)
     return list(groups.items())

@@ -1,7 +1,5 @@
 """The page's looks: system fonts, one accent colour, nothing from elsewhere."""
 
-from pathlib import Path
-
 import gradio as gr
 
 THEME = gr.themes.Base(
@@ -11,8 +9,3 @@ THEME = gr.themes.Base(
     font=["system-ui", "sans-serif"],
     font_mono=["ui-monospace", "monospace"],
 )
-
-HEAD = f"""
-<meta name="referrer" content="no-referrer">
-<script>{(Path(__file__).parent / "page.js").read_text(encoding="utf-8")}</script>
-"""

@@ -1,7 +1,1 @@
-"""The engine's present work for the page: as JSON, in plain words, sent while a page is open.
-
-words.py   the sentences
-schema.py  EngineView, the JSON
-view.py    from the engine's view of itself to that
-feed.py    asks the engine, at most once a second
-"""
+"""The engine's present work for the page: feed.py asks for it, words.py says it in sentences."""

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import NoModelError, ServiceError
-from neo_desktop.app.live.schema import EngineState, EngineView
-from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.live import words
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.live import LiveView
 
@@ -16,6 +17,24 @@ RESTING = (
     "The model rests: nobody asked it anything for a while, so it gave its memory back. "
     "The next question loads it again."
 )
+
+
+class EngineState(StrEnum):
+    NO_MODEL = "no-model"  # none is loaded, or one is being loaded
+    RESTING = "resting"  # the unused model gave its memory back
+    IDLE = "idle"
+    WORKING = "working"
+    STOPPED = "stopped"  # the engine ended, or failed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """The engine's state in one sentence; `live` is None where no engine can be asked."""
+
+    state: EngineState
+    sentence: str
+    live: LiveView | None = None
+    age_s: float = 0.0  # an engine answers between two iterations
 
 
 class EngineFeed:
@@ -37,19 +56,22 @@ class EngineFeed:
         try:
             service = self._host.service
         except NoModelError as reason:
-            return EngineView.without_engine(EngineState.NO_MODEL, _sentence(reason))
+            return EngineView(EngineState.NO_MODEL, _sentence(reason))
         if self._host.is_resting:
-            return EngineView.without_engine(EngineState.RESTING, RESTING)
+            return EngineView(EngineState.RESTING, RESTING)
         if service is not self._service:  # another model
             self._service, self._asked, self._seen, self._seen_s = service, None, None, float("-inf")
         try:
             await self._look(service)
         except ServiceError as reason:
-            return EngineView.without_engine(EngineState.STOPPED, _sentence(reason))
+            return EngineView(EngineState.STOPPED, _sentence(reason))
         if self._seen is None:
             reason_text = "The engine is busy with a long piece of work and has not answered yet."
-            return EngineView.without_engine(EngineState.WORKING, reason_text)
-        return engine_view(self._seen, max(time.monotonic() - self._seen_s, 0.0))
+            return EngineView(EngineState.WORKING, reason_text)
+        is_idle = not self._seen.requests and self._seen.stats.num_waiting == 0
+        state = EngineState.IDLE if is_idle else EngineState.WORKING
+        age_s = max(time.monotonic() - self._seen_s, 0.0)
+        return EngineView(state, words.sentence(self._seen), self._seen, age_s)
 
     async def _look(self, service: EngineService) -> None:
         if self._asked is None:

@@ -79,18 +79,16 @@ class SelfTest:
         return {
             "running": None if self.running is None else asdict(self.running),
             "error": self.error,
-            "suites": list(SUITES),
             "reports": [_about(folder) for folder in _reports(self._folder)],
         }
 
     def report(self, name: str | None) -> Path | None:
         """Return a report's page, by its name; the newest without one; None where there is none."""
         running = self.running and self.running.report
-        pages = {
-            folder.name: folder / "report.html" for folder in _reports(self._folder) if folder.name != running
-        }
-        pages = {name: page for name, page in pages.items() if page.is_file()}
-        return next(iter(pages.values()), None) if name is None else pages.get(name)
+        for folder in _reports(self._folder):
+            if folder.name != running and name in (None, folder.name):
+                return folder / "report.html"
+        return None
 
     def start(self, suites: Sequence[str] | None, prepare: Prepare | None = None) -> None:
         """Begin a run.
@@ -100,19 +98,18 @@ class SelfTest:
             prepare: awaited before.
 
         Raises:
-            SelfTestError: one is under way.
-            ValueError: a suite does not exist.
+            SelfTestError: one is under way, or a suite does not exist.
         """
         if self.running is not None:
             raise SelfTestError("a self-test is running: stop it, or wait for it")
         for suite in suites or ():
             if suite not in SUITES:
-                raise ValueError(f"no suite is called {suite!r}: choose from {', '.join(SUITES)}")
+                raise SelfTestError(f"no suite is called {suite!r}: choose from {', '.join(SUITES)}")
         chosen = tuple(suite for suite in SUITES if not suites or suite in suites)
         self.error = None
         self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen, 0.0, "Starting")
         self._task = asyncio.create_task(self._run(self.running, prepare))
-        self._tell()
+        self._news.tell(SELFTEST)
 
     def start_on(self, host: ModelHost, suites: Sequence[str] | None) -> None:
         """Begin a run once the host's model has given its memory back; SelfTestError: the model is in use."""
@@ -162,13 +159,12 @@ class SelfTest:
             self.error = f"The self-test could not be run: {error}"
         finally:
             self.running = self._process = self._task = None
-            self._tell()
+            self._news.tell(SELFTEST)
 
     async def _child(self, run: Run, folder: Path) -> list[str]:
         """Run the bench; return its last lines."""
-        arguments = [argument for suite in run.suites for argument in ("--suite", suite)]
-        if len(run.suites) == len(SUITES):
-            arguments = []
+        is_all = len(run.suites) == len(SUITES)
+        arguments = [] if is_all else [word for suite in run.suites for word in ("--suite", suite)]
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             *("bench", "--progress-json", "-", "--out", str(folder), *arguments),
@@ -205,10 +201,7 @@ class SelfTest:
         now = Run(**asdict(self.running) | changes)
         if now != self.running:
             self.running = now
-            self._tell()
-
-    def _tell(self) -> None:
-        self._news.tell(SELFTEST)
+            self._news.tell(SELFTEST)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

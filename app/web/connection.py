@@ -63,6 +63,8 @@ class ClientConnection:
                     num_bytes += len(message.get("body", b""))
                     if num_bytes <= max_bytes:
                         body += message.get("body", b"")
+                    else:
+                        body.clear()
                     more = message.get("more_body", False)
                     timeout.reschedule(begun_s + BODY_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S)
         except TimeoutError:

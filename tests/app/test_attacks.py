@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,11 +320,25 @@ def test_names_of_uploads_stay_in_their_folder(
     assert is_alive(server)
 
 
-def test_a_body_that_is_too_long_is_refused(server: RunningServer, http: httpx.Client) -> None:
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/call/chat"])
+@pytest.mark.parametrize("head", [{}, {"Content-Length": str(600 << 20)}])
+def test_a_body_of_600_mib_is_refused_and_fills_no_memory(
+    server: RunningServer, http: httpx.Client, path: str, head: dict[str, str]
+) -> None:
     # Gradio itself limits the size of files only, not of other bodies.
-    for path in ("/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/call/chat"):
-        answer = http.post(path, content=b"x" * (33 << 20), timeout=60)
-        assert answer.status_code == 413
+    sizes = [resident_bytes()]
+
+    def body() -> Iterator[bytes]:
+        for _ in range(600):
+            yield b"x" * 2**20
+            sizes.append(resident_bytes())
+
+    assert http.post(path, content=body(), headers=head, timeout=60).status_code == 413
+    assert max(sizes) - sizes[0] < 100 << 20
     assert is_alive(server)
 
 

@@ -1,7 +1,7 @@
 """The page's live view of the engine: a sentence per case, consistent figures, no unrequested updates."""
 
 import asyncio
-import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,9 +10,7 @@ import pytest
 
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.live import feed as feeds
-from neo_desktop.app.live.feed import EngineFeed
-from neo_desktop.app.live.schema import EngineView
-from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.live.feed import EngineFeed, EngineState, EngineView
 from neo_desktop.app.live.words import IMITATED, notes, sentence
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
@@ -23,6 +21,7 @@ from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.stats import EngineStats
+from neo_desktop.ui.engine import engine_html
 
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
@@ -177,7 +176,7 @@ def test_a_cache_that_gave_memory_back_is_told_with_its_room() -> None:
         "that of 1,600."
     ]
     for view in (make_view(chats(2, 2), imitated=True), make_view(imitated=True)):
-        assert "imitated" in engine_view(view).model_dump_json()
+        assert "GPU-cache, imitated" in drawn(view)
 
 
 STEP = LiveIteration(
@@ -202,39 +201,42 @@ def span(lane: str, sub_batch: int, start_us: int, end_us: int) -> Span:
     return Span(lane, Stage("work", 2, sub_batch, 5), 7, 10**9 + start_us * 1000, 10**9 + end_us * 1000)
 
 
-def test_all_figures_are_sent_with_their_units() -> None:
+def drawn(live: LiveView) -> str:
+    return engine_html(EngineView(EngineState.WORKING, sentence(live), live), [(0.0, 0.0), (20.0, 10.0)])
+
+
+def text_of(html: str) -> str:
+    return " ".join(re.sub("<[^>]*>", " ", html).split())
+
+
+def test_all_figures_are_shown_with_their_units() -> None:
     spans = (
         span("device", 0, 0, 400),
         span("cpu", 1, 300, 800),
         span("device", NO_SUB_BATCH, 700, 1000),
     )
     view = make_view(chats(1, 2, held=1), spans=spans, iterations=(STEP,))
-    sent = json.loads(engine_view(view).model_dump_json())
-    assert EngineView.model_validate(sent) == engine_view(view)
-    running = sent["running"]
-    assert sent["state"] == "working"
-    assert running["gpu_cache"] == {"total_tokens": 1024, "used_tokens": 64, "leftover_tokens": 32}
-    assert [line["tier"] for line in running["requests"]] == ["gpu", "cpu", "cpu"]
-    assert [line["is_held"] for line in running["requests"]] == [False, True, False]
-    assert running["batch"]["requests"] == 8
-    assert running["rates"]["output_tokens_per_s"] == 20.0
-    timeline = running["timeline"]
-    assert timeline["total_ms"] == 1.0
-    assert timeline["overlap"] == pytest.approx(0.4)  # 100 + 100 of 500 µs
-    assert [lane["name"] for lane in timeline["lanes"]] == ["device", "cpu"]
-    assert timeline["lanes"][0]["busy"] == pytest.approx(0.7)
-    device = timeline["lanes"][0]["spans"]
-    assert device[1] == {"stage": "work", "layer": 2, "sub_batch": None, "start_ms": 0.7, "end_ms": 1.0}
-    assert running["prediction"] == {"mean_error": 0.25, "predicted_ms": [6.0], "real_ms": [8.0]}
-    assert running["bound"] is None  # nothing was measured, so nothing is claimed
-    assert running["weights"] == [{"memory": "gpu", "bytes": 1000, "dtype": "float16"}]
+    html = drawn(view)
+    text = text_of(html)
+    assert "GPU-cache 6% 64 of 1,024 tokens · 32 of ended chats" in text
+    assert "On the GPU 1 In main memory 2" in text
+    assert "Chat 1: 100 tokens, waits for the CPU" in html
+    assert "20.0 written, at most 20.0" in text
+    # Overlap: 100 + 100 of 500 µs.
+    assert "1 ms, the GPU was busy for 70%, the CPU attended for 50%, overlap 40%." in text
+    assert "One iteration of 1 ms on 2 lanes" in html
+    assert "GPU: work, layer 2, 0.3 ms" in text
+    assert "GPU: work, layer 2, sub-batch 0, 0.4 ms" in text
+    assert "predicted 6 ms, took 8 ms. Off by 25% on average over 1 iterations." in text
+    assert "The limit" not in text  # nothing was measured, so nothing is claimed
+    assert "… attention on the CPU 20 (40%)" in text
+    assert html.count('class="both"') == 2
 
 
 def test_a_graph_of_which_only_the_cpu_was_recorded_says_so() -> None:
-    timeline = engine_view(make_view(spans=(span("cpu", 0, 0, 100),))).running.timeline  # type: ignore[union-attr]
-    assert timeline is not None
-    assert not timeline.is_device_recorded
-    assert timeline.overlap is None
+    text = text_of(drawn(make_view(spans=(span("cpu", 0, 0, 100),))))
+    assert "one CUDA graph, whose parts are not recorded" in text
+    assert "overlap" not in text
 
 
 @asynccontextmanager
@@ -262,8 +264,8 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
                 await asyncio.to_thread(executor.begun.wait, 20)
                 views = [await feed.view() for _ in range(3)]
                 assert len(service._asked) <= 1
-                assert views[-1].running is not None  # the last view, with its age
-                assert views[-1].running.model == MODEL
+                assert views[-1].live is not None  # the last view, with its age
+                assert views[-1].live.stats.model == MODEL
                 executor.open.set()
 
     asyncio.run(run())
@@ -272,13 +274,13 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
 def test_without_a_model_and_after_the_end_there_is_a_sentence() -> None:
     async def run() -> None:
         none = await EngineFeed(ModelHost()).view()
-        assert (none.state, none.running) == ("no-model", None)
+        assert (none.state, none.live) == ("no-model", None)
         assert none.sentence.startswith("No model is loaded")
         executor = FakeExecutor()
         async with feeding(executor) as (feed, service):
             await service.stop()
             ended = await feed.view()
-        assert (ended.state, ended.running) == ("stopped", None)
+        assert (ended.state, ended.live) == ("stopped", None)
         assert ended.sentence == "The server is shutting down."
 
     asyncio.run(run())
@@ -307,22 +309,20 @@ WORKERS = {
 
 def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
     requests = [request(0, GPU), request(1, CPU), request(2, KVTier.worker(1)), request(3, KVTier.worker(1))]
-    view = engine_view(make_view(requests, workers=WORKERS))
-    assert view.sentence.startswith(
+    view = make_view(requests, workers=WORKERS)
+    assert sentence(view).startswith(
         "4 chats at once: 1 with their memory on the GPU, 1 in main memory, 2 on workers, which attend for "
         "them while the GPU computes."
     )
-    assert view.notes == [
+    assert notes(view) == [
         "worker-1 at 10.0.0.2:7455 attends for 2 chats; it has room for 1,024 tokens.",
         "worker-2 at 10.0.0.3:7455 is lost (it has not answered for 10 s): its chats are computed again "
         "elsewhere, and it is used again as soon as it answers.",
     ]
-    assert view.running is not None
-    assert [line.tier for line in view.running.requests] == ["gpu", "cpu", "worker", "worker"]
-    first, second = view.running.workers
-    assert (first.used_tokens, first.total_tokens, first.lost) == (64, 1024, None)
-    assert (second.losses, second.lost) == (2, WORKERS[KVTier.worker(2)].lost)
-    alone = engine_view(make_view(requests[2:3], workers=WORKERS))
-    assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone.sentence
-    nobody = engine_view(make_view(workers=WORKERS))
-    assert "room for 1,024 tokens on the GPU and 1,024 in main memory" in nobody.sentence
+    text = text_of(drawn(view))
+    assert "On the GPU 1 In main memory 1 On workers 2" in text
+    assert "worker-1 (10.0.0.2:7455): 64 of 1,024 tokens" in text
+    assert "worker-2 (10.0.0.3:7455): it has not answered for 10 s" in text
+    alone = sentence(make_view(requests[2:3], workers=WORKERS))
+    assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone
+    assert "room for 1,024 tokens on the GPU and 1,024 in main memory" in sentence(make_view(workers=WORKERS))

@@ -21,7 +21,7 @@ from real_model import smollm2
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from neo_desktop.app.engines.thread import EngineThread
-from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.live.words import notes, sentence
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
 from neo_desktop.app.llamacpp.crash import LlamaCppCrashError
@@ -201,15 +201,14 @@ def test_requests_wait_for_their_turn_and_are_cancelled(
 
 def test_the_queue_is_shown(api: Any, file: Path) -> None:
     engine = LlamaCppRecipe("strange", file, CPU)(nothing)
-    assert engine_view(engine.live_view()).sentence.startswith("No chat is waiting")
+    assert sentence(engine.live_view()).startswith("No chat is waiting")
     for name in "abc":
         engine.add(name, engine.input_processor.prepare("hello", SamplingParams(max_tokens=5)))
     engine.collect()
-    view = engine_view(engine.live_view())
-    assert "its answer is being written. 2 more wait for their turn" in view.sentence
-    assert any("no offloading by NEO" in note for note in view.notes)
-    assert view.running is not None
-    assert (view.running.backend, view.running.waiting, len(view.running.requests)) == ("llamacpp", 2, 1)
+    view = engine.live_view()
+    assert "its answer is being written. 2 more wait for their turn" in sentence(view)
+    assert any("no offloading by NEO" in note for note in notes(view))
+    assert (view.stats.backend, view.stats.num_waiting, len(view.requests)) == ("llamacpp", 2, 1)
     engine.abort("b")
     assert engine.stats().num_waiting == 1
     engine.abort("a")

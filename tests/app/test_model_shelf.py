@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from neo_desktop.app.application import create_app
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.news import MODELS, SELFTEST
+from neo_desktop.app.page.selftest import SelfTestError
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
@@ -186,7 +187,7 @@ async def test_the_self_test_leaves_the_memory_to_what_is_measured(
     async with page(loader, tmp_path) as (services, client):
         selftest = services.selftest
         await until(services, lambda view: view["loading"] is None)
-        with pytest.raises(ValueError, match="coffee"):
+        with pytest.raises(SelfTestError, match="coffee"):
             selftest.start_on(services.host, ["coffee"])
         assert selftest.report(None) is None
         selftest.start_on(services.host, ["hardware"])

@@ -64,6 +64,8 @@ def card(chat: ChatPage, name: str) -> Locator:
 
 def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[..., ChatPage]) -> None:
     chat = new_page(url)
+    offer = chat.page.locator("#model-line").get_by_role("button", name="Get ")
+    expect(offer).to_be_visible()  # only the built-in model can be run
     chat.page.goto(f"{url}/models")
     expect(card(chat, BUILTIN_NAME)).to_contain_text("Loaded")
     expect(card(chat, "torn")).to_contain_text("Cannot be run")
@@ -79,6 +81,7 @@ def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[...,
     expect(card(chat, "org/tiny").get_by_role("button", name="Load", exact=True)).to_be_visible()
     chat.open(url)
     expect(chat.page.locator(".model-line")).to_have_attribute("data-state", "none")
+    expect(offer).to_have_count(0)
 
 
 def test_the_self_test_shows_its_progress_and_its_report(

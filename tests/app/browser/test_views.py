@@ -63,6 +63,24 @@ def test_the_engine_view_shows_who_is_served_and_costs_nothing_when_left(
     assert looked <= before + 1
 
 
+def test_an_idle_page_runs_no_timer_at_each_frame(chat: ChatPage) -> None:
+    chat.page.add_init_script(
+        """const native = window.requestAnimationFrame; window.frames_asked = 0;
+        window.requestAnimationFrame = (draw) => { window.frames_asked++; return native(draw); };"""
+    )
+    chat.page.reload()
+    expect(chat.page.locator(".model-line")).to_be_visible()
+    expect(chat.box).to_be_editable()
+    asked = 0
+    for _ in range(10):  # the first frames belong to the load
+        before = chat.page.evaluate("window.frames_asked")
+        chat.page.wait_for_timeout(2000)
+        asked = chat.page.evaluate("window.frames_asked") - before
+        if asked < 20:
+            break
+    assert asked < 20
+
+
 def test_a_report_is_shown_in_a_frame_without_scripts(chat: ChatPage, server: RunningServer) -> None:
     folder = server.app.state.page.selftest._folder / "2026-01-01-000000"
     folder.mkdir(parents=True)

@@ -1,0 +1,31 @@
+"""Refusals, as messages on the page."""
+
+import contextlib
+from collections.abc import Iterator
+
+import gradio as gr
+from pydantic import ValidationError
+
+from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
+from neo_desktop.app.errors import ApiError, ServiceError
+from neo_desktop.app.page.selftest import SelfTestError
+from neo_desktop.app.shelf.model_shelf import ShelfError
+from neo_desktop.engine.errors import SettingError
+
+# What a person can cause; the page shows its message.
+REFUSALS = (
+    *(ApiError, NotFoundError, NotPossibleError, SelfTestError, ServiceError),
+    *(SettingError, ShelfError, StoreError, ValidationError),
+)
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Show a refusal on the page."""
+    try:
+        yield
+    except REFUSALS as error:
+        is_file = isinstance(error, ValidationError)
+        text = "this is no file that neo-desktop has exported" if is_file else str(error)
+        raise gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8) from None
