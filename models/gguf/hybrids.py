@@ -208,7 +208,8 @@ def _tiled_orders(values: Mapping[str, Any]) -> Orders:
 def _split_orders(values: Mapping[str, Any]) -> Orders:
     """Return the rows of Qwen3-Next's matrices, which transformers has separately in Qwen3.5's layers.
 
-    The converter splits one of them; older files have it whole, as `ssm_in`. Rows are grouped by key heads.
+    The converter splits one of them; older files have the whole matrix, as `ssm_in`. Its rows are grouped by
+    key heads.
     """
     key_heads, per_key, head_dim, keys = _delta_sizes(values)
 
@@ -308,7 +309,7 @@ HYBRIDS = {
         _granite_hybrid,
         _GRANITE_KEYS,
         rotates_neighbours=True,
-        renamed=_BIAS,
+        renamed=_BIAS | {"router.weight": "router.layer.weight"},
         orders=_granite_orders,
         is_hybrid=True,
     ),

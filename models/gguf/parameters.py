@@ -1,4 +1,4 @@
-"""The parameters of a `transformers` model in GGUF files, which cut, join and sort some of them."""
+"""The parameters of a `transformers` model in GGUF files, where some are cut, joined or sorted."""
 
 import json
 import math
