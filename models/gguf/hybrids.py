@@ -298,6 +298,7 @@ HYBRIDS = {
         _nemotron_h,
         _NEMOTRON_KEYS,
         has_head_dim=True,
+        is_partly_rotated=True,  # no layer rotates, and the entry is hidden size / heads
         rotates_neighbours=True,
         renamed={"model.layers.": "backbone.layers."} | _BIAS,
         is_hybrid=True,

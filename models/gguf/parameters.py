@@ -74,8 +74,10 @@ class Parameters:
         block = _BLOCK.fullmatch(place.name)
         if block is not None and int(block[1]) >= self._layers:
             kind = place.name.removeprefix(f"blk.{block[1]}.")
+            # Predicts more than one token: `Weights` skips it by its names.
             name = f"{self._prefix}layers.{block[1]}.{kind.removeprefix('nextn.')}"
-            return [(name, place, None)]
+            shape = (math.prod(place.shape[:-1]), place.shape[-1])
+            return [(name, replace(place, shape=shape), None)]
         if place.name in self._stacks:
             return list(_of_experts(self._stacks[place.name], place))
         # Some files lack the suffix, because gguf's table has names with it.
@@ -89,11 +91,6 @@ class Parameters:
             for end, rows in of_kind.items()
             if _PART.sub(r"\1", prefix + end) in self._shapes
         ]
-
-    def predicts_more(self, place: TensorPlace) -> bool:
-        """Return True for tensors of layers after the model's, of multi-token prediction."""
-        block = _BLOCK.fullmatch(place.name)
-        return block is not None and int(block[1]) >= self._layers
 
     def shaped(self, parameter: str, tensor: GGUFTensor) -> GGUFTensor:
         """Return a tensor of floats in the parameter's shape, if only ones or groups differ."""

@@ -205,7 +205,7 @@ def _nemotron(config: Any) -> Changes:
         "expert_group_count": 1,
         "expert_group_used_count": 1,
         "vocab_size": config.vocab_size,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
         "rope.scaling.finetuned": False,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,
