@@ -280,7 +280,9 @@ HYBRIDS = {
     "qwen35": _DELTA,
     "qwen35moe": _DELTA_MOE,
     # Its layers are Qwen3.5's, after the converter has cut their matrices.
-    "qwen3next": replace(_DELTA_MOE, orders=_split_orders, transposed=lambda _: ()),
+    "qwen3next": replace(
+        _DELTA_MOE, architecture="Qwen3NextForCausalLM", orders=_split_orders, transposed=lambda _: ()
+    ),
     "lfm2": Family("lfm2", "Lfm2ForCausalLM", (_RMS, "norm_eps"), _lfm2, _LFM2_KEYS, is_hybrid=True),
     "lfm2moe": Family(
         "lfm2_moe",
