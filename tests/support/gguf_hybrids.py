@@ -271,7 +271,7 @@ def write_hybrid(
     Args:
         type_name: type of matrices; the model gets the dequantised values.
         type_names: types of matrices by a part of their names; others have `type_name`.
-        sizes: changed sizes in config.json, of those that the family has.
+        sizes: changed sizes in config.json; the family uses its own ones.
         metadata: changed entries, without the prefix; None removes an entry.
         tensors: additional tensors.
         is_old: Qwen3-Next's joined matrix stays whole, as in the first files.
