@@ -35,7 +35,7 @@ def measure(name: str, threads: int) -> None:
     """Print the times of one shape."""
     key_heads, heads, key_dim, value_dim, is_delta = SHAPES[name]
     states = torch.randn(LAYERS, 1, heads, key_dim, value_dim)
-    copy, slot = torch.empty_like(states), torch.zeros(1, dtype=torch.int32)
+    copy = torch.empty_like(states)
 
     def rows(tokens: int) -> list[Tensor]:
         q, k = (torch.randn(tokens, key_heads, key_dim) * 0.1 for _ in "qk")
@@ -44,9 +44,9 @@ def measure(name: str, threads: int) -> None:
     def scan(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
     ) -> None:
-        starts, weight = torch.tensor([0, len(q)], dtype=torch.int32), -beta if is_delta else None
+        spans, weight = torch.tensor([[0, len(q), 0, 0]], dtype=torch.int32), -beta if is_delta else None
         for state in states:
-            native.scan_state(q, k, v, decay, weight, state, starts, slot, v.clone(), threads)
+            native.scan_state(q, k, v, decay, weight, state, spans, v.clone(), threads)
 
     one, prompt = rows(1), rows(PROMPT)
     update_s, prompt_s = best_s(lambda: scan(*one)), best_s(lambda: scan(*prompt)) / PROMPT / LAYERS

@@ -81,6 +81,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         _kernel("row_copy", "KV cache reads and writes"),
         _kernel("quantised", "Matmuls with quantised weights"),
         _kernel("experts", "MoE layers"),
+        _kernel("recurrent", "Recurrent layers"),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",

@@ -27,7 +27,16 @@ from neo_desktop.engine.processes import is_alive, this_process
 
 logger = logging.getLogger(__name__)
 
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised", "experts")
+KERNELS = (
+    "paged_decode",
+    "rope_append",
+    "norm",
+    "activation",
+    "row_copy",
+    "quantised",
+    "experts",
+    "recurrent",
+)
 _numbers = itertools.count()
 
 Step = Mapping[str, str]  # mechanism -> level

@@ -1,4 +1,4 @@
-"""Slots for the states of recurrent layers: the current state of each request, and checkpoints for reuse.
+"""Slots for the states of recurrent layers: current states of requests, and checkpoints for reuse.
 
 An iteration reads a request's state from one slot and writes it to another, so it can be repeated or
 discarded. A checkpoint is the state after a block boundary, findable by the hash of the block before it; a

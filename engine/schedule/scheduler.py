@@ -223,7 +223,9 @@ class Scheduler:
             block_table=self._kv.block_table(request.request_id),
             sampling=request.sampling_input() if is_sampled else None,
             num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
-            states=states and states.plan(request.request_id, start, num_tokens, is_last=is_last),
+            states=None
+            if states is None
+            else states.plan(request.request_id, start, num_tokens, is_last=is_last),
         )
 
     def update(self, result: IterationResult) -> list[Request]:

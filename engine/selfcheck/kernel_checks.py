@@ -32,6 +32,7 @@ from neo_desktop.engine.selfcheck.kv_checks import (
     error_of,
     weights_of,
 )
+from neo_desktop.engine.selfcheck.recurrent_checks import check_recurrent
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels, require
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
@@ -57,6 +58,7 @@ def kernel_checks(rig: Rig) -> Iterator[Check]:
         "activation": check_activation,
         "quantised": check_quantised,
         "experts": check_experts,
+        "recurrent": check_recurrent,
         "prompt_attention": check_prompts,
     }
     for name, check in kernels.items():

@@ -117,7 +117,7 @@ def _exported(
 
 def _fill_buffers(model: Any) -> None:
     """Compute the buffers that a model's constructor computes, for example RoPE's frequencies."""
-    computed: list[tuple[nn.Module, str]] = []  # buffers that do not come from the checkpoint
+    computed: list[tuple[Any, str]] = []  # buffers that do not come from the checkpoint
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -180,7 +180,8 @@ def _keep_rows_apart(graph: fx.Graph, token_ids: fx.Node) -> None:
         elif not inputs or not (name in ELEMENTWISE - _RESHAPES or _is_over_last(node)):
             continue
         joined.add(node)
-        with value.fake_mode:
+        fake: Any = value
+        with fake.fake_mode:
             node.meta["val"] = value.reshape(count, heads, *value.shape[1:])
 
 
@@ -193,7 +194,7 @@ def _multiple(size: Any, count: Any) -> int | None:
 def _is_row_major(node: Any, count: Any) -> bool:
     """Return True if no dimension larger than 1 precedes the rows."""
     shape = node.meta["val"].shape
-    return next((size for size in shape if size != 1), None) == count
+    return bool(next((size for size in shape if size != 1), None) == count)
 
 
 def _is_over_last(node: fx.Node) -> bool:

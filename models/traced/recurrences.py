@@ -5,7 +5,7 @@ delta rule and Mamba-2's scan. The last two are one operator here, see `models.r
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -130,7 +130,7 @@ def _scanned(calls: Calls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta:
     return out
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "mamba2_chunk_scan": _state_space,

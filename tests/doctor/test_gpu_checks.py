@@ -20,7 +20,14 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.selfcheck import answers, expert_checks, kernel_checks, kv_checks, offload_checks
+from neo_desktop.engine.selfcheck import (
+    answers,
+    expert_checks,
+    kernel_checks,
+    kv_checks,
+    offload_checks,
+    recurrent_checks,
+)
 from neo_desktop.engine.selfcheck.answers import alone, quick_shape
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.offload_checks import (
@@ -35,7 +42,16 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.shapes import SHAPES, shape
 
-KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "quantised", "experts")
+KERNELS = (
+    "row_copy",
+    "paged_decode",
+    "rope_append",
+    "norm",
+    "activation",
+    "quantised",
+    "experts",
+    "recurrent",
+)
 
 
 class SmallRig(Rig):
@@ -102,6 +118,7 @@ def test_a_kernel_that_is_a_little_wrong_fails(
         "row_copy": (device_layer, "read_rows", 0),
         "quantised": (kernel_checks, "multiply_few", 3),
         "experts": (expert_checks, "multiply_experts", 5),
+        "recurrent": (recurrent_checks, "scan_state", 7),
     }[kernel]
     function = getattr(module, name)
 

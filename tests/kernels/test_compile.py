@@ -62,6 +62,8 @@ def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) 
         "_find_blocks",
         "_multiply_blocks",
         "_add_up",
+        "_scan",
+        "_convolve",
     )
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}
     by_tensor_cores = {("_multiply_tiles", capability) for capability in SHARED_MEMORY if capability >= 80}

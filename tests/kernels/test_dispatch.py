@@ -20,6 +20,7 @@ FUNCTIONS = {
     "row_copy": ("write_rows", "read_rows"),
     "quantised": ("multiply_few", "dequantise"),
     "experts": ("choose_experts", "multiply_experts"),
+    "recurrent": ("scan_state", "short_convolution"),
 }
 
 

@@ -26,12 +26,14 @@ from neo_desktop.engine.kernels.in_triton.host_tiles import unpack_quantised
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few, multiply_pairs
+from neo_desktop.engine.kernels.in_triton.recurrent import scan_state, short_convolution
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked
+from neo_desktop.models.recurrent import Spans
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -143,6 +145,17 @@ def host_tiles(type_name: str, dtype: torch.dtype) -> None:
     unpack_quantised(type_name, packed, empty(1024, 4096, dtype=dtype))
 
 
+def recurrent(dtype: torch.dtype, rows: int) -> None:
+    """Compile DeltaNet and its convolution, as in Qwen3.5."""
+    spans = Spans(empty(4, 4, dtype=torch.int32), rows)
+    q, v = empty(4 * rows, 16, 128, dtype=FP32), empty(4 * rows, 32, 128, dtype=FP32)
+    decay, state = empty(4 * rows, 32, dtype=FP32), empty(8, 32, 128, 128, dtype=FP32)
+    scan_state(q, q, v, decay, decay, state, spans, torch.empty_like(v))
+    x, weight = empty(4 * rows, 8192, dtype=dtype), empty(4, 8192, dtype=FP32)
+    past = empty(8, 3, 8192, dtype=FP32)
+    short_convolution(x, weight, None, past, spans, torch.empty_like(x), has_silu=True)
+
+
 def choice(dtype: torch.dtype) -> None:
     rows, experts, of_each = 4, 128, 8
     ids, weights = empty(rows, of_each, dtype=torch.int32), empty(rows, of_each, dtype=FP32)
@@ -226,6 +239,8 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "16 rows fp32, Q4_1": (lambda: product("Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
+    "recurrent fp16, decodes": (lambda: recurrent(FP16, 1), FP16_GPUS),
+    "recurrent bf16, prompts": (lambda: recurrent(BF16, 64), BF16_GPUS),
     "choice fp16": (lambda: choice(FP16), FP16_GPUS),
     "experts fp16, 16 pairs": (lambda: experts(FP16, 16), FP16_GPUS),
     "experts fp16, 64 pairs": (lambda: experts(FP16, 64), BF16_GPUS),

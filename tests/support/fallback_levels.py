@@ -16,7 +16,16 @@ class Levels:
         fallbacks.put(levels)
 
 
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised", "experts")
+KERNELS = (
+    "paged_decode",
+    "rope_append",
+    "norm",
+    "activation",
+    "row_copy",
+    "quantised",
+    "experts",
+    "recurrent",
+)
 
 
 @contextmanager

@@ -19,8 +19,10 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.execute.recurrent import allocate_states
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.streamed import StreamedPool
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
@@ -36,6 +38,7 @@ from neo_desktop.models.weights import named_weights
 
 BLOCK_SIZE = 8
 NUM_LAYERS = 4
+NUM_STATES = 24
 PARAMS = SamplingParams(temperature=0.0, logprobs=3)
 
 
@@ -81,7 +84,7 @@ def make_storage(
     *,
     device_kind: type[KVLayer] | None = TorchLayer,
 ) -> KVStorage:
-    """Return pools full of NaN, so any read of unwritten memory shows.
+    """Return pools and states full of NaN, so any read of unwritten memory shows.
 
     Without a GPU the device's pool has a GPU's layout nevertheless, unless `device_kind` says otherwise
     (None: the engine's choice).
@@ -104,7 +107,8 @@ def make_storage(
                 )
             )
             for tier, count in num_blocks.items()
-        }
+        },
+        [state.fill_(torch.nan) for state in allocate_states(model.config, NUM_STATES, model.device)],
     )
 
 
@@ -128,6 +132,7 @@ class Request:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     is_async: bool = False  # an async decode in progress
+    num_settled: int = 0  # tokens of iterations with a result
 
 
 class RandomIterations:
@@ -151,6 +156,7 @@ class RandomIterations:
         for blocks in self._free.values():
             self._rng.shuffle(blocks)
         self._requests: list[Request] = []
+        self._states = StateCache(NUM_STATES, block_size)
         self._num_made = 0
 
     def plans(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
@@ -179,6 +185,10 @@ class RandomIterations:
     def take_in(self, result: IterationResult) -> None:
         """Append the sampled tokens to requests without unread tokens."""
         for request in self._requests:
+            if request.num_computed > request.num_settled:
+                count = request.num_computed - request.num_settled
+                self._states.settle(request.name, (), request.num_settled, count)
+                request.num_settled = request.num_computed
             if request.num_computed == len(request.token_ids) and request.name in result.sampled:
                 request.token_ids.append(result.sampled[request.name].token_id)
 
@@ -187,6 +197,7 @@ class RandomIterations:
             if len(request.token_ids) > 60 or self._rng.random() < 0.1:
                 self._requests.remove(request)
                 self._give_up(request)
+                self._states.free(request.name)
 
     def _give_up(self, request: Request) -> None:
         self._rng.shuffle(request.blocks)
@@ -217,6 +228,7 @@ class RandomIterations:
             self._num_made += 1
             tokens = [self._rng.randrange(257) for _ in range(self._rng.randint(1, 40))]
             self._requests.append(Request(f"request {self._num_made}", tokens, self._rng.choice(self._tiers)))
+            self._states.admit(self._requests[-1].name, ())
 
     def _make_async_groups(self) -> tuple[AsyncGroup, ...]:
         """Return the async decodes by stage; none here."""
@@ -246,6 +258,7 @@ class RandomIterations:
             request.tier,
             IntArray(request.blocks).view(),
             sampling_input(context_len) if is_sampled else None,
+            states=self._states.plan(request.name, start, count, is_last=self._rng.random() < 0.5),
         )
 
     def _split(self, sequences: list[ScheduledSequence]) -> tuple[SubBatch, ...]:

@@ -1,0 +1,125 @@
+"""Models with recurrent layers give the tokens of transformers, with all policies and after failures."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import transformers_greedy
+from cost_models import machine
+from recurrent_models import RECURRENT
+from traced_models import save
+
+from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.executor import Wait
+from neo_desktop.engine.loading import load
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import POLICIES
+
+TOKENS = 14
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> None:
+    logging.getLogger("torch").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("recurrent")
+
+    def folder(family: str) -> Path:
+        path = root / family
+        return path if path.exists() else save(path, *RECURRENT[family])
+
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts with common prefixes; some end at block boundaries."""
+    generator = torch.Generator().manual_seed(1)
+    base, *others = (torch.randint(3, 300, (n,), generator=generator).tolist() for n in (64, 1, 5, 16, 30))
+    return [others[0], others[1], base[:32] + others[2], base[:33] + others[3], base, base[:48]]
+
+
+def engine_of(folder: Path, policy: str, **changes: object) -> Engine:
+    options = {
+        "model": folder,
+        "device": "cpu",
+        "gpu_cache_tokens": 192,
+        "cpu_cache_tokens": 640,
+        "max_batch_tokens": 48,
+        "max_batch_requests": 6,
+    }
+    loaded = load(EngineOptions(**(options | changes)))  # type: ignore[arg-type]
+    parts = take_memory(loaded, EngineOptions(**(options | changes)))  # type: ignore[arg-type]
+    return Engine.from_parts(parts, policy, cost_model=machine(cpu_token_ms=1e-6))
+
+
+def check(engine: Engine, folder: Path) -> None:
+    expected = [transformers_greedy(folder, prompt, TOKENS) for prompt in prompts()]
+    assert [list(each.token_ids) for each in engine.generate(prompts(), GREEDY)] == expected
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
+    folder = folder_of(family)
+    for policy in sorted(POLICIES):
+        with engine_of(folder, policy) as engine:
+            check(engine, folder)
+            before = engine._scheduler.counters.num_cached_tokens
+            check(engine, folder)  # prompts come back: from checkpoints
+            assert engine._scheduler.counters.num_cached_tokens - before > 100
+
+
+class Failing:
+    """An executor that runs out of memory at the end of some iterations."""
+
+    def __init__(self, start: Callable[[IterationPlan], Wait]) -> None:
+        self._start, self._count, self.failures = start, 0, 0
+
+    def __call__(self, plan: IterationPlan) -> Wait:
+        self._count += 1
+        wait = self._start(plan)
+        if self._count % 3 or sum(each.num_tokens for each in plan.sub_batches) == 1:
+            return wait
+
+        def fail() -> None:
+            wait()
+            self.failures += 1
+            raise DeviceMemoryError("no room")
+
+        return fail  # type: ignore[return-value]
+
+
+def test_iterations_that_fail_leave_states_as_they_were(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("qwen3.5")
+    with engine_of(folder, "gpu-only", gpu_cache_tokens=1024) as engine:
+        executor = engine._iterations.executor
+        failing = Failing(executor.start)
+        monkeypatch.setattr(executor, "start", failing)
+        check(engine, folder)
+        assert failing.failures > 3
+
+
+def test_several_answers_and_edits_of_one_prompt(folder_of: Callable[[str], Path]) -> None:
+    """The answers share the prompt's state, and no answer sees another's tokens."""
+    folder = folder_of("granite-4-h")
+    prompt = prompts()[4]
+    with engine_of(folder, "auto", gpu_cache_tokens=1024) as engine:
+        outputs = engine.generate([prompt], SamplingParams(n=4, max_tokens=20, temperature=1.0, seed=7))
+        again = engine.generate([prompt], SamplingParams(n=4, max_tokens=20, temperature=1.0, seed=7))
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in again]
+        assert len({tuple(each.token_ids) for each in outputs}) == 4
+        edited = [*prompt[:40], 5, *prompt[41:]]
+        for each in (edited, [*prompt, *outputs[0].token_ids[:10]], prompt):
+            (output,) = engine.generate([each], GREEDY)
+            assert list(output.token_ids) == transformers_greedy(folder, each, TOKENS)
