@@ -167,8 +167,11 @@ def _architecture(metadata: JsonFile) -> str:
     return name
 
 
-def entries_of(metadata: JsonFile, architecture: str) -> JsonFile:
+def entries_of(metadata: JsonFile, architecture: str, *, skips_zeros: bool = False) -> JsonFile:
     """Return the entries of an architecture without its prefix; an array of equal numbers becomes one number.
+
+    Args:
+        skips_zeros: some layers lack the operation of an entry, so zeros do not count.
 
     Raises:
         UnsupportedModelError: layers have different sizes.
@@ -185,9 +188,10 @@ def entries_of(metadata: JsonFile, architecture: str) -> JsonFile:
             raise ModelError(
                 f"{path} has {len(numbers)} numbers of {key} for {num_layers} layers: download it again."
             )
-        if len(set(numbers)) > 1:
+        sizes = {number for number in numbers if number or not skips_zeros} or {0}
+        if len(sizes) > 1:
             raise UnsupportedModelError(f"{path} has layers with different {key}, which is not supported.")
-        values[key] = numbers[0]
+        values[key] = sizes.pop()
     return own
 
 

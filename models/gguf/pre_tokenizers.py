@@ -14,8 +14,8 @@ _CASED = (  # a capital starts a word: "fooBar" is two
 )
 
 
-def _llama3(digits: str) -> str:
-    words = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+def _llama3(digits: str, letters: str = r"\p{L}") -> str:
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*"
     return f"{_CONTRACTIONS}|{words}|{_SPACES}"
 
 
@@ -34,6 +34,7 @@ _PATTERNS = {
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_llama3(r"\p{N}{1,3}"),),
     "qwen2": (_llama3(r"\p{N}"),),
+    "qwen35": (_llama3(r"\p{N}", r"\p{L}\p{M}"),),
     "tekken": (_cased("", r"\p{N}"),),
     "gpt-4o": (_cased(f"(?:{_CONTRACTIONS})?", r"\p{N}{1,3}"),),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
@@ -43,6 +44,8 @@ _SAME = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "lfm2": "llama-bpe",
     "pixtral": "llama-bpe",
     "smaug-bpe": "llama-bpe",
     "dbrx": "llama-bpe",
@@ -66,10 +69,12 @@ _SAME = {
 PRE_TOKENIZERS = (*_PATTERNS, *_SAME)
 """Supported names."""
 
-# A word that is a token of the vocabulary skips the merges.
-WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken", "glm4"))
 # Texts start with the BOS token unless the file says otherwise.
-BEGIN_WITH_BOS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
+BEGIN_WITH_BOS = frozenset(
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken")
+)
+# A word that is a token of the vocabulary skips the merges.
+WHOLE_WORDS = BEGIN_WITH_BOS | {"glm4"}
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,18 @@ class GGUFTensor:
         rotated_heads: head size if RoPE pairs are interleaved as in llama.cpp, which rotates channel 2i with
             2i + 1; the decoder rotates i with i + head_dim / 2. None: rows are in the decoder's order.
         shift: an offset that the file adds to the floats; reading subtracts it.
+        order: indices of the stored rows, in the parameter's order; not with `rotated_heads`.
+        undo: reverts the converter's function of the floats.
+        reshaped: the parameter's shape, if the file has other dimensions of size 1, or a vector's groups.
     """
 
     source: GGUFFile
     place: TensorPlace
     rotated_heads: int | None = None
     shift: float = 0.0
+    order: Tensor | None = None
+    undo: Callable[[Tensor], Tensor] | None = None
+    reshaped: tuple[int, ...] | None = None
 
     @property
     def file(self) -> Path:
@@ -78,11 +84,16 @@ class GGUFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.place.shape
+        return self.reshaped or (self.num_rows, *self.place.shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the file, or chosen by `order`."""
+        return self.place.shape[0] if self.order is None else len(self.order)
 
     @property
     def nbytes(self) -> int:
-        return self.place.nbytes
+        return self.place.nbytes * self.num_rows // self.place.shape[0]
 
     @property
     def blocks(self) -> Blocks | None:
@@ -97,7 +108,8 @@ class GGUFTensor:
         with warnings.catch_warnings():  # torch warns that the view is read-only
             warnings.simplefilter("ignore")
             stored = torch.from_numpy(self.source.raw(self.place))
-        rows = stored.view(self.shape[0], -1)[first:end]
+        rows = stored.view(self.place.shape[0], -1)
+        rows = rows[first:end] if self.order is None else rows[self.order[first:end]]
         if self.rotated_heads is None:
             return rows
         pairs = rows.view(-1, self.rotated_heads // 2, 2, rows.shape[1])
@@ -106,26 +118,79 @@ class GGUFTensor:
     def dequantised(self, first: int, end: int) -> Tensor:
         """Return rows as floats: `[rows, columns]`, or `[rows]` for a vector."""
         numbers = self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
-        return numbers - self.shift if self.shift else numbers
+        numbers = numbers - self.shift if self.shift else numbers
+        return numbers if self.undo is None else self.undo(numbers)
 
     def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and stored bytes of pieces; all but the last have a multiple of `rows` rows."""
         unit = math.lcm(rows, self.rotated_heads or 1)
-        step = max(STORED_PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
-        for first in range(0, self.shape[0], step):
-            self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.shape[0]))
-            yield first, self.raw(first, min(first + step, self.shape[0]))
+        step = max(STORED_PIECE_ELEMENTS // self.place.shape[1] // unit, 1) * unit
+        for first, end in self._pieces_of(step):
+            yield first, self.raw(first, end)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        columns = self.shape[1] if len(self.shape) == 2 else 1
-        step = max(PIECE_ELEMENTS // columns, 1)
+        step = max(PIECE_ELEMENTS // math.prod(self.shape[1:]), 1)
         if self.rotated_heads is not None:
             step = -(-step // self.rotated_heads) * self.rotated_heads
-        if len(self.shape) == 1:
-            step = self.shape[0]
-        for first in range(0, self.shape[0], step):
-            self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.shape[0]))
-            yield first, self.dequantised(first, min(first + step, self.shape[0]))
+        if len(self.shape) == 1 or self.shape[0] != self.num_rows:
+            step = self.num_rows
+        for first, end in self._pieces_of(step):
+            yield first, self.dequantised(first, end)
+
+    def _pieces_of(self, step: int) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.num_rows, step):
+            self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.num_rows))
+            yield first, min(first + step, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTensor:
+    """A `weights.StoredTensor`: a parameter that files store as several tensors, its rows in order."""
+
+    parts: Sequence[GGUFTensor]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def type_name(self) -> str:
+        """Types of the parts; several have no kernel."""
+        return " and ".join(sorted({part.type_name for part in self.parts}))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(part.is_quantised for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        is_uniform = len({part.type_name for part in self.parts}) == 1
+        return Blocks(self.type_name, self._raw_pieces) if self.is_quantised and is_uniform else None
+
+    def _raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield as `GGUFTensor.raw_pieces`; parts that end within a tile are read at once."""
+        if all(part.num_rows % rows == 0 for part in self.parts[:-1]):
+            yield from self._in_order([part.raw_pieces(rows) for part in self.parts])
+        else:
+            yield 0, torch.cat([part.raw(0, part.num_rows) for part in self.parts])
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        yield from self._in_order([part.pieces() for part in self.parts])
+
+    def _in_order(self, pieces: Sequence[Iterator[tuple[int, Tensor]]]) -> Iterator[tuple[int, Tensor]]:
+        start = 0
+        for part, own in zip(self.parts, pieces, strict=True):
+            for first, piece in own:
+                yield start + first, piece
+            start += part.shape[0]
 
 
 def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:

@@ -5,12 +5,14 @@ numbers. Missing entries take its defaults; an unknown entry is an error that na
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from neo_desktop.models.gguf.config import check_is_model, entries_of, generation_defaults, stored_dtype
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray
+from neo_desktop.models.gguf.family import Described, Family
+from neo_desktop.models.gguf.hybrids import HYBRIDS, PREDICTS_MORE, decay_logarithm
+from neo_desktop.models.gguf.parameters import Parameters, joined, values_of, without_mixed_types
 from neo_desktop.models.gguf.tensors import GGUFTensor, checked
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
@@ -23,6 +25,7 @@ from neo_desktop.models.limits import (
     MAX_LAYERS,
     MAX_VOCAB_SIZE,
 )
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig, traced_config
 from neo_desktop.models.traced.source import Source
 
@@ -43,71 +46,7 @@ _COMMON = frozenset(
 _NONE_IF_ZERO = frozenset(("expert_count", "expert_used_count", "attention.sliding_window"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A GGUF file's entries, and the values derived from them.
-
-    Args:
-        own: the entries of its architecture, without the prefix.
-        values: config.json's sizes.
-        head_dim: size of a head.
-        tensors: names of the file's tensors.
-    """
-
-    own: JsonFile
-    values: Mapping[str, Any]
-    head_dim: int
-    tensors: frozenset[str]
-
-    def layer_types(self, period: int) -> list[str]:
-        """Return each layer's type: the last one in a period has full attention, unless the file says
-        otherwise.
-        """
-        layers, key = self.values["num_hidden_layers"], "attention.sliding_window_pattern"
-        pattern = self.own.raw(key)
-        if isinstance(pattern, NumberArray):
-            has_window = [bool(flag) for flag in pattern.data.tolist()]
-            if len(has_window) < layers:
-                raise ModelError(f"{self.own.path} has no {key} for each layer: download it again.")
-        else:
-            period = self.own.integer(key, period, maximum=MAX_LAYERS)
-            has_window = [(layer + 1) % period != 0 for layer in range(layers)]
-        return ["sliding_attention" if windowed else "full_attention" for windowed in has_window[:layers]]
-
-    def scale_of(self, layers_of_the_largest: int) -> int:
-        """Return d where attention scores are divided by √d: head_dim, except in Gemma's largest model."""
-        if self.values["num_hidden_layers"] == layers_of_the_largest:
-            return int(self.values["hidden_size"] // self.values["num_attention_heads"])
-        return self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The counterpart in `transformers` of an architecture of llama.cpp.
-
-    Args:
-        model_type: value in config.json; `architecture` is the value there, in `architectures`.
-        eps: the entry with the norms' epsilon, and its key in config.json.
-        others: further values of config.json.
-        keys: further entries that are read.
-        has_head_dim: config.json has the head size; otherwise it follows from other sizes.
-        is_partly_rotated: RoPE may cover only part of a head.
-        rotates_neighbours: rows of queries and keys are in llama.cpp's order, see `GGUFTensor`.
-        shifts_norms: the converter has added one to the norms' weights.
-    """
-
-    model_type: str
-    architecture: str
-    eps: tuple[str, str]
-    others: Callable[[_Described], dict[str, Any]] = lambda _: {}
-    keys: frozenset[str] = frozenset()
-    has_head_dim: bool = False
-    is_partly_rotated: bool = False
-    rotates_neighbours: bool = False
-    shifts_norms: bool = False
-
-
-def _gemma2(described: _Described) -> dict[str, Any]:
+def _gemma2(described: Described) -> dict[str, Any]:
     own = described.own
     return {
         "query_pre_attn_scalar": described.scale_of(46),
@@ -118,7 +57,7 @@ def _gemma2(described: _Described) -> dict[str, Any]:
     }
 
 
-def _gemma3(described: _Described) -> dict[str, Any]:
+def _gemma3(described: Described) -> dict[str, Any]:
     """Layers with a window have their own RoPE base; position scaling applies to the other layers only."""
     own = described.own
     every: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
@@ -146,12 +85,12 @@ def _gemma3(described: _Described) -> dict[str, Any]:
     }
 
 
-def _phi3(described: _Described) -> dict[str, Any]:
+def _phi3(described: Described) -> dict[str, Any]:
     """Zero means no window."""
     return {"sliding_window": described.own.integer("attention.sliding_window", 0, minimum=0) or None}
 
 
-def _granite(described: _Described) -> dict[str, Any]:
+def _granite(described: Described) -> dict[str, Any]:
     own = described.own
     return {
         "attention_multiplier": own.number("attention.scale", described.head_dim**-0.5),
@@ -161,7 +100,7 @@ def _granite(described: _Described) -> dict[str, Any]:
     }
 
 
-def _stablelm(described: _Described) -> dict[str, Any]:
+def _stablelm(described: Described) -> dict[str, Any]:
     """The tensors decide, because older files lack the entries."""
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in described.tensors,
@@ -173,7 +112,7 @@ _WINDOWS = frozenset(("attention.sliding_window", "attention.sliding_window_patt
 _RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 _EPS = "attention.layer_norm_epsilon"
 FAMILIES = {
-    "gemma2": _Family(
+    "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
         _RMS,
@@ -182,7 +121,7 @@ FAMILIES = {
         has_head_dim=True,
         shifts_norms=True,
     ),
-    "gemma3": _Family(
+    "gemma3": Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         _RMS,
@@ -192,7 +131,7 @@ FAMILIES = {
         has_head_dim=True,
         shifts_norms=True,
     ),
-    "granite": _Family(
+    "granite": Family(
         "granite",
         "GraniteForCausalLM",
         _RMS,
@@ -200,8 +139,8 @@ FAMILIES = {
         frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
         rotates_neighbours=True,
     ),
-    "olmo2": _Family("olmo2", "Olmo2ForCausalLM", _RMS),
-    "phi3": _Family(
+    "olmo2": Family("olmo2", "Olmo2ForCausalLM", _RMS),
+    "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
         _RMS,
@@ -210,7 +149,7 @@ FAMILIES = {
         frozenset(("attention.sliding_window", "rope.scaling.original_context_length")),
         is_partly_rotated=True,
     ),
-    "stablelm": _Family(
+    "stablelm": Family(
         "stablelm",
         "StableLmForCausalLM",
         (_EPS, "layer_norm_eps"),
@@ -218,8 +157,8 @@ FAMILIES = {
         frozenset(("use_parallel_residual",)),
         is_partly_rotated=True,
     ),
-    "starcoder2": _Family("starcoder2", "Starcoder2ForCausalLM", (_EPS, "norm_epsilon")),
-}
+    "starcoder2": Family("starcoder2", "Starcoder2ForCausalLM", (_EPS, "norm_epsilon")),
+} | HYBRIDS
 """Keys are llama.cpp's names of architectures."""
 
 
@@ -235,29 +174,37 @@ def read_traced(files: list[GGUFFile], vocabulary: Vocabulary) -> TracedConfig:
     metadata = JsonFile(path, dict(files[0].metadata))
     check_is_model(metadata)
     name = metadata.text("general.architecture")
-    values = _config_json(files, name, FAMILIES[name])
+    family = FAMILIES[name]
+    values = _config_json(files, name, family)
     if len(vocabulary.tokens) > values["vocab_size"]:
         raise ModelError(
             f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {values['vocab_size']}."
         )
     try:
         config = traced_config(
-            Source(path, json.dumps(values)),
+            Source(path, json.dumps(values), transposed=family.transposed(values)),
             path.stat().st_mtime_ns,
-            architecture=FAMILIES[name].architecture,
+            architecture=family.architecture,
             max_context_tokens=values["max_position_embeddings"],
             dtype=stored_dtype(files),
             eos_token_ids=vocabulary.end_ids,
             bos_token_id=vocabulary.token_id("bos"),
             generation=generation_defaults(metadata),
         )
-        _names(name, config)
+        parameters = _parameters(name, config)
     except ModelError as error:
         raise UnsupportedModelError(str(error)) from None
-    return config
+    quantised = {
+        parameter
+        for file in files
+        for place in file.tensors.values()
+        if place.type.dtype is None
+        for parameter, _, _ in parameters.of(place)
+    }
+    return without_mixed_types(config, quantised)
 
 
-def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str, GGUFTensor]:
+def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str, StoredTensor]:
     """Return the tensors of every part, by parameter name.
 
     Raises:
@@ -265,61 +212,54 @@ def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str
         ModelError: a tensor is duplicate, or neither matrix nor vector.
     """
     architecture = str(files[0].metadata["general.architecture"])
-    family, names = FAMILIES[architecture], _names(architecture, config)
+    family, parameters = FAMILIES[architecture], _parameters(architecture, config)
 
     def named() -> Iterator[tuple[str, GGUFTensor]]:
         for file in files:
             for place in file.tensors.values():
-                name = names.get(place.name)
-                if name is None:
+                targets = parameters.of(place)
+                if not targets:
                     raise UnsupportedModelError(
                         f"{file.path} has {place.name}, which {family.architecture} of transformers lacks."
                     )
-                kind = place.name.split(".")[-2]
+                kind = place.name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
                 is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
-                is_shifted = family.shifts_norms and kind.endswith("norm")
+                is_shifted = family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm"
                 heads = config.head_dim if is_rotated else None
-                yield name, GGUFTensor(file, place, heads, 1.0 if is_shifted else 0.0)
+                undo = decay_logarithm if kind == "ssm_a" else None
+                for name, own, order in targets:
+                    shift = 1.0 if is_shifted else 0.0
+                    yield name, parameters.shaped(name, GGUFTensor(file, own, heads, shift, order, undo))
 
-    return checked(named())
-
-
-def _names(architecture: str, config: TracedConfig) -> dict[str, str]:
-    """Return tensor name in files -> parameter name."""
-    try:
-        import gguf  # noqa: PLC0415 - only these models need it
-    except ImportError:
-        raise ModelError(
-            f"{config.source.path} describes a model that only transformers knows: install "
-            "neo-desktop[transformers], or choose another model."
-        ) from None
-    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(number, config.num_layers)
-    traced = config.of_model
-    matrices = [*traced.matrices, *(() if traced.head is None else (traced.head,))]
-    parameters = [
-        *traced.parameters,
-        *(name for matrix in matrices for name in matrix.weights + matrix.biases),
-    ]
-    parameter_of: dict[str, str] = {}
-    for parameter in parameters:
-        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
-        if name is None or name in parameter_of:
-            raise ModelError(f"{config.source.path} needs {parameter}, for which gguf has no name.")
-        parameter_of[name] = parameter
-    return parameter_of
+    return joined(checked(named()))
 
 
-def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str, Any]:
+def _parameters(architecture: str, config: TracedConfig) -> Parameters:
+    family = FAMILIES[architecture]
+    return Parameters(config, architecture, family.renamed, family.orders(values_of(config)))
+
+
+def _config_json(files: list[GGUFFile], name: str, family: Family) -> dict[str, Any]:
     """Return the values of the model's config.json. Raise ModelError if some are missing or unsupported."""
     path = files[0].path
-    own = entries_of(JsonFile(path, dict(files[0].metadata)), name)
+    metadata = JsonFile(path, dict(files[0].metadata))
+    own = entries_of(metadata, name, skips_zeros=family.is_hybrid)
+    arrays = {
+        key.removeprefix(f"{name}."): value.data.tolist()
+        for key, value in metadata.values.items()
+        if key.startswith(f"{name}.") and isinstance(value, NumberArray)
+    }
     for key, value in own.values.items():
         is_known = key in _COMMON or key in family.keys or key == family.eps[0]
         if not is_known and not (key in _NONE_IF_ZERO and value == 0):
             raise UnsupportedModelError(f"{path} sets {key}, which is not supported: choose another model.")
     shapes = {place.name: place.shape for file in files for place in file.tensors.values()}
-    values: dict[str, Any] = {ours: own.integer(key, maximum=most) for key, (ours, most) in _INTEGERS.items()}
+    values: dict[str, Any] = {
+        ours: own.integer(key, maximum=most)
+        for key, (ours, most) in _INTEGERS.items()
+        if key in own or "expert_count" not in own  # with experts in every layer, files may lack one
+    }
+    values["num_hidden_layers"] -= own.integer(PREDICTS_MORE, 0, minimum=0)
     heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
     values["num_key_value_heads"] = own.integer("attention.head_count_kv", heads, maximum=MAX_HEADS)
     if "token_embd.weight" not in shapes:
@@ -336,12 +276,13 @@ def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str,
         raise UnsupportedModelError(f"{path} has values of another size than keys, which is not supported.")
     rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
     rotated = own.integer("rope.dimension_count", head_dim, maximum=MAX_HEAD_DIM)
-    if rotated != head_dim:
+    if family.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim
-        if not family.is_partly_rotated or int(head_dim * (rotated / head_dim)) != rotated:
-            raise UnsupportedModelError(
-                f"{path} has rope.dimension_count other than the size of a head, which is not supported."
-            )
+    can_rotate = family.is_partly_rotated and int(head_dim * (rotated / head_dim)) == rotated
+    if rotated != head_dim and not can_rotate:
+        raise UnsupportedModelError(
+            f"{path} has rope.dimension_count other than the size of a head, which is not supported."
+        )
     values |= {
         "model_type": family.model_type,
         "architectures": [family.architecture],
@@ -351,4 +292,4 @@ def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str,
         # The token ids come from the vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    return values | family.others(_Described(own, values, head_dim, frozenset(shapes)))
+    return values | family.others(Described(own, values, head_dim, frozenset(shapes), arrays))

@@ -14,11 +14,14 @@ class Source:
         path: of the folder, or of the file.
         config_json: contents of a config.json derived from a file; None: a folder.
         untied: parameters that are separate weights, although the configuration ties them.
+        transposed: linear layers whose columns are sorted by a head's number in its group, not by group, as
+            (end of the module's name, groups, heads per group).
     """
 
     path: Path
     config_json: str | None = None
     untied: tuple[str, ...] = ()
+    transposed: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def named(self) -> Path:

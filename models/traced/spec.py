@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from logging import ERROR
 from typing import Any
 
@@ -81,11 +81,21 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
             "model: choose another model."
         )
+    for end, groups, heads in source.transposed:
+        for name, module in model.named_modules():
+            if name.endswith(end):
+                module.register_forward_pre_hook(partial(_transpose, groups, heads))
     for name in source.untied:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     return model.eval()
+
+
+def _transpose(groups: int, heads: int, _: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    """Sort the input of a linear layer; see `Source.transposed`."""
+    (x,) = given
+    return x.unflatten(-1, (groups, heads, -1)).transpose(-3, -2).flatten(-3)
 
 
 def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:

@@ -1,0 +1,175 @@
+"""GGUF files of models with recurrent layers: the logits of transformers."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import transformers_greedy
+from dense_model import logits_of_all
+from gguf_hybrids import LARGE, VOCAB_SIZE, WRITTEN, write_hybrid
+
+from neo_desktop.app.shelf.checkpoint_summary import summarize
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.stored_form import stored_form
+
+CPU = torch.device("cpu")
+MTP = {  # a layer of multi-token prediction, as the converter writes it
+    "blk.4.nextn.eh_proj.weight": torch.ones(64, 128),
+    "blk.4.nextn.enorm.weight": torch.ones(64),
+    "blk.4.nextn.shared_head_norm.weight": torch.ones(64),
+    "blk.4.attn_norm.weight": torch.ones(64),
+    "blk.4.ffn_gate_exps.weight": torch.ones(2, 64, 64),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> None:
+    """Silence torch, which logs endlessly about an export to any listening handler."""
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(token_ids[None], use_cache=False).logits[0]
+    return found
+
+
+def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config) if keep else DENSE
+    decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
+    return logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+    assert torch.linalg.vector_norm(found - expected) <= share * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("family", WRITTEN)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path, model = write_hybrid(tmp_path, family)
+    expected = expected_logits(model, tokens(40))
+    assert expected.std() > 0.1
+    assert_close(logits(path, tokens(40)), expected, 1e-4)
+    assert summarize(path).is_by_transformers
+    config = open_checkpoint(path).config()
+    assert config.num_parameters >= sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", WRITTEN)
+def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    path, _ = write_hybrid(tmp_path, family)
+    prompt = tokens(40).tolist()
+    options = EngineOptions(
+        model=str(path),
+        device="cpu",
+        dtype="float32",
+        cpu_cache_tokens=256,
+        max_batch_tokens=16,
+        max_batch_requests=4,
+    )
+    with Engine.from_options(options) as engine:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        (output,) = engine.generate([prompt], params)
+    assert list(output.token_ids) == transformers_greedy(tmp_path, prompt, 8)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("family", WRITTEN)
+def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:
+    """Floats beside quantised matrices with the same input do not change that."""
+    floats = dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_ba"), "F32")
+    path, model = write_hybrid(tmp_path, family, type_name, type_names=floats, sizes=LARGE)
+    expected = expected_logits(model, tokens(20))
+    assert_close(logits(path, tokens(20)), expected, 1e-3)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    weights = check_model(checkpoint, config)
+    form = stored_form(weights, config)
+    assert form.kept_types == {type_name}
+    assert form.without_kernel == ()
+    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
+    dense = {name for name, _ in config.each_matrix() if not form.named(name).parts}
+    assert not {name.removesuffix(".weight") for name in quantised} & dense
+    # Matmul inputs are rounded to 8 bits, which may change a token's experts.
+    assert_close(logits(path, tokens(20), keep=True), expected, 0.2)
+
+
+def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:
+    path, model = write_hybrid(tmp_path, "granite-h", "Q8_0", type_names={"ffn_up": "Q4_0"}, sizes=LARGE)
+    assert_close(logits(path, tokens(12), keep=True), expected_logits(model, tokens(12)), 0.2)
+    assert "Q4_0 and Q8_0" in summarize(path).form.without_kernel
+
+
+def test_qwen3_next_files_may_have_the_joined_matrix(tmp_path: Path) -> None:
+    path, model = write_hybrid(tmp_path, "qwen3-next", is_old=True)
+    assert_close(logits(path, tokens(20)), expected_logits(model, tokens(20)), 1e-4)
+
+
+def test_layers_follow_from_the_interval_in_older_files(tmp_path: Path) -> None:
+    changes = {"attention.recurrent_layers": None, "full_attention_interval": 3}
+    path, model = write_hybrid(
+        tmp_path,
+        "qwen3.5",
+        sizes={"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+        metadata=changes,
+    )
+    assert_close(logits(path, tokens(12)), expected_logits(model, tokens(12)), 1e-4)
+
+
+def test_layers_of_multi_token_prediction_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {
+        "block_count": 5,
+        "nextn_predict_layers": 1,
+        "attention.recurrent_layers": [True, True, False, True, False],
+    }
+    path, model = write_hybrid(tmp_path, "qwen3.5", metadata=changes, tensors=MTP)
+    with caplog.at_level(logging.WARNING):
+        found = logits(path, tokens(12))
+    assert_close(found, expected_logits(model, tokens(12)), 1e-4)
+    assert "skips 1 layer of multi-token prediction" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3.5", {"rope.scaling.type": "yarn"}, r"sets rope.scaling.type.*neo-desktop\[llamacpp\]"),
+        ("qwen3.5", {"ssm.group_count": 3}, "cannot"),
+        ("lfm2", {"attention.sliding_window": 8}, "sets attention.sliding_window"),
+        ("lfm2 moe", {"expert_gating_func": 1}, "expert_gating_func"),
+        ("nemotron-h", {"moe_latent_size": 8}, "sets moe_latent_size"),
+        ("granite-h", {"attention.head_count_kv": [0, 2, 1, 0]}, "different attention.head_count_kv"),
+    ],
+)
+def test_what_is_not_known_is_left_to_llama_cpp(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = write_hybrid(tmp_path, family, metadata=changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        open_checkpoint(path).config()
+    assert summarize(path).needs_llamacpp
+
+
+def test_sizes_of_recurrent_heads_must_fit(tmp_path: Path) -> None:
+    path, _ = write_hybrid(tmp_path, "falcon-h1", metadata={"ssm.inner_size": 127})
+    with pytest.raises(ModelError, match=r"ssm\.inner_size of 127 for 8 heads"):
+        open_checkpoint(path).config()
