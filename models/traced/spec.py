@@ -24,6 +24,7 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
+from neo_desktop.models.traced.heads import HeadShape, common_shape
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
@@ -170,6 +171,12 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
+        shape = common_shape(calls.attention) if calls.attention else None
+        if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
+            _check_groups(calls, shape)
+            calls = Calls(shape=shape)
+            with torch.no_grad():
+                logits = run(model, ids, ids, calls)
         return _spec(model, calls, logits), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
@@ -233,8 +240,8 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         hidden_size=last.weight.shape[1],
         aliases=aliases,
         heads=first.heads,
-        kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
+        kv_heads=(calls.shape or first).kv_heads,
+        head_dim=(calls.shape or first).head_dim,
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
@@ -269,16 +276,20 @@ def _same_attention(model: Any, calls: Calls) -> Any:
         raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
     first = calls.attention[0]
     for call in calls.attention:
-        sizes = (call.heads, call.kv_heads, call.head_dim)
-        if sizes != (first.heads, first.kv_heads, first.head_dim):
-            raise CannotCutError("its layers have different numbers or sizes of heads")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
         if (call.sinks is None) != (first.sinks is None):
             raise CannotCutError("only some of its layers have attention sinks")
-    if first.head_dim % 2:
-        raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
     return first
+
+
+def _check_groups(calls: Calls, shape: HeadShape) -> None:
+    """Raise CannotCutError if layers cannot have heads of one shape."""
+    if len({call.heads for call in calls.attention}) > 1:
+        raise CannotCutError("its layers have different numbers of query heads")
+    heads = calls.attention[0].heads
+    if heads % shape.kv_heads:
+        raise CannotCutError(f"{heads} heads cannot share {shape.kv_heads} key-value heads")
 
 
 def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

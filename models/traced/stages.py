@@ -46,7 +46,7 @@ class TracedStages(Stages):
         self.moe_layers = {}
         self._reduce = None
         self._weights = decoder
-        graph = exported(config.source, decoder.dtype, decoder.spec.aliases)
+        graph = exported(config.source, decoder.dtype, decoder.spec)
         try:
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
