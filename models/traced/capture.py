@@ -37,6 +37,7 @@ class AttentionCall:
     window: int | None  # tokens, the current one included
     sinks: Tensor | None  # [heads]
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
+    key: Tensor  # [1, kv_heads, rows, head_dim]
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Calls:
     products: list[Product] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)  # shapes, see `recurrences`
-    looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
+    looked_up: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # ids, weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
     read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
 
@@ -135,7 +136,7 @@ class Catching(TorchFunctionMode):
             bias = given.get("bias", args[2] if len(args) > 2 else None)
             self._calls.products.append(Product(args[0], args[1], bias))
         if func is functional.embedding:
-            self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
+            self._calls.looked_up.append((args[0], args[1] if len(args) > 1 else given["weight"]))
         result = func(*args, **given)
         if isinstance(result, (Tensor, list, tuple)):  # other results are sizes
             self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))
@@ -187,7 +188,7 @@ def attend(
     if calls.attention and scale != calls.attention[0].scale:  # the kernels have one for all layers
         query = query * (scale / calls.attention[0].scale)
         scale = calls.attention[0].scale
-    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap))
+    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap, key))
     packing = None if calls.shape is None else Packing(heads, kv_heads, head_dim, calls.shape)
     if packing is None or packing.is_idle:
         out: Tensor = attention(query, key, value, len(calls.attention) - 1)

@@ -39,7 +39,7 @@ class TracedConfig(ModelConfig):
 
     @property
     def carried_width(self) -> int:
-        return 2 * max(self.hidden_size, self.of_model.parameters[self.of_model.embedding][1])
+        return self.of_model.carried_width
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

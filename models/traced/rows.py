@@ -131,8 +131,10 @@ def _kind(name: str) -> str:
 
 
 def _index(node: fx.Node, given: list[fx.Node]) -> bool:
-    indices = node.args[1]
+    indices: Any = node.args[1]
     own = row_dim(given[0])
+    if node.args[0] is not given[0]:  # a row looks numbers up in a tensor without rows
+        return len(given) == 1 and [each for each in indices if each is not None] == given
     return (
         len(given) == 1
         and isinstance(indices, (list, tuple))

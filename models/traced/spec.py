@@ -165,19 +165,19 @@ def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions
 
 def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
     model, calls = empty_model(source, torch.float32), Calls()
-    ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+    ids, positions = torch.zeros(2, 1, ROWS, dtype=torch.int64, device="meta")
     try:
         if (part := missing_part(model)) is not None:
             raise CannotCutError(part)
         with torch.no_grad():
-            logits = run(model, ids, ids, calls)
+            logits = run(model, ids, positions, calls)
         shape = common_shape(calls.attention) if calls.attention else None
         if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
             _check_groups(calls, shape)
             calls = Calls(shape=shape)
             with torch.no_grad():
-                logits = run(model, ids, ids, calls)
-        return _spec(model, calls, logits), Conversions(model)
+                logits = run(model, ids, positions, calls)
+        return _spec(model, calls, ids, logits), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
 
@@ -187,7 +187,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
+def _spec(model: Any, calls: Calls, ids: Tensor, logits: Tensor) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -207,12 +207,13 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
     shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
     unread = frozenset(tensors.keys() - shapes.keys())
     products = [each for each in calls.products if id(each.weight) in names]
-    if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
+    tables = [weight for _, weight in calls.looked_up]
+    if not products or not tables or id(tables[0]) not in names:
         raise CannotCutError("it has no token embedding, or no linear layers")
     last = products[-1]
     if last.weight.shape[0] != logits.shape[-1]:
         raise CannotCutError("it does not end with a head")
-    looked_up = {id(weight) for weight in calls.looked_up}
+    looked_up = {id(weight) for weight in tables}
     times = {id(each.weight): 0 for each in products}
     for each in products:
         times[id(each.weight)] += 1
@@ -235,7 +236,8 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         parameters=shapes,
         matrices=matrices,
         head=head,
-        embedding=names[id(calls.looked_up[0])],
+        embedding=names[id(tables[0])],
+        carried_width=_carried_width(calls, ids, last.weight.shape[1]),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
@@ -252,6 +254,18 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         unread=unread,
         most_tokens=_most_tokens(model.config),
     )
+
+
+def _carried_width(calls: Calls, ids: Tensor, hidden_size: int) -> int:
+    """Return the most numbers per row that stages pass on.
+
+    These are hidden states twice, rows of other embeddings, and keys and values that several layers read.
+    """
+    embeddings = [weight.shape[1] for given, weight in calls.looked_up if given is ids]
+    keys = [each.key for each in calls.attention]
+    shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
+    width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
+    return width + sum(2 * key.shape[1] * key.shape[3] for key in shared.values())
 
 
 def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:

@@ -143,7 +143,7 @@ def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"head_dim": 15}, "head_dim of 15 is odd"),
         ({"head_dim": 100}, "heads of 100 numbers.*multiples of 8 up to 512"),
-        ({"head_dim": 264}, "heads of 264 numbers"),
+        ({"head_dim": 520}, "heads of 520 numbers"),
         ({"rms_norm_eps": "small"}, "'rms_norm_eps'.*number"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings'.*true or false"),
         ({"eos_token_id": "</s>"}, "'eos_token_id'.*token id"),
