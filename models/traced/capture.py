@@ -66,7 +66,7 @@ class Calls:
     products: list[Product] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)  # shapes, see `recurrences`
-    looked_up: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # ids, weights of embeddings
+    looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
     read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
 
@@ -136,7 +136,7 @@ class Catching(TorchFunctionMode):
             bias = given.get("bias", args[2] if len(args) > 2 else None)
             self._calls.products.append(Product(args[0], args[1], bias))
         if func is functional.embedding:
-            self._calls.looked_up.append((args[0], args[1] if len(args) > 1 else given["weight"]))
+            self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
         result = func(*args, **given)
         if isinstance(result, (Tensor, list, tuple)):  # other results are sizes
             self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))

@@ -57,7 +57,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         ModelError: transformers is not installed, or does not know the model.
     """
     try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - as above
     except ImportError:
         raise ModelError(
             f"{source.named} describes a model that only transformers knows: install "
@@ -69,6 +69,9 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
+                known = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+                if known is not None and known.__name__ in (config.architectures or ()):
+                    make = AutoModelForImageTextToText
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
                 try:
                     model = make.from_config(config, attn_implementation=NAME, **others)
@@ -165,19 +168,19 @@ def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions
 
 def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
     model, calls = empty_model(source, torch.float32), Calls()
-    ids, positions = torch.zeros(2, 1, ROWS, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
         if (part := missing_part(model)) is not None:
             raise CannotCutError(part)
         with torch.no_grad():
-            logits = run(model, ids, positions, calls)
+            logits = run(model, ids, ids, calls)
         shape = common_shape(calls.attention) if calls.attention else None
         if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
             _check_groups(calls, shape)
             calls = Calls(shape=shape)
             with torch.no_grad():
-                logits = run(model, ids, positions, calls)
-        return _spec(model, calls, ids, logits), Conversions(model)
+                logits = run(model, ids, ids, calls)
+        return _spec(model, calls, logits), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
 
@@ -187,7 +190,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, ids: Tensor, logits: Tensor) -> TracedSpec:
+def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -207,7 +210,7 @@ def _spec(model: Any, calls: Calls, ids: Tensor, logits: Tensor) -> TracedSpec:
     shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
     unread = frozenset(tensors.keys() - shapes.keys())
     products = [each for each in calls.products if id(each.weight) in names]
-    tables = [weight for _, weight in calls.looked_up]
+    tables = calls.looked_up
     if not products or not tables or id(tables[0]) not in names:
         raise CannotCutError("it has no token embedding, or no linear layers")
     last = products[-1]
@@ -237,7 +240,7 @@ def _spec(model: Any, calls: Calls, ids: Tensor, logits: Tensor) -> TracedSpec:
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
-        carried_width=_carried_width(calls, ids, last.weight.shape[1]),
+        carried_width=_carried_width(calls, last.weight.shape[1]),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
@@ -256,12 +259,12 @@ def _spec(model: Any, calls: Calls, ids: Tensor, logits: Tensor) -> TracedSpec:
     )
 
 
-def _carried_width(calls: Calls, ids: Tensor, hidden_size: int) -> int:
+def _carried_width(calls: Calls, hidden_size: int) -> int:
     """Return the most numbers per row that stages pass on.
 
     These are hidden states twice, rows of other embeddings, and keys and values that several layers read.
     """
-    embeddings = [weight.shape[1] for given, weight in calls.looked_up if given is ids]
+    embeddings = [weight.shape[1] for weight in calls.looked_up]
     keys = [each.key for each in calls.attention]
     shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
     width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
