@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.experts_config import ClampedGate
+from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.stacked import StackedExperts
 
 ROWS_AT_ONCE = 1024  # most experts get many rows, and scratch memory stays bounded
@@ -146,11 +146,12 @@ def multiply_experts(
 
 def _network(experts: StackedExperts, expert: int | Tensor, x: Tensor) -> Tensor:
     gate, up = (linear(x, *matrix.of(expert, x.dtype)) for matrix in (experts.gate, experts.up))
-    gated = silu(gate) * up if experts.clamped is None else clamped_mul(gate, up, experts.clamped)
-    return linear(gated, *experts.down.of(expert, x.dtype))
+    return linear(gated(gate, up, experts.gating), *experts.down.of(expert, x.dtype))
 
 
-def clamped_mul(gate: Tensor, up: Tensor, how: ClampedGate) -> Tensor:
-    """Apply a `ClampedGate` to gates and ups in fp32; round once."""
+def gated(gate: Tensor, up: Tensor, how: Gating) -> Tensor:
+    """Apply gates to ups; a `ClampedGate` in fp32, rounded once."""
+    if not isinstance(how, ClampedGate):
+        return (silu(gate) if how == "silu" else gelu(gate, approximate="tanh")) * up
     gates, ups = gate.float().clamp(max=how.limit), up.float().clamp(-how.limit, how.limit)
     return ((ups + 1) * gates * torch.sigmoid(how.alpha * gates)).to(gate.dtype)

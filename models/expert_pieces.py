@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.experts_config import ClampedGate
+from neo_desktop.models.experts_config import Gating
 from neo_desktop.models.linear.offloaded import PIECE_BYTES, OffloadedLinear, Piece
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
@@ -35,16 +35,16 @@ class ExpertPiece:
     def elements(self) -> int:
         return sum(piece.elements for _, pieces in self.matrices for piece in pieces)
 
-    def unpacked(self, staged: Tensor, room: Tensor, clamped: ClampedGate | None) -> StackedExperts:
+    def unpacked(self, staged: Tensor, room: Tensor, gating: Gating) -> StackedExperts:
         """Unpack the experts into `room`.
 
         Args:
             staged: the piece's bytes on the device, `[bytes]` uint8.
             room: `[at least elements]` on the device, in the model's dtype: scratch.
-            clamped: see `StackedExperts`.
+            gating: see `StackedExperts`.
         """
         gate, up, down = self._matrices(staged, room)
-        return StackedExperts(self.count, gate, up, down, clamped)
+        return StackedExperts(self.count, gate, up, down, gating)
 
     def _matrices(self, staged: Tensor, room: Tensor) -> Iterator[Stacked]:
         byte, number = 0, 0

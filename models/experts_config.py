@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from neo_desktop.models.json_file import ModelError
 
@@ -19,6 +19,10 @@ class ClampedGate:
     limit: float = 7.0
 
 
+Gating = ClampedGate | Literal["silu", "gelu"]
+"""silu(gate) * up, or with GELU, approximated by tanh, or a clamped gate."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Sizes of the mixture of experts."""
@@ -31,7 +35,7 @@ class ExpertsConfig:
     normalises: bool = True
     router_bias: bool = False
     bias: bool = False
-    clamped: ClampedGate | None = None  # None: silu(gate) * up
+    gating: Gating = "silu"
 
 
 def check_experts(

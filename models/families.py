@@ -275,7 +275,7 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
         normalises=file.boolean("norm_topk_prob") if keys.normalises is None else keys.normalises,
         router_bias=keys.has_bias,
         bias=keys.has_bias,
-        clamped=_clamped_gate(file) if keys.is_clamped else None,
+        gating=_clamped_gate(file) if keys.is_clamped else "silu",
     )
     check_experts(file.path, experts, hidden_size)
     return experts

@@ -13,7 +13,7 @@ from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch, ids_among
 from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
-from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Linear
@@ -55,13 +55,11 @@ class MoE:
                 raise ValueError("an expert is divided between device and host memory")
             self._split = gate, up, down
             host_matrices = gate.host.native, up.host.native, down.host.native
-            self.on_host = native.packed_experts(
-                config.count - resident, *host_matrices, _clamped(config.clamped)
-            )
+            self.on_host = _packed(config.count - resident, *host_matrices, config.gating)
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             gate, up, down = gate.resident, up.resident, down.resident
-        self._on_device = multiply_of((gate, up, down), self._num_resident, config.clamped, operators)
+        self._on_device = multiply_of((gate, up, down), self._num_resident, config.gating, operators)
 
     @property
     def has_device_part(self) -> bool:
@@ -137,7 +135,7 @@ class MoE:
             out: [n, hidden], must not alias x.
             adds: add to `out` instead of overwriting it.
         """
-        experts = piece.unpacked(staged, numbers, self._config.clamped)
+        experts = piece.unpacked(staged, numbers, self._config.gating)
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             ids, weights, _ = room.choice.rows(rows)
@@ -183,28 +181,31 @@ def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     }
 
 
-def _clamped(gate: ClampedGate | None) -> tuple[float, float] | None:
-    return None if gate is None else (gate.alpha, gate.limit)
+def _packed(
+    count: int, gate: native.Matrix, up: native.Matrix, down: native.Matrix, gating: Gating
+) -> native.PackedExperts:
+    clamped = (gating.alpha, gating.limit) if isinstance(gating, ClampedGate) else None
+    return native.packed_experts(count, gate, up, down, clamped, gelu=gating == "gelu")
 
 
 def multiply_of(
-    matrices: tuple[Linear, Linear, Linear], count: int, clamped: ClampedGate | None, operators: Operators
+    matrices: tuple[Linear, Linear, Linear], count: int, gating: Gating, operators: Operators
 ) -> Multiply:
     """Return a function that computes routed experts.
 
     Args:
         matrices: the experts' gates, ups and downs.
         count: number of experts.
-        clamped: see `ExpertsConfig`.
+        gating: see `ExpertsConfig`.
         operators: of the device.
     """
     gate, up, down = matrices
     if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        packed = native.packed_experts(count, gate.native, up.native, down.native, _clamped(clamped))
+        packed = _packed(count, gate.native, up.native, down.native, gating)
 
         def by_native(x: Tensor, ids: Tensor, shares: Tensor, room: ExpertScratch, out: Tensor) -> None:
             native.multiply_experts(packed, x, ids, shares, room.gate_up, room.gated, room.products, out)
 
         return by_native
-    experts = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), clamped)
+    experts = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), gating)
     return lambda *arguments: operators.multiply_experts(experts, *arguments)

@@ -133,7 +133,7 @@ def _gpt_oss(num_layers: int, num_experts: int) -> ModelConfig:
         max_context_tokens=131_072,
         rope=RopeConfig(150_000.0, scaling),
         experts=ExpertsConfig(
-            num_experts, 4, 2880, layers, router_bias=True, bias=True, clamped=ClampedGate()
+            num_experts, 4, 2880, layers, router_bias=True, bias=True, gating=ClampedGate()
         ),
     )
     windows = tuple(None if layer % 2 else 128 for layer in layers)

@@ -223,7 +223,7 @@ def _experts(
         layers=layers or tuple(range(num_layers)),
         router_bias="blk.0.ffn_gate_inp.bias" in tensors,
         bias="blk.0.ffn_down_exps.bias" in tensors,
-        clamped=ClampedGate() if name == "gpt-oss" else None,
+        gating=ClampedGate() if name == "gpt-oss" else "silu",
     )
     check_experts(own.path, experts, hidden_size, UnsupportedModelError)
     return experts

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.experts_config import ClampedGate
+from neo_desktop.models.experts_config import Gating
 from neo_desktop.models.linear.grouped import Grouped, dequantise
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
@@ -54,7 +54,7 @@ class StackedExperts:
     gate: Stacked
     up: Stacked
     down: Stacked
-    clamped: ClampedGate | None = None  # None: silu(gate) * up
+    gating: Gating = "silu"
 
 
 def stacked(linear: Linear, experts: int) -> Stacked:

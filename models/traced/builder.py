@@ -185,7 +185,7 @@ class Builder:
         if piece is self._cut.pieces[-1]:
             results: tuple[Any, ...] = (known[self._cut.normed],)
         else:
-            carried = tuple(known[each] for each in piece.carried)
+            carried = tuple(_rows_first(graph, each, known[each]) for each in piece.carried)
             heads = (
                 () if piece.attends is None else tuple(known[each] for each in _nodes_of(piece.attends)[:3])
             )
@@ -408,6 +408,13 @@ class Builder:
 
 def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:
     return [each for each in patterns if isinstance(each, RopePattern)]
+
+
+def _rows_first(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    dim = row_dim(node)
+    if dim is None or node.meta["val"].shape[:dim].numel() == 1:
+        return value
+    return graph.call_function(torch.movedim, (value, dim, 0))
 
 
 def _nodes_of(node: fx.Node) -> list[Any]:

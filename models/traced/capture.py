@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from neo_desktop.models.traced.heads import HeadShape, Packing
+
 NAME = "neo_desktop"  # name of the attention in the model's configuration
 EXPERTS = "batched_mm"  # name of the experts' implementation that is replaced
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -35,6 +37,7 @@ class AttentionCall:
     window: int | None  # tokens, the current one included
     sinks: Tensor | None  # [heads]
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
+    key: Tensor  # [1, kv_heads, rows, head_dim]
 
 
 @dataclass(slots=True)
@@ -56,8 +59,9 @@ class ExpertsCall:
 
 @dataclass(slots=True)
 class Calls:
-    """Recorded calls, in order."""
+    """Recorded calls, in order; `shape`: of the heads in the KV cache, None: of the first layer."""
 
+    shape: HeadShape | None = None
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
@@ -122,6 +126,8 @@ class Catching(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
+        if func is Tensor.__getitem__ and any(args[0] is mask for mask, _ in self._calls.masks):
+            return args[0]  # masks have one number here
         if func in _MATMULS and not given:
             weight = next((weight for transposed, weight in self._transposed if transposed is args[1]), None)
             if weight is not None:
@@ -182,8 +188,13 @@ def attend(
     if calls.attention and scale != calls.attention[0].scale:  # the kernels have one for all layers
         query = query * (scale / calls.attention[0].scale)
         scale = calls.attention[0].scale
-    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap))
-    out: Tensor = attention(query, key, value, len(calls.attention) - 1)
+    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap, key))
+    packing = None if calls.shape is None else Packing(heads, kv_heads, head_dim, calls.shape)
+    if packing is None or packing.is_idle:
+        out: Tensor = attention(query, key, value, len(calls.attention) - 1)
+    else:
+        packed = packing.queries(query), packing.keys(key), packing.keys(value)
+        out = packing.results(attention(*packed, len(calls.attention) - 1))
     return out.transpose(1, 2)[..., :width]
 
 

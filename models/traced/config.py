@@ -39,9 +39,7 @@ class TracedConfig(ModelConfig):
 
     @property
     def carried_width(self) -> int:
-        width = 2 * max(self.hidden_size, self.of_model.parameters[self.of_model.embedding][1])
-        # Gates of attention's result cross the cut; only hybrids are known to have them.
-        return width + (self.num_heads * self.head_dim if self.of_model.states else 0)
+        return self.of_model.carried_width
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

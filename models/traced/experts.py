@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
+from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch, gated
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
@@ -40,8 +39,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         raise CannotCutError("its experts have matrices of unusual shapes")
     if hidden % EXPERT_UNIT or intermediate % EXPERT_UNIT:
         raise CannotCutError(f"its experts' sizes are not multiples of {EXPERT_UNIT}")
-    if not _is_silu(module._apply_gate):
-        raise CannotCutError("its experts' gates are not SiLU")
+    gating = _gating(module._apply_gate)
     parameters = names[id(gate_up)], names[id(down)]
     stored = _of_each(model, parameters, count)
     prefix = parameters[0].rpartition(".")[0].removesuffix(".experts")
@@ -58,16 +56,25 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
             FusedSizes(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
             for kind, (rows, columns) in rows_columns.items()
         ),
+        gating,
     )
 
 
-def _is_silu(apply_gate: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the gate computes silu(gate) * up, for small and large inputs, so that clamps show."""
+def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
+    """Return the gate's function, compared for small and large inputs, so that clamps show.
+
+    Raises:
+        CannotCutError: it is another one.
+    """
     sizes = torch.logspace(-3, 4, 65, device="cpu")
     numbers = torch.cat((-sizes, torch.zeros(1, device="cpu"), sizes))
     gate, up = torch.meshgrid(numbers, numbers, indexing="ij")
     result = apply_gate(torch.cat((gate, up), dim=-1))
-    return result.shape == gate.shape and torch.allclose(result, silu(gate) * up, rtol=1e-4, atol=1e-5)
+    of_gates: tuple[Literal["silu", "gelu"], ...] = ("silu", "gelu")
+    for name in of_gates if result.shape == gate.shape else ():
+        if torch.allclose(result, gated(gate, up, name), rtol=1e-4, atol=1e-5):
+            return name
+    raise CannotCutError("its experts' gates are neither SiLU nor GELU by tanh")
 
 
 def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, tuple[str, ...]]:
@@ -172,7 +179,7 @@ class ExpertsProduct(nn.Module):
     def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
         super().__init__()
         gate, up, down = matrices
-        self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
+        self._multiply = multiply_of((gate, up, down), of_layer.count, of_layer.gating, operators)
         self._intermediate = of_layer.matrices[2].columns
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
+from neo_desktop.models.traced.heads import HeadShape
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import ELEMENTWISE, check_rows, name_of
+from neo_desktop.models.traced.sizes import TracedSpec
 from neo_desktop.models.traced.source import Source
 from neo_desktop.models.traced.spec import empty_model, is_wide, parameters_of, run
 
@@ -76,22 +78,24 @@ class _Scores(nn.Module):
         return run(self.model, token_ids, positions, self._calls)
 
 
-def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
+def exported(source: Source, dtype: torch.dtype, spec: TracedSpec) -> Exported:
     """Export a model that computes in a dtype.
-
-    Args:
-        aliases: other names of its parameters -> names.
 
     Raises:
         ModelError: torch cannot export it, or its rows depend on one another.
     """
+    aliases, shape = tuple(spec.aliases.items()), HeadShape(spec.kv_heads, spec.head_dim)
     with TRACING:
-        return _exported(source, source.named.stat().st_mtime_ns, dtype, tuple(aliases.items())).copy()
+        return _exported(source, source.named.stat().st_mtime_ns, dtype, aliases, shape).copy()
 
 
 @lru_cache(maxsize=1)  # both `spec` and the stages need it
 def _exported(
-    source: Source, _modified_ns: int, dtype: torch.dtype, aliases: tuple[tuple[str, str], ...]
+    source: Source,
+    _modified_ns: int,
+    dtype: torch.dtype,
+    aliases: tuple[tuple[str, str], ...],
+    shape: HeadShape,
 ) -> Exported:
     model = empty_model(source, dtype)
     try:
@@ -108,7 +112,7 @@ def _exported(
         shapes = ({1: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC})
         with torch.no_grad():
             program = torch.export.export(
-                _Scores(model, Calls()), (ids, positions), dynamic_shapes=shapes, strict=False
+                _Scores(model, Calls(shape=shape)), (ids, positions), dynamic_shapes=shapes, strict=False
             )
         return _cleaned(program, dict(aliases))
     except Exception as error:  # any exception: the code is not this project's

@@ -287,15 +287,17 @@ class _Lowering(RowBuffers):
         heads = [of_row(each.at) for each in results[:3]]
         carried = torch.cat([of_row(each.at) for each in results[3:]])
         is_there = torch.equal(carried, torch.arange(len(carried)))
-        if not is_there and RESIDUAL in columns_of(torch.cat(heads)):
-            raise NotRowsError("attention reads values carried to it")
+        reads_carried = not is_there and RESIDUAL in columns_of(torch.cat(heads))
+        if reads_carried:
+            self.move(torch.cat(heads), Columns(QKV))
         if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self.room(len(carried), self._dtype)
             self.move(carried, room)
             carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype, 0).at)
         if not is_there:
             self.move(carried, Columns(RESIDUAL))
-        self._leave(heads, QKV)
+        if not reads_carried:
+            self._leave(heads, QKV)
 
     def _leave(self, rows: list[Tensor], given: int) -> None:
         """Put numbers into a given buffer, by redirecting the steps that compute them if possible."""

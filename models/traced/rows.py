@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset((
     "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as", "broadcast_to",
     "flatten", "unflatten", "t", "movedim", "add_",
     "mul_", "div_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "silu_", "relu_", "bitwise_not",
-    "isfinite", "nan_to_num",
+    "isfinite", "nan_to_num", "__or__", "__and__", "bitwise_or",
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
     "polar", "view_as_complex", "view_as_real",
 ))
@@ -131,8 +131,10 @@ def _kind(name: str) -> str:
 
 
 def _index(node: fx.Node, given: list[fx.Node]) -> bool:
-    indices = node.args[1]
+    indices: Any = node.args[1]
     own = row_dim(given[0])
+    if node.args[0] is not given[0]:  # a row looks numbers up in a tensor without rows
+        return len(given) == 1 and [each for each in indices if each is not None] == given
     return (
         len(given) == 1
         and isinstance(indices, (list, tuple))

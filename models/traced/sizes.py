@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from neo_desktop.models.experts_config import Gating
+
 
 @dataclass(frozen=True, slots=True)
 class FusedSizes:
@@ -28,6 +30,7 @@ class Mixed:
     count: int
     per_token: int
     matrices: tuple[FusedSizes, ...]  # gate, up and down, each with the experts' matrices stacked
+    gating: Gating = "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class TracedSpec:
     embedding: str  # name of the embedding's parameter
     vocab_size: int
     hidden_size: int  # width of the head's input
+    carried_width: int  # numbers per row that stages pass on, at most
     aliases: dict[str, str] = field(hash=False)  # another name of a parameter -> its name
     heads: int
     kv_heads: int
@@ -62,7 +66,7 @@ class TracedSpec:
         return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
 
 
-NOTHING = TracedSpec({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
+NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
 
 
 @dataclass(frozen=True, slots=True)

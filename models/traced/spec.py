@@ -24,6 +24,7 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
+from neo_desktop.models.traced.heads import HeadShape, common_shape
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
@@ -56,7 +57,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         ModelError: transformers is not installed, or does not know the model.
     """
     try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - as above
     except ImportError:
         raise ModelError(
             f"{source.named} describes a model that only transformers knows: install "
@@ -68,6 +69,9 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
+                known = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+                if known is not None and known.__name__ in (config.architectures or ()):
+                    make = AutoModelForImageTextToText
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
                 try:
                     model = make.from_config(config, attn_implementation=NAME, **others)
@@ -180,6 +184,12 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
+        shape = common_shape(calls.attention) if calls.attention else None
+        if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
+            _check_groups(calls, shape)
+            calls = Calls(shape=shape)
+            with torch.no_grad():
+                logits = run(model, ids, ids, calls)
         return _spec(model, calls, logits), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
@@ -210,12 +220,13 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
     shapes = {name: tuple(value.shape) for name, value in tensors.items() if id(value) in read}
     unread = frozenset(tensors.keys() - shapes.keys())
     products = [each for each in calls.products if id(each.weight) in names]
-    if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
+    tables = calls.looked_up
+    if not products or not tables or id(tables[0]) not in names:
         raise CannotCutError("it has no token embedding, or no linear layers")
     last = products[-1]
     if last.weight.shape[0] != logits.shape[-1]:
         raise CannotCutError("it does not end with a head")
-    looked_up = {id(weight) for weight in calls.looked_up}
+    looked_up = {id(weight) for weight in tables}
     times = {id(each.weight): 0 for each in products}
     for each in products:
         times[id(each.weight)] += 1
@@ -238,13 +249,14 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         parameters=shapes,
         matrices=matrices,
         head=head,
-        embedding=names[id(calls.looked_up[0])],
+        embedding=names[id(tables[0])],
+        carried_width=_carried_width(calls, last.weight.shape[1]),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
         heads=first.heads,
-        kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
+        kv_heads=(calls.shape or first).kv_heads,
+        head_dim=(calls.shape or first).head_dim,
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
@@ -255,6 +267,20 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         unread=unread,
         most_tokens=_most_tokens(model.config),
     )
+
+
+def _carried_width(calls: Calls, hidden_size: int) -> int:
+    """Return the most numbers per row that stages pass on.
+
+    These are hidden states twice, rows of other embeddings, keys and values that several layers read, and gates
+    of attention's output, which only hybrids are known to have.
+    """
+    embeddings = [weight.shape[1] for weight in calls.looked_up]
+    keys = [each.key for each in calls.attention]
+    shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
+    width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
+    width += calls.attention[0].heads * keys[0].shape[3] if calls.states else 0
+    return width + sum(2 * key.shape[1] * key.shape[3] for key in shared.values())
 
 
 def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:
@@ -279,16 +305,20 @@ def _same_attention(model: Any, calls: Calls) -> Any:
         raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
     first = calls.attention[0]
     for call in calls.attention:
-        sizes = (call.heads, call.kv_heads, call.head_dim)
-        if sizes != (first.heads, first.kv_heads, first.head_dim):
-            raise CannotCutError("its layers have different numbers or sizes of heads")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
         if (call.sinks is None) != (first.sinks is None):
             raise CannotCutError("only some of its layers have attention sinks")
-    if first.head_dim % 2:
-        raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
     return first
+
+
+def _check_groups(calls: Calls, shape: HeadShape) -> None:
+    """Raise CannotCutError if layers cannot have heads of one shape."""
+    if len({call.heads for call in calls.attention}) > 1:
+        raise CannotCutError("its layers have different numbers of query heads")
+    heads = calls.attention[0].heads
+    if heads % shape.kv_heads:
+        raise CannotCutError(f"{heads} heads cannot share {shape.kv_heads} key-value heads")
 
 
 def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -46,7 +46,7 @@ class TracedStages(Stages):
         self.moe_layers = {}
         self._reduce = None
         self._weights = decoder
-        graph = exported(config.source, decoder.dtype, decoder.spec.aliases)
+        graph = exported(config.source, decoder.dtype, decoder.spec)
         try:
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
@@ -185,13 +185,13 @@ class TracedStages(Stages):
             state.x.copy_(results[0][0])
             return
         q, k, v, *carried = results
-        _keep(carried, state.residual)
         config = self.config
         heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
         first = 0
         for each in (q, k, v):
             heads[:, first : first + each.shape[1]].copy_(each[0].transpose(0, 1))
             first += each.shape[1]
+        _keep(carried, state.residual)  # last, because keys may be among the values that were carried here
 
     def _store(self, state: State, store: Store | None) -> None:
         """Write keys and values to a cache; None: no cache, as after the last layer."""

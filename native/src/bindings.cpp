@@ -225,12 +225,13 @@ void run_rows(const RowProgram& program, const std::vector<Tensor>& given, int n
   program.run(views, num_threads, isa_from_name(isa));
 }
 
-// clamped: alpha, limit
+// clamped: alpha, limit; gelu: instead of silu
 PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, const Matrix& down,
-                         const std::optional<std::pair<float, float>>& clamped) {
+                         const std::optional<std::pair<float, float>>& clamped, bool gelu) {
   std::optional<ClampedGate> how;
   if (clamped) how = {clamped->first, clamped->second};
-  return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down), how);
+  return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down), how,
+                        gelu);
 }
 
 void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,

@@ -91,6 +91,7 @@ class Experts {
       : rows_(rows),
         alike_(experts.alike),
         clamped_(experts.clamped),
+        gelu_(experts.gelu),
         kernels_(kernels_for(isa)),
         dtype_(static_cast<int>(rows.x.dtype)),
         per_row_(rows.ids.size(1)),
@@ -138,6 +139,10 @@ class Experts {
       uint8_t* gated = row_of(rows_.gated, pair);
       if (clamped_) {
         kernels_.operators.clamped_mul[dtype_](gate_up, gated, length, clamped_->alpha, clamped_->limit);
+      } else if (gelu_) {
+        const uint8_t* up = gate_up + length * size_of(rows_.x.dtype);
+        kernels_.operators.unary[static_cast<int>(Unary::kGeluTanh)][dtype_](gate_up, gated, length);
+        kernels_.operators.binary[static_cast<int>(Binary::kTimes)][dtype_](gated, up, gated, length);
       } else {
         kernels_.operators.silu_mul[dtype_](gate_up, gated, length);
       }
@@ -204,6 +209,7 @@ class Experts {
   const ExpertRows& rows_;
   const bool alike_;  // gates and ups share prepared rows
   const std::optional<ClampedGate> clamped_;
+  const bool gelu_;
   const Kernels& kernels_;
   const int dtype_;
   const int64_t per_row_;
@@ -263,7 +269,7 @@ void check_experts(const ExpertRows& rows) {
 }
 
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
-                             const PackedMatrix& down, std::optional<ClampedGate> clamped) {
+                             const PackedMatrix& down, std::optional<ClampedGate> clamped, bool gelu) {
   if (clamped && !(clamped->alpha > 0 && clamped->limit > 0))
     fail("alpha and limit of gates must be above 0");
   bool alike = true;
@@ -272,7 +278,7 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
       alike = alike && (one.type == other.type || (!is_dense(one.type) && !is_dense(other.type)));
     }
   }
-  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped};
+  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped, gelu};
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {

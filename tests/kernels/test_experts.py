@@ -4,12 +4,12 @@ import pytest
 import torch
 from gguf_files import STORED, small_rows
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_triton import experts as in_triton
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
-from neo_desktop.models.experts_config import ClampedGate
+from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
@@ -25,7 +25,7 @@ def made(
     device: torch.device,
     *,
     has_bias: bool = True,
-    clamped: ClampedGate | None = None,
+    gating: Gating = "silu",
 ) -> tuple[StackedExperts, list[tuple[Tensor, Tensor]]]:
     """Return experts, with their matrices [experts, rows, columns] and biases [experts, rows] in float64."""
     generator = torch.Generator().manual_seed(count)
@@ -48,7 +48,7 @@ def made(
         found[name] = Stacked(weight, None if bias is None else bias.to(device), rows)
         offset = torch.zeros(count * rows) if bias is None else bias
         exact.append((floats.view(count, rows, width), offset.double().view(count, rows)))
-    return StackedExperts(count, **found, clamped=clamped), exact
+    return StackedExperts(count, **found, gating=gating), exact
 
 
 def expected_of(
@@ -56,7 +56,7 @@ def expected_of(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    clamped: ClampedGate | None = None,
+    gating: Gating = "silu",
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     (gates, gate_bias), (ups, up_bias), (downs, down_bias) = exact
@@ -66,11 +66,11 @@ def expected_of(
                 continue
             one = x[row].double()
             gate, up = gates[e] @ one + gate_bias[e], ups[e] @ one + up_bias[e]
-            gated = silu(gate) * up
-            if clamped is not None:
-                gate = gate.clamp(max=clamped.limit)
-                gated = (up.clamp(-clamped.limit, clamped.limit) + 1) * gate
-                gated *= torch.sigmoid(clamped.alpha * gate)
+            gated = silu(gate) * up if gating == "silu" else gelu(gate, approximate="tanh") * up
+            if isinstance(gating, ClampedGate):
+                gate = gate.clamp(max=gating.limit)
+                gated = (up.clamp(-gating.limit, gating.limit) + 1) * gate
+                gated *= torch.sigmoid(gating.alpha * gate)
             out[row] += weights[row, slot].double() * (downs[e] @ gated + down_bias[e])
     return out
 
@@ -104,7 +104,7 @@ def check(
     there = torch.full((n, hidden), 1.0 if misses else torch.nan, dtype=dtype)
     out = there.clone().to(device)
     dispatch.multiply_experts(experts, x.to(device), ids.to(device), weights.to(device), room, out, misses)
-    expected, allowed = expected_of(exact, x, ids, weights, experts.clamped), DTYPES[dtype]
+    expected, allowed = expected_of(exact, x, ids, weights, experts.gating), DTYPES[dtype]
     if misses:
         expected += there.double()
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
@@ -124,8 +124,14 @@ def test_gates_that_are_clamped(
     type_name: str | None, n: int, limit: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Gates as in gpt-oss: the limit 0.5 clamps most numbers, the limit 7.0 hardly any."""
-    experts, exact = made(5, type_name, dtype, device, clamped=ClampedGate(limit=limit))
+    experts, exact = made(5, type_name, dtype, device, gating=ClampedGate(limit=limit))
     check(experts, exact, n, 3, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_with_gelu(dtype: torch.dtype, device: torch.device) -> None:
+    """Gates as in Gemma 4."""
+    check(*made(5, None, dtype, device, gating="gelu"), 9, 3, dtype)
 
 
 @pytest.mark.sample(5)

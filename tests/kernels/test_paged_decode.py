@@ -82,7 +82,20 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("group", "head_dim"),
-    [(1, 128), (2, 256), (3, 64), (4, 80), (5, 64), (6, 32), (7, 96), (8, 256), (16, 64), (17, 32), (48, 64)],
+    [
+        (1, 128),
+        (2, 256),
+        (3, 64),
+        (4, 80),
+        (5, 64),
+        (6, 32),
+        (7, 96),
+        (8, 256),
+        (16, 64),
+        (17, 32),
+        (48, 64),
+        (4, 512),
+    ],
 )
 def test_equals_float64_for_every_shape(
     group: int, head_dim: int, dtype: torch.dtype, device: torch.device

@@ -4,12 +4,11 @@ import pytest
 import torch
 from gguf_files import STORED, small_rows
 from torch import Tensor
-from torch.nn.functional import silu
 
 from neo_desktop.models import expert_pieces, operators
 from neo_desktop.models.decoder import Experts
-from neo_desktop.models.expert_operators import Choice, ExpertScratch, clamped_mul
-from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
+from neo_desktop.models.expert_operators import Choice, ExpertScratch, gated
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.plain import Plain
@@ -43,19 +42,15 @@ def matrix(name: str, kind: str | None, resident: int, seed: int, *, has_bias: b
     return made
 
 
-def moe_of(
-    kind: str | None, resident: int, clamped: ClampedGate | None, *, has_bias: bool
-) -> tuple[MoE, Experts]:
+def moe_of(kind: str | None, resident: int, gating: Gating, *, has_bias: bool) -> tuple[MoE, Experts]:
     names = ("0.experts_gate", "0.experts_up", "0.experts_down")
     matrices = (matrix(name, kind, resident, i, has_bias=has_bias) for i, name in enumerate(names))
     experts = Experts(Plain(torch.zeros(COUNT, SIZE)), *matrices)
-    config = ExpertsConfig(COUNT, PER_TOKEN, SIZE, (0,), clamped=clamped)
+    config = ExpertsConfig(COUNT, PER_TOKEN, SIZE, (0,), gating=gating)
     return MoE(experts, config, operators), experts
 
 
-def expected_of(
-    experts: Experts, clamped: ClampedGate | None, x: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
+def expected_of(experts: Experts, gating: Gating, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Return the MoE output, computed row by row and expert by expert."""
     gates, ups, downs = (
         (each.dense().view(COUNT, SIZE, SIZE), torch.zeros(COUNT * SIZE) if each.bias is None else each.bias)
@@ -69,8 +64,7 @@ def expected_of(
     for row, chosen in enumerate(ids.tolist()):
         for slot, expert in enumerate(chosen):
             gate, up = product(gates, expert, x[row]), product(ups, expert, x[row])
-            gated = silu(gate) * up if clamped is None else clamped_mul(gate, up, clamped)
-            out[row] += weights[row, slot] * product(downs, expert, gated)
+            out[row] += weights[row, slot] * product(downs, expert, gated(gate, up, gating))
     return out
 
 
@@ -82,13 +76,13 @@ def test_device_bus_and_cpu_together_make_what_all_experts_make(
 ) -> None:
     """Results agree at any share; streamed experts are as exact on the device as floats."""
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", step * BYTES)
-    clamped = ClampedGate() if step == 2 else None
-    moe, experts = moe_of(kind, resident, clamped, has_bias=step == 2)
+    gating: Gating = ClampedGate() if step == 2 else "gelu" if step == 9 else "silu"
+    moe, experts = moe_of(kind, resident, gating, has_bias=step == 2)
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(9, SIZE, generator=generator)
     ids = torch.rand(len(x), COUNT, generator=generator).argsort(1)[:, :PER_TOKEN].int()
     weights = torch.rand(len(x), PER_TOKEN, generator=generator)
-    expected = expected_of(experts, clamped, x, ids, weights)
+    expected = expected_of(experts, gating, x, ids, weights)
     for streamed in range(COUNT - resident + 1):
         room = scratch(ids, weights)
         pieces = moe.pieces(streamed, torch.float32)

@@ -23,8 +23,9 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.traced import fused, patterns, stages
+from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.experts import _is_silu
+from neo_desktop.models.traced.experts import _gating
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
@@ -262,8 +263,18 @@ def test_gates_with_a_limit_are_not_taken_for_silu(limit: float, which: str) -> 
         gate = gate if which == "up" else gate.clamp(max=limit)
         return torch.nn.functional.silu(gate) * (up if which == "gate" else up.clamp(-limit, limit))
 
-    assert not _is_silu(apply_gate)
-    assert _is_silu(lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
+    with pytest.raises(CannotCutError, match="neither SiLU nor GELU"):
+        _gating(apply_gate)
+
+
+def test_gates_with_silu_and_gelu_by_tanh_are_known() -> None:
+    def gates(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda both: function(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+
+    assert _gating(gates(torch.nn.functional.silu)) == "silu"
+    assert _gating(gates(lambda x: torch.nn.functional.gelu(x, approximate="tanh"))) == "gelu"
+    with pytest.raises(CannotCutError, match="neither SiLU nor GELU"):
+        _gating(gates(torch.nn.functional.gelu))
 
 
 LONG = {

@@ -260,4 +260,4 @@ def test_what_cannot_be_cut_is_refused_by_name(
     sizes = {name: size for name, size in SIZES.items() if model_type != "falcon" or "key_value" not in name}
     CONFIG_MAPPING[model_type](**(sizes | changes)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=said):
-        exported(Source(tmp_path), torch.float32, read_traced(tmp_path).of_model.aliases)
+        exported(Source(tmp_path), torch.float32, read_traced(tmp_path).of_model)

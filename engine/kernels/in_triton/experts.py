@@ -14,7 +14,7 @@ from torch import Tensor
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
 from neo_desktop.engine.kernels.in_triton.quantised import PLAIN_ROWS, multiply_pairs
-from neo_desktop.models.expert_operators import ExpertScratch, clamped_mul
+from neo_desktop.models.expert_operators import ExpertScratch, gated
 from neo_desktop.models.linear.grouped import MOST_ROWS
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
@@ -61,7 +61,7 @@ def multiply_experts(
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     assert out.stride(1) == 1
-    gate_up, gated, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
+    gate_up, inner, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
     blocks: dict[int, Tensor] = {}
 
     def multiply(given: Tensor, per_row: int, matrix: Stacked, into: Tensor) -> None:
@@ -75,12 +75,12 @@ def multiply_experts(
 
     multiply(x, k, experts.gate, gate_up[:, :intermediate])
     multiply(x, k, experts.up, gate_up[:, intermediate:])
-    if experts.clamped is None:
-        silu_mul(gate_up, gated)
+    if experts.gating == "silu":
+        silu_mul(gate_up, inner)
     else:
         gates, ups = gate_up.chunk(2, dim=1)
-        gated.copy_(clamped_mul(gates, ups, experts.clamped))
-    multiply(gated, 1, experts.down, products)
+        inner.copy_(gated(gates, ups, experts.gating))
+    multiply(inner, 1, experts.down, products)
     add_up(products, ids, weights, out, adds=adds)
 
 

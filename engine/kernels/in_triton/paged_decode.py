@@ -189,7 +189,8 @@ def _launch(
             num_stages=1,
             enable_fp_fusion=True,
         )
-    tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
+    # More tokens at once spill registers on 7.5; tensor cores take no fewer than 16.
+    tile = max(16, min(32, 4096 // head_pad))
     most_heads = MOST_HEAD_BYTES // q.element_size()
     turns = triton.cdiv(group, most_heads)
     return tile, _attend[kv_heads * turns, splits, requests](
@@ -203,7 +204,8 @@ def _launch(
         BLOCK_SIZE=block_size,
         TILE=tile,
         num_warps=4,
-        num_stages=5,  # from 8.0 on: two tiles of K and V are in flight, and the tables of two more
+        # From 8.0 on: two tiles of K and V are in flight, and the tables of two more; of wide heads half.
+        num_stages=5 if head_pad <= 256 else 3,
         enable_fp_fusion=True,
     )
 

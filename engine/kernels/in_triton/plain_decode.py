@@ -46,7 +46,7 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
         "LANES": max(1, NUM_WARPS * 32 // threads_per_row // shares),
         "STEPS": 1 if IS_OLD else 4 if group_pad == 1 else 2,
         # Lets 6 or 4 programs fit on a multiprocessor; without it the compiler uses more registers.
-        "maxnreg": 80 if group_pad <= 2 else 128,
+        "maxnreg": 80 if group_pad <= 2 else 128 if head_pad <= 256 else 168,
     }
 
 

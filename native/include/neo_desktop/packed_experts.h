@@ -21,12 +21,14 @@ struct PackedExperts {
   std::vector<PackedMatrix> down;
   bool alike;                                         // gate and up share prepared rows
   std::optional<ClampedGate> clamped = std::nullopt;  // instead of silu(gate) * up
+  bool gelu = false;                                  // instead of silu; approximated by tanh
 };
 
 // Divides stacked matrices into one per expert. An expert's rows are a multiple of 16, within one part.
 // Throws std::invalid_argument otherwise.
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
-                             const PackedMatrix& down, std::optional<ClampedGate> clamped = std::nullopt);
+                             const PackedMatrix& down, std::optional<ClampedGate> clamped = std::nullopt,
+                             bool gelu = false);
 
 // Rows with their routing. Tensors have the model's dtype unless noted, and contiguous last dimensions.
 struct ExpertRows {

@@ -159,6 +159,7 @@ class PackedExperts:
         up: Matrix,
         down: Matrix,
         clamped: tuple[float, float] | None,
+        gelu: bool,
         /,
     ) -> None: ...
 

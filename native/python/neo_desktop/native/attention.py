@@ -37,7 +37,7 @@ def paged_attention_decode(
         q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
         k_cache: [num_pages, kv_heads, page_tokens, head_dim], fp32, fp16 or bf16; may be strided in
             num_pages and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
-            multiple of 8 up to 256. `empty_paired_keys()`, [num_pages, kv_heads, page_tokens,
+            multiple of 8 up to 512. `empty_paired_keys()`, [num_pages, kv_heads, page_tokens,
             head_dim / 2, 2], is faster, above all for grouped queries, and may also be int8.
         v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache.
         block_tables: [batch, max_blocks] int32; token t is in slot
@@ -138,7 +138,7 @@ def prompt_attention(
 
     Args:
         q: [queries, heads, head_dim], fp32, fp16 or bf16, chunks concatenated; may be strided in
-            queries and heads. head_dim is a multiple of 8 up to 256.
+            queries and heads. head_dim is a multiple of 8 up to 512.
         k: [contexts, kv_heads, head_dim] in the dtype of q, contexts concatenated; may be
             strided in contexts and KV heads. Query head h reads KV head h // (heads // kv_heads).
         v: as k.

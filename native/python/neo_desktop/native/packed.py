@@ -68,7 +68,13 @@ def seen_matrix(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], Vi
 
 
 def packed_experts(
-    count: int, gate: Matrix, up: Matrix, down: Matrix, clamped: tuple[float, float] | None = None
+    count: int,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    clamped: tuple[float, float] | None = None,
+    *,
+    gelu: bool = False,
 ) -> PackedExperts:
     """Return a layer's experts in the form of `multiply_experts`; it owns none of the memory.
 
@@ -79,12 +85,13 @@ def packed_experts(
         down: [count * hidden, intermediate]
         clamped: alpha and limit for (up + 1) * gate * sigmoid(alpha * gate), with gates of at most the limit
             and ups between -limit and limit; None: silu(gate) * up.
+        gelu: instead of silu; approximated by tanh.
 
     Raises:
         ValueError: an expert's rows are not a multiple of 16, or span two parts; or alpha or limit is not
             above 0.
     """
-    return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped)
+    return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped, gelu)
 
 
 def multiply_experts(
