@@ -32,7 +32,7 @@ from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
 from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
@@ -97,7 +97,7 @@ class Engine:
         cls,
         model: str | Path = BUILTIN,
         *,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
         **options: Unpack[EngineKeywords],
     ) -> Self:
@@ -121,7 +121,7 @@ class Engine:
     def from_options(
         cls,
         options: EngineOptions,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Make an engine from options; `from_pretrained` lists the errors raised.
@@ -161,7 +161,7 @@ class Engine:
         parts: EngineParts,
         policy: str,
         *,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         timeline: Timeline | None = None,
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
@@ -187,7 +187,7 @@ class Engine:
         predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
         if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
-        if parts.workers is not None and isinstance(cost_model, TableCostModel):
+        if parts.workers is not None and cost_model is not None:
             cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
         # Without a trace file, the timeline records single iterations for live views.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
@@ -199,7 +199,7 @@ class Engine:
         if leader is not None:
             leader.check_ready()
         executor = own if leader is None else DriverExecutor(own, leader)
-        corrected = None if cost_model is None else CorrectedCostModel(cost_model)
+        corrected = None if cost_model is None else CorrectedCostModel.of(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
         reserve = None
         if host_reserve_bytes is not None:
@@ -369,12 +369,18 @@ class Engine:
         """
         self._notes.ask()
         weights_bytes = self._decoder.nbytes
-        cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
         async_request_ids = self._scheduler.async_request_ids
         workers = None if self._workers is None else self._workers.states
         return LiveView.of(
-            self.stats(), running, self._notes, device, weights_bytes, cost_model, async_request_ids, workers
+            self.stats(),
+            running,
+            self._notes,
+            device,
+            weights_bytes,
+            self._cost_model,
+            async_request_ids,
+            workers,
         )
 
     def close(self) -> None:

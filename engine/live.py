@@ -20,7 +20,7 @@ import torch
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.simulation.bound import Room, Work, least_ms
@@ -161,7 +161,7 @@ class LiveView:
         notes: "Notes",
         device: torch.device,
         weights_bytes: int,
-        cost_model: CostModel | None,
+        tables: TableCostModel | None,
         async_request_ids: Collection[str] = (),
         workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
@@ -170,7 +170,7 @@ class LiveView:
         Args:
             running: running requests with their tiers.
             device: the model's.
-            cost_model: the scheduler's.
+            tables: the scheduler's cost model; None: the policy needs none.
             async_request_ids: see `live_requests`.
             workers: attention workers; None: no workers.
         """
@@ -190,7 +190,7 @@ class LiveView:
             iterations=notes.iterations,
             spans=notes.spans,
             spans_age_s=notes.spans_age_s,
-            tables=cost_model if isinstance(cost_model, TableCostModel) else None,
+            tables=tables,
             workers=workers or {},
         )
 

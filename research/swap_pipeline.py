@@ -152,7 +152,7 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
         limits.max_batch_tokens, limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE
     )
     watched = Watched(ModelRunner(stages, storage, capacity, open_backend(parts.model.streams)))
-    cost = CorrectedCostModel(believed.tables(config.num_layers, token_bytes))
+    cost = CorrectedCostModel.of(believed.tables(config.num_layers, token_bytes))
     scheduler = Scheduler(kv_cache, get_policy(POLICY), limits, cost, config.num_layers)
     return Engine(parts.model, scheduler, kv_cache, watched, POLICY, cost), watched
 

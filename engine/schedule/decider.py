@@ -9,9 +9,15 @@ from typing import Generic, TypeVar
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.predict.estimate import NO_DECODES, BatchShape, Decodes, predict, timing_of
-from neo_desktop.engine.predict.estimate import joined as joined_decodes
+from neo_desktop.engine.predict.cost_model import ZERO, TableCostModel
+from neo_desktop.engine.predict.estimate import (
+    NO_DECODES,
+    BatchShape,
+    Decodes,
+    IterationShape,
+    joined,
+    predict,
+)
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.schedule.async_groups import AsyncGroups
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue, SchedulerLimits
@@ -37,15 +43,10 @@ class Decision(Generic[R]):
     host_decodes: list[R]  # scheduled decodes attended by the host
     waiting_decodes: list[R]  # decodes without host or bus time, left for the next iteration
     copies: list[BlockCopy]
-    shapes: tuple[BatchShape, ...]  # of the sub-batches
-    moved_tokens: int  # tokens whose KV crosses the bus meanwhile
+    shape: IterationShape
     predicted: IterationTiming
     new_async: list[R] = field(default_factory=list)  # decodes that become async decodes
-    async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # all that advance by a layer
-
-    @property
-    def is_async_step(self) -> bool:
-        return bool(self.async_decodes)
+    is_async_step: bool = False  # async decodes advance by a layer
 
 
 @dataclass(slots=True)
@@ -93,10 +94,10 @@ class Decider(Generic[R]):
         kv_cache: KVCache,
         policy: Policy,
         limits: SchedulerLimits,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         num_layers: int | None = None,
     ) -> None:
-        self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
+        self._cost: TableCostModel = ZERO if cost_model is None else cost_model
         tiers = tuple(tier for tier in policy.tiers if tier in kv_cache.tiers)
         self.queues: RequestQueues[R] = RequestQueues(kv_cache, tiers)
         self.async_groups: AsyncGroups[R] = AsyncGroups(num_layers or self._cost.num_layers)
@@ -386,8 +387,8 @@ class Decider(Generic[R]):
 
     def _decision(self, chosen: _Chosen[R], builder: BatchBuilder, partition: Partition) -> Decision[R]:
         first, second = ([chosen.queue[i] for i in part] for part in (partition.first, partition.second))
-        joined = {*partition.first, *partition.second}
-        rest = [request for i, request in enumerate(chosen.queue) if i not in joined]
+        taken = {*partition.first, *partition.second}
+        rest = [request for i, request in enumerate(chosen.queue) if i not in taken]
         num_first_chunks = len(chosen.chunks) - partition.num_chunks_second
         chunks, second_chunks = chosen.chunks[:num_first_chunks], chosen.chunks[num_first_chunks:]
         sub_batches = [chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
@@ -396,31 +397,21 @@ class Decider(Generic[R]):
         # The last token of a prompt may need more than the next token, for example log-probabilities.
         may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
         new_async = self._new_async(may_begin, partition, builder.async_decodes)
+        # A partition assumes the highest possible number of async decodes.
         async_decodes = NO_DECODES
         if partition.num_async:
-            async_decodes = joined_decodes(builder.async_decodes, self._decodes_of(new_async))
-        shapes = partition.shapes
+            async_decodes = joined(builder.async_decodes, self._decodes_of(new_async))
+        shape = partition.shape._replace(async_decodes=async_decodes)
         return Decision(
             new_async=new_async,
-            async_decodes=async_decodes,
+            is_async_step=bool(async_decodes),
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
             waiting_decodes=[request for request in rest if request not in new_async] + chosen.streamed,
             copies=self.queues.copies,
-            shapes=shapes,
-            moved_tokens=builder.moved_tokens,
-            predicted=self._predicted(partition, builder, async_decodes),
+            shape=shape,
+            predicted=predict(self._cost, shape),
         )
-
-    def _predicted(
-        self, partition: Partition, builder: BatchBuilder, async_decodes: Mapping[KVTier, Decodes]
-    ) -> IterationTiming:
-        """Predict with the actual async decodes: a partition assumes the highest possible number."""
-        if async_decodes:
-            return predict(
-                self._cost, *partition.shapes, moved_tokens=builder.moved_tokens, async_decodes=async_decodes
-            )
-        return timing_of(self._cost, partition.predicted_ms, partition.shapes)
 
     def _new_async(
         self, requests: Iterable[R], partition: Partition, under_way: Mapping[KVTier, Decodes]
@@ -428,7 +419,7 @@ class Decider(Generic[R]):
         """Return the decodes that become async decodes, spread evenly over the layers."""
         room = {
             tier: count - under_way[tier].requests if tier in under_way else count
-            for tier, count in partition.async_decodes.items()
+            for tier, (count, _) in partition.shape.async_decodes.items()
         }
         most = min(-(-partition.num_async // self.async_groups.num_layers), MAX_ASYNC_DECODES)
         new_async: list[R] = []

@@ -15,7 +15,7 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.decider import Decider, Decision
@@ -45,7 +45,7 @@ class Scheduler:
         kv_cache: KVCache,
         policy: Policy,
         limits: SchedulerLimits,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         num_layers: int | None = None,
     ) -> None:
         self._kv = kv_cache
@@ -185,7 +185,7 @@ class Scheduler:
         decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
         decision.new_async = [request for request in decision.new_async if not request.is_finished]
         if not decision.new_async and not len(self._decider.async_groups):
-            decision.async_decodes = {}
+            decision.is_async_step = False
         if not decision.sub_batches and decision.is_async_step:
             decision.sub_batches = [[]]
         return decision if decision.sub_batches else None

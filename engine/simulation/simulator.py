@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import attending_ms, copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
@@ -30,7 +30,7 @@ class SimulatedRequest(RequestState):
 def simulate(
     requests: Sequence[WorkloadRequest],
     policy: Policy,
-    cost: CostModel,
+    cost: TableCostModel,
     num_blocks: Mapping[KVTier, int],
     block_size: int,
     limits: SchedulerLimits,
@@ -39,7 +39,7 @@ def simulate(
     mismatch: Mismatch | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    observe: Callable[[Decision[SimulatedRequest], CostModel], None] | None = None,
+    observe: Callable[[Decision[SimulatedRequest], TableCostModel], None] | None = None,
 ) -> SimulationResult:
     """Run a workload to its end.
 
@@ -95,12 +95,7 @@ def simulate(
         true_cost, iteration_ms = cost, decision.predicted.total_ms
         if reality is not None:
             true_cost = reality.true
-            iteration_ms = reality.carry_out(
-                decision.predicted,
-                *decision.shapes,
-                moved_tokens=decision.moved_tokens,
-                async_decodes=decision.async_decodes,
-            )
+            iteration_ms = reality.carry_out(decision.predicted, decision.shape)
         clock_ms += iteration_ms
         _count(totals, decision, cost, true_cost)
         for request in decider.advance(decision):
@@ -128,21 +123,19 @@ def simulate(
 
 
 def _count(
-    totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel, true_cost: CostModel
+    totals: Totals, decision: Decision[SimulatedRequest], cost: TableCostModel, true_cost: TableCostModel
 ) -> None:
-    predicted, shapes = decision.predicted, decision.shapes
+    shape, batches = decision.shape, decision.shape.batches
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
-    totals.num_pipelined += len(shapes) == 2
-    totals.iterating_ms += predicted.total_ms
-    totals.cpu_busy_ms += attending_ms(cost, shapes, decision.async_decodes)
-    totals.copy_wait_ms += copy_wait_ms(
-        true_cost, *shapes, moved_tokens=decision.moved_tokens, async_decodes=decision.async_decodes
-    )
-    products_ms = sum(cost.host_linear_ms(load.tokens) for load in shapes)
+    totals.num_pipelined += len(batches) == 2
+    totals.iterating_ms += decision.predicted.total_ms
+    totals.cpu_busy_ms += attending_ms(cost, shape)
+    totals.copy_wait_ms += copy_wait_ms(true_cost, shape)
+    products_ms = sum(cost.host_linear_ms(each.tokens) for each in batches)
     totals.cpu_busy_ms += cost.num_layers * products_ms
-    layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in shapes)
-    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in shapes))
+    layer_ms = sum(cost.linear_ms(each.tokens) + device_attention_ms(cost, each) for each in batches)
+    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(each.rows for each in batches))
 
 
 def _check_empty(kv_cache: KVCache) -> None:

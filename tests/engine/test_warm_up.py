@@ -15,7 +15,7 @@ from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -161,7 +161,7 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
     torch.cuda.reset_peak_memory_stats()
     params = SamplingParams(max_tokens=5, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
     least_free = free
-    with Engine.from_parts(taken, "neo", cost_model=ZeroCostModel()) as engine:
+    with Engine.from_parts(taken, "neo", cost_model=ZERO) as engine:
         for number in range(6):
             engine.add(str(number), engine.prepare([1 + number] * (20 * number + 3), params))
         while engine.has_work:
