@@ -378,7 +378,7 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
             copy_wait_ms=(total_ms - alone_ms) * truly,
             copied_tokens=9000,
         )
-        corrected.learn(predict(corrected, load), timing)
+        corrected.learn(timing_of(corrected, load), timing)
         factors.append(corrected.correction.bus)
     if slowdown > 1:
         assert factors[15] > 0.9 * slowdown
