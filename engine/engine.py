@@ -60,7 +60,7 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Request],
         kv_cache: KVCache,
         executor: Executor,
         policy: str,
@@ -72,7 +72,7 @@ class Engine:
         self.model_name = model.name
         self.config = model.config
         self.tokenizer = model.tokenizer
-        self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
+        self.max_context_tokens = min(model.config.max_context_tokens, scheduler.queues.max_context_tokens)
         self.input_processor = InputProcessor(
             model.tokenizer, model.config.vocab_size, self.max_context_tokens, kv_cache.block_size
         )
@@ -200,7 +200,9 @@ class Engine:
             leader.check_ready()
         executor = own if leader is None else DriverExecutor(own, leader)
         corrected = None if cost_model is None else CorrectedCostModel.of(cost_model)
-        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
+        scheduler: Scheduler[Request] = Scheduler(
+            kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers
+        )
         reserve = None
         if host_reserve_bytes is not None:
             reserve = HostReserve(scheduler, kv_cache, storage, host_reserve_bytes)
@@ -226,7 +228,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """True if a request has not finished."""
-        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+        return any(True for _ in self._scheduler.queues)
 
     @property
     def has_work(self) -> bool:
@@ -337,7 +339,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's statistics."""
-        counters = self._scheduler.counters
+        queues, counters = self._scheduler.queues, self._scheduler.counters
         return EngineStats(
             model=self.model_name,
             policy=self._policy,
@@ -346,9 +348,9 @@ class Engine:
             gpu_sms=self.streams.sms,
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
-            num_running=self._scheduler.num_running,
-            num_running_at=self._scheduler.num_running_at,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=queues.num_running,
+            num_running_at=queues.num_running_at,
+            num_waiting=queues.num_waiting,
             num_iterations=self._iterations.num_started,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,
@@ -369,17 +371,16 @@ class Engine:
         """
         self._notes.ask()
         weights_bytes = self._decoder.nbytes
-        running, device = self._scheduler.running, self._decoder.device
-        async_request_ids = self._scheduler.async_request_ids
+        queues, device = self._scheduler.queues, self._decoder.device
         workers = None if self._workers is None else self._workers.states
         return LiveView.of(
             self.stats(),
-            running,
+            queues.placed,
             self._notes,
             device,
             weights_bytes,
             self._cost_model,
-            async_request_ids,
+            queues.async_groups,
             workers,
         )
 

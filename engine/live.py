@@ -9,7 +9,7 @@ errors, the bound).
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
@@ -162,7 +162,7 @@ class LiveView:
         device: torch.device,
         weights_bytes: int,
         tables: TableCostModel | None,
-        async_request_ids: Collection[str] = (),
+        async_decodes: Container[RequestState] = (),
         workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
         """Make a view from the current state.
@@ -171,7 +171,7 @@ class LiveView:
             running: running requests with their tiers.
             device: the model's.
             tables: the scheduler's cost model; None: the policy needs none.
-            async_request_ids: see `live_requests`.
+            async_decodes: see `live_requests`.
             workers: attention workers; None: no workers.
         """
         is_cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ class LiveView:
         requests = [request for _, request in running]
         return cls(
             stats=stats,
-            requests=live_requests(running, async_request_ids),
+            requests=live_requests(running, async_decodes),
             num_gpu_alone=(
                 num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
             ),
@@ -317,13 +317,13 @@ class Notes:
 
 
 def live_requests(
-    running: Iterable[tuple[KVTier, RequestState]], async_request_ids: Collection[str] = ()
+    running: Iterable[tuple[KVTier, RequestState]], async_decodes: Container[RequestState] = ()
 ) -> tuple[LiveRequest, ...]:
     """Return the live state of running requests, by arrival.
 
     Args:
         running: requests with their tiers.
-        async_request_ids: requests with an async decode in flight; the CPU also works on them between async
+        async_decodes: requests with an async decode in flight; the CPU also works on them between async
             steps.
     """
     requests = [
@@ -333,7 +333,7 @@ def live_requests(
             phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            is_held=request.iterations_waited > 0 and request.request_id not in async_request_ids,
+            is_held=request.iterations_waited > 0 and request not in async_decodes,
         )
         for tier, request in running
     ]

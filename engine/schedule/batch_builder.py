@@ -1,6 +1,6 @@
 """A batch under construction, in numbers: its limits, its contents and the decodes that may still join."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -118,11 +118,11 @@ class BatchBuilder:
     num_on_host: int = 0  # requests whose decode attention runs on the host;
     most_on_device: int = 0  # requests of average length that fit in the preferred tier
     num_streamed: int = 0  # requests whose KV is streamed to the device
-    residents: Mapping[KVTier, Decodes] = field(default_factory=dict)  # typical decodes by tier
+    # Returns the running requests as decodes, by tier.
+    typical_decodes: Callable[[], Mapping[KVTier, Decodes]] = dict
     async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # async decodes in flight
     steady_state: SteadyState | None = None  # best in the long run; None: the policy does not use it
     chunks: list[Chunk] = field(default_factory=list)
-    most_per_prompt: int | None = None  # token limit per prompt; None: no limit
 
     def add_chunk(self, tier: KVTier, tokens: int, start: int, num_tokens: int) -> None:
         """Add tokens of a request.

@@ -55,9 +55,9 @@ class Policy:
         """
         return True
 
-    def prefill_budget(self, builder: BatchBuilder) -> int:
-        """Return the number of prompt tokens to add."""
-        return builder.budget
+    def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
+        """Return the number of prompt tokens to add, and the most per prompt; None: no limit per prompt."""
+        return builder.budget, None
 
     def swap(
         self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
@@ -172,23 +172,22 @@ class Fastest(Policy):
     ) -> Sequence[int]:
         return streamed.hidden(builder, decodes, num_starved)
 
-    def prefill_budget(self, builder: BatchBuilder) -> int:
+    def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
         """Return the steady state's prompt tokens, but at least enough to justify reading the weights.
 
         If all requests fit on the device, there is no limit: a short TTFT matters more.
         """
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
-            return builder.budget
+            return builder.budget, None
         least = max(_worthwhile_tokens(builder) - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
         room = max(missing, 0) * builder.mean_prompt_tokens / FILLING_ITERATIONS
         tokens = math.ceil(max(steady_state.chunk_tokens, least, room))
-        if steady_state.kind is Kind.PROMPTS_IN_BOTH:
-            builder.most_per_prompt = -(-tokens // 2)
-        return min(tokens, builder.budget)
+        most_per_prompt = -(-tokens // 2) if steady_state.kind is Kind.PROMPTS_IN_BOTH else None
+        return min(tokens, builder.budget), most_per_prompt
 
     def partition(self, builder: BatchBuilder) -> Partition:
         """Return the candidate with the highest value per time."""

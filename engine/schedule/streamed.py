@@ -51,6 +51,6 @@ def hidden(builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_sta
 
 def admits(builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
     """True if the transfer of one more request still hides once all running requests are decodes."""
-    there = {each: decodes for each, decodes in builder.residents.items() if not each.host_attends}
+    there = {each: decodes for each, decodes in builder.typical_decodes().items() if not each.host_attends}
     shape = BatchShape(tokens=builder.num_on_host).plus(there).plus({tier: Decodes(1, num_tokens)})
     return hides(builder.cost, shape)

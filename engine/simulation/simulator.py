@@ -8,8 +8,9 @@ from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import attending_ms, copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
-from neo_desktop.engine.schedule.decider import Decider, Decision
+from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.reality import Mismatch, Reality
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -63,8 +64,8 @@ def simulate(
     reality = Reality(cost, mismatch, seed) if mismatch is not None else None
     if reality is not None:
         cost = reality.believed
-    decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, limits, cost)
-    queues = decider.queues
+    scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
+    queues = scheduler.queues
     longest = queues.max_context_tokens
     if max_context_tokens is not None:
         longest = min(longest, max_context_tokens)
@@ -79,9 +80,9 @@ def simulate(
     num_added = 0
     while len(finished) < len(coming):
         while num_added < len(coming) and coming[num_added].arrival_ms <= clock_ms:
-            decider.add(coming[num_added])
+            scheduler.add(coming[num_added])
             num_added += 1
-        decision = decider.decide()
+        decision = scheduler.decide()
         if decision is None:
             if num_added == len(coming):
                 raise RuntimeError(
@@ -98,13 +99,13 @@ def simulate(
             iteration_ms = reality.carry_out(decision.predicted, decision.shape)
         clock_ms += iteration_ms
         _count(totals, decision, cost, true_cost)
-        for request in decider.advance(decision):
+        for request in scheduler.advance(decision):
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
                 request.first_token_ms = clock_ms
             if request.is_complete:
                 request.finish_reason = FinishReason.LENGTH
-                decider.remove(request)
+                scheduler.remove(request)
                 finished.append(
                     FinishedRequest(
                         request.arrival_ms,

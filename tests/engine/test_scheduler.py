@@ -17,7 +17,7 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.decider import TIMEOUT, Decider, Decision
+from neo_desktop.engine.schedule.iteration_builder import TIMEOUT, Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -78,7 +78,7 @@ class Harness:
         self.kv.check()
         if plan is None:
             return None
-        assert self.scheduler.num_running <= self.max_batch_requests
+        assert self.scheduler.queues.num_running <= self.max_batch_requests
         names = [sequence.request_id for sequence in plan.all_sequences]
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
@@ -452,13 +452,13 @@ def decisions(
 ) -> Iterator[tuple[RequestQueues[LightRequest], Decision[LightRequest]]]:
     """Run a workload whose KV exceeds the GPU cache tenfold; yield each decision."""
     kv_cache = KVCache({KVTier.DEVICE: 60, KVTier.HOST: 5000}, 16)
-    decider: Decider[LightRequest] = Decider(kv_cache, POLICIES[policy], LIMITS, cost)
-    queues = decider.queues
+    scheduler: Scheduler[LightRequest] = Scheduler(kv_cache, POLICIES[policy], LIMITS, cost)
+    queues = scheduler.queues
     for ordinal in range(num_requests):
         queues.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
-    while (decision := decider.decide()) is not None:
+    while (decision := scheduler.decide()) is not None:
         yield queues, decision
-        for request in decider.advance(decision):
+        for request in scheduler.advance(decision):
             if request.is_complete:
                 queues.remove(request)
     assert queues.num_running == len(queues.waiting) == 0

@@ -202,7 +202,7 @@ class _Run:
         for request in scheduler.update(self.executor.execute(plan)):
             output = request.take_output()
             self.tokens[output.request_id] += [token.token_id for token in output.tokens]
-        if rng.random() < 0.02 and (running := scheduler.running):
+        if rng.random() < 0.02 and (running := scheduler.queues.placed):
             victim = rng.choice(running)[1].owner_id
             scheduler.abort(victim)
             self.aborted.add(victim)
@@ -304,9 +304,9 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
             answers = Answers(engine, batch)
 
             def is_in_mid_token() -> bool:
-                running = engine._scheduler.running
-                there = {request.request_id for tier, request in running if tier == ONE}
-                return bool(there & engine._scheduler.async_request_ids) and len(answers.tokens["0"]) > 5
+                queues = engine._scheduler.queues
+                is_async = any(each in queues.async_groups for each in queues.running[ONE])
+                return is_async and len(answers.tokens["0"]) > 5
 
             answers.until(is_in_mid_token)
             assert is_in_mid_token()
