@@ -2,9 +2,9 @@
 
 import itertools
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -12,15 +12,12 @@ from typing import Any, Self, Unpack, cast
 import torch
 
 from neo_desktop.engine.batch import FloatArray
-from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.timeline import Timeline
-from neo_desktop.engine.generate import Completion, embed, generate
+from neo_desktop.engine.generate import Completion, embed, generate, new_requests
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -30,17 +27,15 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
-from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling.profile_cache import load_or_profile
-from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
@@ -87,6 +82,7 @@ class Engine:
         self._cost_model = cost_model
         self._notes = Notes(timeline)
         self._workers = workers
+        self._resources = ExitStack()  # closes workers and other ranks
         self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers, reserve)
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
@@ -136,24 +132,14 @@ class Engine:
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
-            parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
-            timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
-            measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
-            try:
-                return cls.from_parts(
-                    parts,
-                    options.policy,
-                    cost_model=cost_model,
-                    timeline=timeline,
-                    progress=measured,
-                    host_reserve_bytes=reserve_bytes(options),
-                )
-            except BaseException:
-                if parts.leader is not None:
-                    parts.leader.close()
-                if parts.workers is not None:
-                    parts.workers.close()
-                raise
+            return cls.from_parts(
+                set_up(options, part(progress, 0.0, WEIGHTS_SHARE)),
+                options.policy,
+                cost_model=cost_model,
+                timeline=None if options.trace_timeline is None else Timeline(options.trace_timeline),
+                progress=part(progress, WEIGHTS_SHARE, 1.0, MEASURING),
+                host_reserve_bytes=reserve_bytes(options),
+            )
 
     @classmethod
     def from_parts(
@@ -178,37 +164,33 @@ class Engine:
         Raises:
             ValueError: the policy is unknown.
         """
-        chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
-        decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
-        streams = parts.model.streams
-        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
-        # A single tier needs no predictions, but offloaded weights are divided by the cost model.
-        predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
-        predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
-        if cost_model is None and (predicts or decoder.has_splits):
-            cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
-        if parts.workers is not None and cost_model is not None:
-            cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
-        # Without a trace file, the timeline records single iterations for live views.
-        timeline = timeline or Timeline(max_spans=0, is_continuous=False)
-        leader = parts.leader
-        group = None if leader is None else leader.group
-        own = build_executor(
-            decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams, group
-        )
-        if leader is not None:
-            leader.check_ready()
-        executor = own if leader is None else DriverExecutor(own, leader)
-        corrected = None if cost_model is None else CorrectedCostModel.of(cost_model)
-        scheduler: Scheduler[Request] = Scheduler(
-            kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers
-        )
-        reserve = None
-        if host_reserve_bytes is not None:
-            reserve = HostReserve(scheduler, kv_cache, storage, host_reserve_bytes)
-        return cls(
-            parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers, reserve
-        )
+        with ExitStack() as resources:
+            resources.push(parts.resources)
+            chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
+            corrected = cost_model_of(parts, chosen_policy, cost_model, progress)
+            # Without a trace file, the timeline records single iterations for live views.
+            timeline = timeline or Timeline(max_spans=0, is_continuous=False)
+            executor = executor_of(parts, timeline)
+            kv_cache, num_layers = KVCache(parts.num_blocks, BLOCK_SIZE), parts.model.config.num_layers
+            scheduler: Scheduler[Request] = Scheduler(
+                kv_cache, chosen_policy, parts.limits, corrected, num_layers
+            )
+            reserve = None
+            if host_reserve_bytes is not None:
+                reserve = HostReserve(scheduler, kv_cache, parts.storage, host_reserve_bytes)
+            engine = cls(
+                parts.model,
+                scheduler,
+                kv_cache,
+                executor,
+                policy,
+                corrected,
+                timeline,
+                parts.workers,
+                reserve,
+            )
+            engine._resources = resources.pop_all()
+            return engine
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
@@ -389,8 +371,7 @@ class Engine:
         if "_decoder" in vars(self):
             del self._decoder
             self._iterations.close()
-            if self._workers is not None:
-                self._workers.close()
+            self._resources.close()
             self.grammars.close()
 
     def __enter__(self) -> Self:
@@ -400,34 +381,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def new_requests(
-    request_id: str,
-    prepared: PreparedRequest,
-    input_processor: InputProcessor,
-    eos_token_ids: tuple[int, ...],
-    grammars: GrammarCompiler,
-    arrivals: Iterator[int],
-) -> Iterator[Request]:
-    """Yield the n requests of a prompt, distinguished by `choice`."""
-    params = prepared.params
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    for choice in range(params.n):
-        yield Request(
-            request_id,
-            prepared.token_ids,
-            params,
-            choice=choice,
-            seed=seed,
-            arrival=next(arrivals),
-            max_context_tokens=input_processor.max_context_tokens,
-            eos_token_ids=eos_token_ids,
-            text=IncrementalText(
-                input_processor.tokenizer.decode_stream(is_chat=params.thoughts is not None),
-                params.stop,
-                params.thoughts,
-            ),
-            grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
-            block_hashes=prepared.block_hashes,
-        )

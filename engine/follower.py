@@ -23,7 +23,7 @@ from neo_desktop.engine.execute.ranks.plans import PlanReader
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.loading import load
-from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.setup import take_memory
 
 FAILED_STATUS = 1
 

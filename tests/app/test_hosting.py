@@ -23,11 +23,11 @@ from neo_desktop.app.errors import (
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.setup import set_up
 
 from .conftest import until
 from .fake_engine import FakeExecutor, make_engine

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from neo_desktop.engine import parts
+from neo_desktop.engine import setup
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
@@ -123,14 +123,14 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
         def __init__(self, *_: object) -> None:
             order.append("KV")
 
-    monkeypatch.setattr(parts, "warm_up", warmed)
-    monkeypatch.setattr(parts, "make_pool", Pool)
-    monkeypatch.setattr(parts.native, "set_default_num_threads", lambda _: None)
+    monkeypatch.setattr(setup, "warm_up", warmed)
+    monkeypatch.setattr(setup, "make_pool", Pool)
+    monkeypatch.setattr(setup.native, "set_default_num_threads", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
     decoder.device = torch.device("cuda")
     model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=WholeDevice(CPU))
     options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
-    taken = parts.take_memory(cast("LoadedModel", model), options)
+    taken = setup.take_memory(cast("LoadedModel", model), options)
     assert order == ["warm up", "measure", "KV"]
     limits = SchedulerLimits(2048, options.most_requests)
     reckoned = activation_bytes(decoder.config, limits, torch.float32)
@@ -155,7 +155,7 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
         max_batch_tokens=256,
         max_batch_requests=16,
     )
-    taken = parts.set_up(options)
+    taken = setup.set_up(options)
     reserved, free = torch.cuda.memory_reserved(), FreeMemory.now(device).gpu_bytes
     assert free is not None
     torch.cuda.reset_peak_memory_stats()
