@@ -1,17 +1,19 @@
-"""Set-up: model, limits, memory, workers and executor, the parts of an engine; measurements use them, too."""
+"""Set-up: an engine's parts, which measurements use as well: model, limits, memory, workers, executor."""
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import repeat
 
 import torch
 
 from neo_desktop import native
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks.driver import Driver, DriverExecutor
+from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.ranks.members import Member
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.fallbacks import fallbacks
@@ -109,20 +111,19 @@ def cost_model_of(
 
 def executor_of(parts: EngineParts, timeline: Timeline | None) -> Executor:
     """Build the executor of an engine's plans, on all ranks."""
-    leader, limits = parts.leader, parts.limits
-    own = build_executor(
-        parts.model.decoder,
-        parts.storage,
-        limits.max_batch_tokens,
-        limits.max_batch_requests,
-        timeline,
-        parts.model.streams,
-        None if leader is None else leader.group,
-    )
+    leader = parts.leader
     if leader is None:
-        return own
+        return runner_of(parts, timeline)
+    own = runner_of(parts, timeline, leader.group)
     leader.check_ready()
     return DriverExecutor(own, leader)
+
+
+def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None = None) -> ModelRunner:
+    """Build the model runner of this rank; see `build_executor`."""
+    limits, model = parts.limits, parts.model
+    sizes = limits.max_batch_tokens, limits.max_batch_requests
+    return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
 
 
 def trust_of(options: EngineOptions) -> Trust | None:
@@ -170,7 +171,7 @@ def with_workers(
         resources.callback(cluster.close)
         addresses: Sequence[Callable[[], Address]] = cluster.addresses
     else:
-        addresses = [partial(_same, address) for address in addresses_of(named)]
+        addresses = [repeat(address).__next__ for address in addresses_of(named)]  # they never change
     by_heads = options.worker_partition == "heads"
     workers = Workers(addresses, trust, config, shape, sinks, most, by_heads=by_heads)
     resources.callback(workers.close)
@@ -182,10 +183,6 @@ def with_workers(
         storage=KVStorage(pools | workers.pools),
         workers=workers,
     )
-
-
-def _same(address: Address) -> Address:
-    return address
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
@@ -220,13 +217,12 @@ def take_memory(
     num_ranks = 1 if member is None else member.rank.count
     if member is None and any(tier.host_attends for tier in tiers):
         bind_threads()
-    if decoder.device.type == "cuda":
-        native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
     limits = limits_of(options, decoder.device)
     iteration_bytes, bus_share = None, None
-    if decoder.device.type == "cuda" and any(tier.is_streamed for tier in tiers):
-        bus_share = measured_bus_share(decoder.device)
     if decoder.device.type == "cuda":
+        native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
+        if any(tier.is_streamed for tier in tiers):
+            bus_share = measured_bus_share(decoder.device)
         gauge = TorchGauge(decoder.device)
         iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, gauge)
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)

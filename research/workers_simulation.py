@@ -14,6 +14,15 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
+from worker_machines import (
+    WORKERS,
+    Link,
+    SteadyLoad,
+    Workers,
+    in_turn,
+    with_workers,
+    workers_wanted,
+)
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import KVTier
@@ -25,15 +34,6 @@ from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model
 from neo_desktop.engine.simulation.machine import GIB, TFLOPS
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
-from neo_desktop.engine.simulation.workers import (
-    WORKERS,
-    Link,
-    SteadyLoad,
-    Workers,
-    in_turn,
-    with_workers,
-    workers_wanted,
-)
 from neo_desktop.engine.simulation.workload import synthetic
 from neo_desktop.models.shapes import shape
 

@@ -28,8 +28,6 @@ class CorrectedCostModel(TableCostModel):
     LOSS_SMOOTHING = 0.1  # the same for the loss, in an iteration that is all attention of the host
     NOISE = 0.25  # smaller losses do not count
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
-    NEARLY_ALL = 0.8  # copies that take this share of an iteration may bound it
-    A_LITTLE = 1.02
     LOWEST, HIGHEST = 0.25, 4.0
 
     @classmethod
@@ -51,8 +49,6 @@ class CorrectedCostModel(TableCostModel):
             expected_ms = self.swap_ms(measured.copied_tokens) * self.num_layers
             smoothing = self.SLOWER_BUS if measured.copies_ms > expected_ms else self.FASTER_BUS
             correction.bus = self._corrected(correction.bus, expected_ms, measured.copies_ms, smoothing)
-        if self._waits_for_copies(predicted, measured):
-            return
         # The wait for copies does not count as device time.
         predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
         if host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5):
@@ -63,14 +59,6 @@ class CorrectedCostModel(TableCostModel):
             weight = self.LOSS_SMOOTHING * min(host_ms / predicted_ms, 1.0)
             correction.mean_loss += weight * (loss - correction.mean_loss)
             correction.overlap_loss = correction.mean_loss if correction.mean_loss > self.NOISE else 0.0
-
-    def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
-        """True if copies take most of the iteration, and a larger part than predicted."""
-        expected_ms = (
-            measured.total_ms * predicted.copies_ms / predicted.total_ms if predicted.total_ms else 0.0
-        )
-        most_ms = max(self.NEARLY_ALL * measured.total_ms, self.A_LITTLE * expected_ms)
-        return measured.copies_ms > most_ms
 
     def _corrected(
         self, factor: float, predicted_ms: float, measured_ms: float, smoothing: float = SMOOTHING

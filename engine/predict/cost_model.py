@@ -1,13 +1,11 @@
 """The cost model: times of stages, interpolated in measured tables."""
 
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -328,14 +326,6 @@ class TableCostModel:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read tables from a file; see `from_json`."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _saved_fields() -> "list[Field[Any]]":

@@ -17,7 +17,9 @@ from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
-from neo_desktop.engine.simulation.workers import (
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.models.shapes import shape
+from research.worker_machines import (
     WORKERS,
     Link,
     SteadyLoad,
@@ -28,8 +30,6 @@ from neo_desktop.engine.simulation.workers import (
     workers_ms,
     workers_wanted,
 )
-from neo_desktop.engine.simulation.workload import WorkloadRequest
-from neo_desktop.models.shapes import shape
 
 CONFIG, DTYPE = shape("llama-2-7b"), torch.float16
 KIND = replace(get_host("ddr4-server"), memory_bytes=64 * 2**30)
