@@ -20,7 +20,7 @@ from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Work
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal, Work
 from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.part import Record
@@ -297,7 +297,8 @@ class StageTimer:
         self._fill(state, tokens)
 
         def record(launcher: Launcher) -> None:
-            stream, after = products.stream(), ()
+            stream = products.stream()
+            after: Sequence[Signal] = ()
             stream.bring(launcher)
             if start is not None:
                 launcher.run(Lane.DEVICE, _MEASURED, start.record)
