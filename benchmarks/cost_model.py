@@ -19,7 +19,6 @@ from benchmarks.shown import model_arguments, progress, show
 from neo_desktop.app.bench.section import Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.grids import Grid, stage_grids
 from neo_desktop.engine.profiling.points import NEAR, Point, Stage
@@ -27,6 +26,7 @@ from neo_desktop.engine.profiling.profiler import profile, typical_ms
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.setup import set_up
 
 TARGET = 0.1  # median error, at most
 BEYOND = 1.25  # sizes reach beyond the grid by this factor

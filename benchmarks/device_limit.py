@@ -28,11 +28,11 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.profiling.device_rates import CudaTimer, matrix_rate, read_rate
 from neo_desktop.engine.profiling.hardware import cpu_name, last_level_cache_bytes
 from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.setup import EngineParts, take_memory
 
 TRACED_ITERATIONS = 4  # per batch and round, with a timeline, which costs a little
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are allocated in runs while memory is free

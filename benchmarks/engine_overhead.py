@@ -45,7 +45,7 @@ PARTS = ("plan", "its rows", "book")  # between two iterations
 BESIDE = ("decide ahead", "sample", "text")
 
 
-def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[str]) -> Scheduler:
+def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[str]) -> Scheduler[Request]:
     """Return a scheduler with requests of random lengths around a mean."""
     rng = random.Random(0)
     lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
@@ -90,7 +90,9 @@ class Clock:
         self.times_ms[part], self._last_s = (now - self._last_s) * 1e3, now
 
 
-def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[IterationPlan, dict[str, float]]:
+def step(
+    scheduler: Scheduler[Request], logits: Tensor, pause_ms: float
+) -> tuple[IterationPlan, dict[str, float]]:
     """Run an iteration; return its plan and the durations of PARTS and BESIDE, in ms."""
     clock = Clock()
     plan = scheduler.schedule()

@@ -38,8 +38,8 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import load, model_path
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.workload import synthetic
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import open_checkpoint

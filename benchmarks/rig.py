@@ -16,10 +16,10 @@ from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline, busy_ns
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.setup import EngineParts
 from neo_desktop.models.config import ModelConfig
 
 POLICY = "gpu-only"

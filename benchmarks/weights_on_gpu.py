@@ -27,7 +27,6 @@ from neo_desktop.app.bench.words import no_gpu
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
@@ -42,6 +41,7 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat

@@ -2,9 +2,9 @@
 
 import itertools
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -12,15 +12,12 @@ from typing import Any, Self, Unpack, cast
 import torch
 
 from neo_desktop.engine.batch import FloatArray
-from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.timeline import Timeline
-from neo_desktop.engine.generate import Completion, embed, generate
+from neo_desktop.engine.generate import Completion, embed, generate, new_requests
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -30,17 +27,15 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
-from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
-from neo_desktop.engine.profiling.profile_cache import load_or_profile
-from neo_desktop.engine.profiling.workers import measured_workers
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
@@ -60,7 +55,7 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Request],
         kv_cache: KVCache,
         executor: Executor,
         policy: str,
@@ -72,7 +67,7 @@ class Engine:
         self.model_name = model.name
         self.config = model.config
         self.tokenizer = model.tokenizer
-        self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
+        self.max_context_tokens = min(model.config.max_context_tokens, scheduler.queues.max_context_tokens)
         self.input_processor = InputProcessor(
             model.tokenizer, model.config.vocab_size, self.max_context_tokens, kv_cache.block_size
         )
@@ -87,6 +82,7 @@ class Engine:
         self._cost_model = cost_model
         self._notes = Notes(timeline)
         self._workers = workers
+        self._resources = ExitStack()  # closes workers and other ranks
         self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers, reserve)
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
@@ -97,7 +93,7 @@ class Engine:
         cls,
         model: str | Path = BUILTIN,
         *,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
         **options: Unpack[EngineKeywords],
     ) -> Self:
@@ -121,7 +117,7 @@ class Engine:
     def from_options(
         cls,
         options: EngineOptions,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Make an engine from options; `from_pretrained` lists the errors raised.
@@ -136,24 +132,14 @@ class Engine:
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
-            parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
-            timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
-            measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
-            try:
-                return cls.from_parts(
-                    parts,
-                    options.policy,
-                    cost_model=cost_model,
-                    timeline=timeline,
-                    progress=measured,
-                    host_reserve_bytes=reserve_bytes(options),
-                )
-            except BaseException:
-                if parts.leader is not None:
-                    parts.leader.close()
-                if parts.workers is not None:
-                    parts.workers.close()
-                raise
+            return cls.from_parts(
+                set_up(options, part(progress, 0.0, WEIGHTS_SHARE)),
+                options.policy,
+                cost_model=cost_model,
+                timeline=None if options.trace_timeline is None else Timeline(options.trace_timeline),
+                progress=part(progress, WEIGHTS_SHARE, 1.0, MEASURING),
+                host_reserve_bytes=reserve_bytes(options),
+            )
 
     @classmethod
     def from_parts(
@@ -161,7 +147,7 @@ class Engine:
         parts: EngineParts,
         policy: str,
         *,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         timeline: Timeline | None = None,
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
@@ -178,35 +164,34 @@ class Engine:
         Raises:
             ValueError: the policy is unknown.
         """
-        chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
-        decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
-        streams = parts.model.streams
-        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, storage.num_states)
-        # A single tier needs no predictions, but offloaded weights are divided by the cost model.
-        predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
-        predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
-        if cost_model is None and (predicts or decoder.has_splits):
-            cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
-        if parts.workers is not None and isinstance(cost_model, TableCostModel):
-            cost_model = cost_model.with_attention(*measured_workers(storage, decoder))
-        # Without a trace file, the timeline records single iterations for live views.
-        timeline = timeline or Timeline(max_spans=0, is_continuous=False)
-        leader = parts.leader
-        group = None if leader is None else leader.group
-        own = build_executor(
-            decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams, group
-        )
-        if leader is not None:
-            leader.check_ready()
-        executor = own if leader is None else DriverExecutor(own, leader)
-        corrected = None if cost_model is None else CorrectedCostModel(cost_model)
-        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
-        reserve = None
-        if host_reserve_bytes is not None:
-            reserve = HostReserve(scheduler, kv_cache, storage, host_reserve_bytes)
-        return cls(
-            parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers, reserve
-        )
+        with ExitStack() as resources:
+            resources.push(parts.resources)
+            chosen_policy = get_policy(policy).with_tiers(tier for tier in parts.num_blocks if tier.is_remote)
+            corrected = cost_model_of(parts, chosen_policy, cost_model, progress)
+            # Without a trace file, the timeline records single iterations for live views.
+            timeline = timeline or Timeline(max_spans=0, is_continuous=False)
+            executor = executor_of(parts, timeline)
+            kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
+            num_layers = parts.model.config.num_layers
+            scheduler: Scheduler[Request] = Scheduler(
+                kv_cache, chosen_policy, parts.limits, corrected, num_layers
+            )
+            reserve = None
+            if host_reserve_bytes is not None:
+                reserve = HostReserve(scheduler, kv_cache, parts.storage, host_reserve_bytes)
+            engine = cls(
+                parts.model,
+                scheduler,
+                kv_cache,
+                executor,
+                policy,
+                corrected,
+                timeline,
+                parts.workers,
+                reserve,
+            )
+            engine._resources = resources.pop_all()
+            return engine
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
@@ -226,7 +211,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """True if a request has not finished."""
-        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+        return any(True for _ in self._scheduler.queues)
 
     @property
     def has_work(self) -> bool:
@@ -337,7 +322,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's statistics."""
-        counters = self._scheduler.counters
+        queues, counters = self._scheduler.queues, self._scheduler.counters
         return EngineStats(
             model=self.model_name,
             policy=self._policy,
@@ -346,9 +331,9 @@ class Engine:
             gpu_sms=self.streams.sms,
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
-            num_running=self._scheduler.num_running,
-            num_running_at=self._scheduler.num_running_at,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=queues.num_running,
+            num_running_at=queues.num_running_at,
+            num_waiting=queues.num_waiting,
             num_iterations=self._iterations.num_started,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,
@@ -369,12 +354,17 @@ class Engine:
         """
         self._notes.ask()
         weights_bytes = self._decoder.nbytes
-        cost_model = None if self._cost_model is None else self._cost_model.base
-        running, device = self._scheduler.running, self._decoder.device
-        async_request_ids = self._scheduler.async_request_ids
+        queues, device = self._scheduler.queues, self._decoder.device
         workers = None if self._workers is None else self._workers.states
         return LiveView.of(
-            self.stats(), running, self._notes, device, weights_bytes, cost_model, async_request_ids, workers
+            self.stats(),
+            queues.placed,
+            self._notes,
+            device,
+            weights_bytes,
+            self._cost_model,
+            queues.async_groups,
+            workers,
         )
 
     def close(self) -> None:
@@ -382,8 +372,7 @@ class Engine:
         if "_decoder" in vars(self):
             del self._decoder
             self._iterations.close()
-            if self._workers is not None:
-                self._workers.close()
+            self._resources.close()
             self.grammars.close()
 
     def __enter__(self) -> Self:
@@ -393,34 +382,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def new_requests(
-    request_id: str,
-    prepared: PreparedRequest,
-    input_processor: InputProcessor,
-    eos_token_ids: tuple[int, ...],
-    grammars: GrammarCompiler,
-    arrivals: Iterator[int],
-) -> Iterator[Request]:
-    """Yield the n requests of a prompt, distinguished by `choice`."""
-    params = prepared.params
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    for choice in range(params.n):
-        yield Request(
-            request_id,
-            prepared.token_ids,
-            params,
-            choice=choice,
-            seed=seed,
-            arrival=next(arrivals),
-            max_context_tokens=input_processor.max_context_tokens,
-            eos_token_ids=eos_token_ids,
-            text=IncrementalText(
-                input_processor.tokenizer.decode_stream(is_chat=params.thoughts is not None),
-                params.stop,
-                params.thoughts,
-            ),
-            grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
-            block_hashes=prepared.block_hashes,
-        )

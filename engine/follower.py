@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.ranks.driver import share_cpus
 from neo_desktop.engine.execute.ranks.group import BrokenGroupError
 from neo_desktop.engine.execute.ranks.members import Follower
@@ -23,7 +22,7 @@ from neo_desktop.engine.execute.ranks.plans import PlanReader
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.loading import load
-from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.setup import runner_of, take_memory
 
 FAILED_STATUS = 1
 
@@ -64,18 +63,8 @@ def _listen(frames: Iterator[Any], messages: "queue.SimpleQueue[Any]") -> None:
 def _follow(beginning: Beginning, follower: Follower) -> None:
     share_cpus(beginning.rank.count)
     options = beginning.options
-    loaded = load(options, rank=beginning.rank)
-    parts = take_memory(loaded, options, member=follower)
-    limits = parts.limits
-    executor = build_executor(
-        loaded.decoder,
-        parts.storage,
-        limits.max_batch_tokens,
-        limits.max_batch_requests,
-        None,
-        loaded.streams,
-        follower.group,
-    )
+    parts = take_memory(load(options, rank=beginning.rank), options, member=follower)
+    executor = runner_of(parts, None, follower.group)
     follower.tell(Ready())
     reader = PlanReader()
     for message in follower.messages:

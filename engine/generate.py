@@ -1,13 +1,16 @@
-"""Batch generation: all prompts at once, and all outputs at the end."""
+"""The requests of a prompt; batch generation: all prompts at once, and all outputs at the end."""
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from neo_desktop.engine.batch import FloatArray, SampledToken
+from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.errors import EngineError
-from neo_desktop.engine.input_processor import PreparedRequest, Prompt
-from neo_desktop.engine.request import FinishReason, RequestOutput
+from neo_desktop.engine.grammar import GrammarCompiler
+from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 
 
@@ -104,3 +107,34 @@ def _completion(outputs: Sequence[RequestOutput]) -> Completion:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
     )
+
+
+def new_requests(
+    request_id: str,
+    prepared: PreparedRequest,
+    input_processor: InputProcessor,
+    eos_token_ids: tuple[int, ...],
+    grammars: GrammarCompiler,
+    arrivals: Iterator[int],
+) -> Iterator[Request]:
+    """Yield the n requests of a prompt, distinguished by `choice`."""
+    params = prepared.params
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    for choice in range(params.n):
+        yield Request(
+            request_id,
+            prepared.token_ids,
+            params,
+            choice=choice,
+            seed=seed,
+            arrival=next(arrivals),
+            max_context_tokens=input_processor.max_context_tokens,
+            eos_token_ids=eos_token_ids,
+            text=IncrementalText(
+                input_processor.tokenizer.decode_stream(is_chat=params.thoughts is not None),
+                params.stop,
+                params.thoughts,
+            ),
+            grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
+            block_hashes=prepared.block_hashes,
+        )

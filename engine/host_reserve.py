@@ -10,6 +10,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class HostReserve:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Request],
         kv_cache: KVCache,
         storage: KVStorage,
         num_bytes: int,

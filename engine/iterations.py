@@ -34,7 +34,7 @@ class Iterations:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Request],
         executor: Executor,
         cost_model: CorrectedCostModel | None,
         notes: Notes,
@@ -96,13 +96,13 @@ class Iterations:
             for tier, num_blocks in self._workers.take_returned().items():
                 self._scheduler.open(tier, num_blocks)
         plan = self._scheduler.schedule()
-        while plan is None and self._scheduler.num_waiting and self._reserve and self._reserve.make_room():
+        while plan is None and self._scheduler.queues.waiting and self._reserve and self._reserve.make_room():
             plan = self._scheduler.schedule()
         if plan is None:
             self._last_end_s = None
-            if self._scheduler.num_waiting and self._workers is not None:
+            if self._scheduler.queues.waiting and self._workers is not None:
                 self._await_workers(self._workers)
-            elif self._scheduler.num_waiting and self._reserve is not None and self._reserve.is_short:
+            elif self._scheduler.queues.waiting and self._reserve is not None and self._reserve.is_short:
                 why = "no cache has room for a context of this length, and the system has no more memory"
                 self._failed += self._scheduler.refuse_first(why)
             return

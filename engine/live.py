@@ -9,7 +9,7 @@ errors, the bound).
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
@@ -20,7 +20,7 @@ import torch
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.simulation.bound import Room, Work, least_ms
@@ -161,8 +161,8 @@ class LiveView:
         notes: "Notes",
         device: torch.device,
         weights_bytes: int,
-        cost_model: CostModel | None,
-        async_request_ids: Collection[str] = (),
+        tables: TableCostModel | None,
+        async_decodes: Container[RequestState] = (),
         workers: Mapping[KVTier, WorkerState] | None = None,
     ) -> Self:
         """Make a view from the current state.
@@ -170,8 +170,8 @@ class LiveView:
         Args:
             running: running requests with their tiers.
             device: the model's.
-            cost_model: the scheduler's.
-            async_request_ids: see `live_requests`.
+            tables: the scheduler's cost model; None: the policy needs none.
+            async_decodes: see `live_requests`.
             workers: attention workers; None: no workers.
         """
         is_cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ class LiveView:
         requests = [request for _, request in running]
         return cls(
             stats=stats,
-            requests=live_requests(running, async_request_ids),
+            requests=live_requests(running, async_decodes),
             num_gpu_alone=(
                 num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
             ),
@@ -190,7 +190,7 @@ class LiveView:
             iterations=notes.iterations,
             spans=notes.spans,
             spans_age_s=notes.spans_age_s,
-            tables=cost_model if isinstance(cost_model, TableCostModel) else None,
+            tables=tables,
             workers=workers or {},
         )
 
@@ -317,13 +317,13 @@ class Notes:
 
 
 def live_requests(
-    running: Iterable[tuple[KVTier, RequestState]], async_request_ids: Collection[str] = ()
+    running: Iterable[tuple[KVTier, RequestState]], async_decodes: Container[RequestState] = ()
 ) -> tuple[LiveRequest, ...]:
     """Return the live state of running requests, by arrival.
 
     Args:
         running: requests with their tiers.
-        async_request_ids: requests with an async decode in flight; the CPU also works on them between async
+        async_decodes: requests with an async decode in flight; the CPU also works on them between async
             steps.
     """
     requests = [
@@ -333,7 +333,7 @@ def live_requests(
             phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            is_held=request.iterations_waited > 0 and request.request_id not in async_request_ids,
+            is_held=request.iterations_waited > 0 and request not in async_decodes,
         )
         for tier, request in running
     ]

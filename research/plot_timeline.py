@@ -18,8 +18,8 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
-from neo_desktop.engine.schedule.decider import Decider
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import SimulatedRequest
@@ -74,12 +74,12 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     policy = POLICIES[policy_name]
     tokens = {KVTier.DEVICE: GPU_CACHE_TOKENS, KVTier.HOST: CPU_CACHE_TOKENS}
     kv_cache = KVCache({tier: tokens.get(tier, 0) // BLOCK_SIZE for tier in policy.tiers}, BLOCK_SIZE)
-    decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
-    queues = decider.queues
+    scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, SchedulerLimits(2048, 256), cost)
+    queues = scheduler.queues
     for ordinal, request in enumerate(synthetic(100, 372, 45)):
         queues.add(SimulatedRequest(ordinal, request))
     rows, clock_ms = [], 0.0
-    while (decision := decider.decide()) is not None:
+    while (decision := scheduler.decide()) is not None:
         num_chunk_tokens = sum(n for batch in decision.sub_batches for _, n in batch if n > 1)
         rows.append(
             (
@@ -92,7 +92,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
             )
         )
         clock_ms += decision.predicted.total_ms
-        for request in decider.advance(decision):
+        for request in scheduler.advance(decision):
             if request.is_complete:
                 queues.remove(request)
     return rows

@@ -15,7 +15,14 @@ from unittest.mock import patch
 
 from sweep_simulation import Case, cases
 
-from neo_desktop.engine.schedule import decider, partition, policies, steady_state
+from neo_desktop.engine.schedule import (
+    iteration_builder,
+    partition,
+    policies,
+    scheduler,
+    steady_state,
+    workload_stats,
+)
 from neo_desktop.engine.schedule.partition import CandidateGenerator
 from neo_desktop.engine.schedule.steady_state import Kind, SteadyStateFinder
 
@@ -45,7 +52,7 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
         (CandidateGenerator, "with_prompts_in_both", _none),
         (SteadyStateFinder, "_others", _not_of(Kind.PROMPTS_IN_BOTH)),
     ],
-    "own pace (`with_async`)": [
+    "async decodes (`with_async`)": [
         (CandidateGenerator, "with_async", _none),
         (SteadyStateFinder, "_others", _without_async),
     ],
@@ -54,10 +61,9 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     "`SURPLUS` 1.25, now 1": [(policies, "SURPLUS", 1.0)],
     "`FILLING_ITERATIONS` 32, now none": [(policies, "FILLING_ITERATIONS", NEVER)],
     "`MAX_READING_SHARE` 0.15, now no bound": [(policies, "MAX_READING_SHARE", float(NEVER))],
-    "`SMALLEST_CHUNK_TOKENS` 64, now 1": [(policies, "SMALLEST_CHUNK_TOKENS", 1)],
-    "`USED_SHARE` 0.95, now 1": [(decider, "USED_SHARE", 1.0)],
-    "`PATIENCE` 128, now none": [(decider, "TIMEOUT", NEVER)],
-    "`MOST_WAITS` 16, now none": [(decider, "MOST_WAITS", NEVER)],
+    "`USED_SHARE` 0.95, now 1": [(workload_stats, "USED_SHARE", 1.0)],
+    "`TIMEOUT` 128, now none": [(iteration_builder, "TIMEOUT", NEVER)],
+    "`MOST_WAITS` 16, now none": [(scheduler, "MOST_WAITS", NEVER)],
 }
 
 

@@ -109,7 +109,9 @@ def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int, idle_s: float) -> f
     return best
 
 
-def best_share(timer: StageTimer, rows: int, near: float, repeats: int, idle_s: float) -> tuple[float, float]:
+def best_share(
+    model: Decoder, timer: StageTimer, rows: int, near: float, repeats: int, idle_s: float
+) -> tuple[float, float]:
     """Return the best streamed share of the weights near the expected one, and a layer's time in ms.
 
     Shares alternate, and the best time per share counts, because other programs disturb it.
@@ -118,7 +120,8 @@ def best_share(timer: StageTimer, rows: int, near: float, repeats: int, idle_s: 
     found = []
     for _, share in product(range(repeats), shares):
         wait_until_idle(idle_s)
-        ms = timer.offloaded_linear_ms(rows, StreamedShares((1,), (share,)))
+        model.streamed_shares = StreamedShares((1,), (share,))
+        ms = timer.offloaded_linear_ms(rows)[0]
         found.append((ms, share))
     ms, share = min(found)
     return share, ms
@@ -181,7 +184,12 @@ def main() -> None:
                 )
                 expected = weight_times(matrices, plan, mine, rows)
                 streamed, ms = best_share(
-                    timer, rows, expected.streamed_bytes / plan.host_bytes, arguments.repeats, arguments.idle
+                    model,
+                    timer,
+                    rows,
+                    expected.streamed_bytes / plan.host_bytes,
+                    arguments.repeats,
+                    arguments.idle,
                 )
                 predicted = expected.ms / config.num_layers
                 bound = bound_ms(matrices, plan, mine) / config.num_layers

@@ -32,12 +32,12 @@ from neo_desktop.engine.kv.streamed import BlockRun, StreamedPool
 from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import BUILTIN, EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages, State
 
@@ -152,7 +152,7 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
         limits.max_batch_tokens, limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE
     )
     watched = Watched(ModelRunner(stages, storage, capacity, open_backend(parts.model.streams)))
-    cost = CorrectedCostModel(believed.tables(config.num_layers, token_bytes))
+    cost = CorrectedCostModel.of(believed.tables(config.num_layers, token_bytes))
     scheduler = Scheduler(kv_cache, get_policy(POLICY), limits, cost, config.num_layers)
     return Engine(parts.model, scheduler, kv_cache, watched, POLICY, cost), watched
 

@@ -19,8 +19,8 @@ import torch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
-from neo_desktop.engine.schedule.decider import Decision
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
@@ -143,15 +143,18 @@ def draw_convergence(data: Path, count: int, machine: str, out: Path) -> None:
 
         def observe(
             decision: Decision[SimulatedRequest],
-            cost: CostModel,
+            cost: TableCostModel,
             factors: list[float] = factors,
             tokens: list[int] = tokens,
         ) -> None:
             assert isinstance(cost, CorrectedCostModel)
             streamed = [
-                load.decodes[tier] for load in decision.loads for tier in load.decodes if tier.is_streamed
+                load.decodes[tier]
+                for load in decision.shape.batches
+                for tier in load.decodes
+                if tier.is_streamed
             ]
-            factors.append(cost.bus_factor)
+            factors.append(cost.correction.bus)
             tokens.append(sum(each.context_tokens for each in streamed))
 
         result = simulate(

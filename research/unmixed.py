@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -28,7 +28,7 @@ class _Running:
 
 
 def simulate_unmixed(
-    requests: Sequence[WorkloadRequest], cost: CostModel, gpu_tokens: int, limits: SchedulerLimits
+    requests: Sequence[WorkloadRequest], cost: TableCostModel, gpu_tokens: int, limits: SchedulerLimits
 ) -> SimulationResult:
     """Simulate requests that fit the GPU-cache one by one; a full cache preempts the youngest."""
     coming, waiting = deque(requests), deque[WorkloadRequest]()
@@ -59,7 +59,7 @@ def simulate_unmixed(
                 rows=len(prompts),
                 prefill_ms=sum(cost.prefill_attention_ms(prompt.prompt_tokens, 0) for prompt in prompts),
             )
-            clock_ms += iteration_ms(cost, load)
+            clock_ms += iteration_ms(cost, IterationShape((load,)))
             batch = [_Running(prompt, clock_ms) for prompt in prompts]
             running += batch
         else:
@@ -67,9 +67,8 @@ def simulate_unmixed(
                 waiting.appendleft(running.pop().request)
                 totals.num_preemptions += 1
             contexts = sum(item.context for item in running)
-            clock_ms += iteration_ms(
-                cost, BatchShape().plus({KVTier.DEVICE: Decodes(len(running), contexts)})
-            )
+            load = BatchShape().plus({KVTier.DEVICE: Decodes(len(running), contexts)})
+            clock_ms += iteration_ms(cost, IterationShape((load,)))
             batch = running
         totals.num_iterations += 1
         totals.num_sequences += len(batch)

@@ -32,7 +32,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import Curve
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
@@ -208,8 +208,9 @@ class Case:
         fixed_ms = LINEAR_KERNELS * KERNEL_MS
         layer_ms = [fixed_ms + products_ms(rows) / cost.num_layers for rows in (1, PROMPT)]
         cost = replace(cost, linear=Curve((1, PROMPT), layer_ms))
-        prompt = iteration_ms(cost, BatchShape(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0)))
-        decode = iteration_ms(cost, BatchShape().plus({KVTier.DEVICE: Decodes(1, PROMPT + OUTPUT // 2)}))
+        chunk = BatchShape(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0))
+        token = BatchShape().plus({KVTier.DEVICE: Decodes(1, PROMPT + OUTPUT // 2)})
+        prompt, decode = (iteration_ms(cost, IterationShape((each,))) for each in (chunk, token))
         return OUTPUT / (prompt + (OUTPUT - 1) * decode) * 1e3
 
     def bound(self) -> float:
@@ -324,7 +325,8 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     ms = min(
-        iteration_ms(cost, BatchShape().plus({tier: Decodes(1, CHAT_TOKENS)})) for tier in MEASURED_TIERS
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, CHAT_TOKENS)}),)))
+        for tier in MEASURED_TIERS
     )
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 

@@ -14,18 +14,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
-
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
-from neo_desktop.engine.schedule.policies import POLICIES
-from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
-from neo_desktop.engine.simulation.machine import GIB, TFLOPS
-from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.engine.simulation.simulator import simulate
-from neo_desktop.engine.simulation.workers import (
+from worker_machines import (
     WORKERS,
     Link,
     SteadyLoad,
@@ -34,6 +23,17 @@ from neo_desktop.engine.simulation.workers import (
     with_workers,
     workers_wanted,
 )
+
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.machine import GIB, TFLOPS
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import synthetic
 from neo_desktop.models.shapes import shape
 
@@ -127,7 +127,7 @@ def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
         {WORKERS: Decodes(rows, round(rows * load.context_tokens))},
     )
     costs = (cost_of(base, model, count, link) for count in COUNTS)
-    return Scaling([2 * rows / iteration_ms(cost, half, half) * 1e3 for cost in costs])
+    return Scaling([2 * rows / iteration_ms(cost, IterationShape((half, half))) * 1e3 for cost in costs])
 
 
 def print_efficiency(out: Path) -> None:

@@ -44,7 +44,7 @@ def test_only_policies_and_set_up_name_a_tier() -> None:
         for path in (REPOSITORY / folder).rglob("*.py")
         if re.search(r"\bKVTier\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
     }
-    assert named == {"engine/kv_tier.py", "engine/parts.py", "engine/schedule/policies.py"}
+    assert named == {"engine/kv_tier.py", "engine/setup.py", "engine/schedule/policies.py"}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import MEASURING, set_up
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
 from neo_desktop.engine.progress import Progress, part
+from neo_desktop.engine.setup import MEASURING, set_up
 
 _CURVES = (
     ("linear", "tokens"),

@@ -12,12 +12,12 @@ from neo_desktop import native
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.parts import bind_threads
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.trust import make_secret, read_secret, worker_tls
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.setup import bind_threads
 
 GIB = 1 << 30
 SHARE = 0.8  # of the memory that is available, for KV, unless a cap says how much

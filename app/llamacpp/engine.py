@@ -16,8 +16,8 @@ import torch
 from neo_desktop.app.llamacpp.choice import LLAMACPP_NOTE
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
-from neo_desktop.engine.engine import new_requests
 from neo_desktop.engine.errors import NoEmbeddingsError
+from neo_desktop.engine.generate import new_requests
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import PoolUsage

@@ -19,7 +19,6 @@ from neo_desktop.engine.loading import (
     kept_form,
 )
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import cache_tokens_of
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import (
@@ -32,6 +31,7 @@ from neo_desktop.engine.profiling.budget import (
 from neo_desktop.engine.profiling.profile_cache import find_tables
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.engine.setup import cache_tokens_of
 from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import get_gpu, get_host

@@ -17,7 +17,7 @@ import torch
 from neo_desktop import native
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
 from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
@@ -135,12 +135,14 @@ def predict_by(
 
 def _best_ms(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) -> float:
     """One sub-batch, or those that the host attends for in one of their own."""
-    together = iteration_ms(cost, BatchShape().plus(decodes))
-    parts = [
+    together = iteration_ms(cost, IterationShape((BatchShape().plus(decodes),)))
+    parts = tuple(
         BatchShape().plus({tier: each for tier, each in decodes.items() if tier.host_attends is host_attends})
         for host_attends in (False, True)
-    ]
-    return min(together, iteration_ms(cost, *parts)) if all(part.tokens for part in parts) else together
+    )
+    if not all(part.tokens for part in parts):
+        return together
+    return min(together, iteration_ms(cost, IterationShape(parts)))
 
 
 def _steps(most: int) -> list[int]:

@@ -1,13 +1,13 @@
-"""Cost models: the interface, and a model that interpolates measured tables."""
+"""The cost model: times of stages, interpolated in measured tables."""
 
-import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
@@ -38,103 +38,15 @@ class NetworkLatency(NamedTuple):
 NO_LATENCY = NetworkLatency(0.0, 0.0)
 
 
-class CostModel(Protocol):
-    """Predicted times in milliseconds; the time of a stage is for one layer.
+@dataclass(slots=True)
+class Correction:
+    """Factors on the times of tables, which follow measured iterations; see `CorrectedCostModel`."""
 
-    Names of NEO's section 3.2 stand beside the stages. 0 tokens or requests take 0 ms.
-    """
-
-    @property
-    def num_layers(self) -> int:
-        pass
-
-    @property
-    def overlaps(self) -> bool:
-        """True if the host attends while the device computes; False if both share one processor."""
-
-    @property
-    def iteration_ms(self) -> float:
-        """Time of an iteration outside its layers: scheduling, launches, copying tokens back."""
-
-    def linear_ms(self, tokens: int) -> float:
-        """Return T_l: a layer without attention."""
-
-    def host_linear_ms(self, tokens: int) -> float:
-        """Return the host's matmul time within T_l; 0 without offloaded weights or overlap."""
-
-    def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """Return T_pf: attention of a prompt chunk after `start` computed tokens."""
-
-    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        """Return T_ga or T_ca: decode attention in a tier, with the append of the new K and V.
-
-        `context_tokens` is the sum over the requests. `swap_ms` covers the copies of streamed KV.
-        """
-
-    def offload_ms(self, requests: int) -> float:
-        """Return the time to copy q, k, v to the host and the attention output back, without network."""
-
-    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        """Return the network time of these decodes in both directions; 0 for local tiers."""
-
-    def transfer_ms(self, tokens: int) -> float:
-        """Return T_x: KV over the bus, one way, row by row because the layouts differ."""
-
-    def swap_ms(self, tokens: int) -> float:
-        """Return the copy time of streamed KV, one way; host and device layouts are equal."""
-
-    @property
-    def duplex(self) -> float:
-        """Slowdown of streamed KV copies with equal traffic in the other direction: 1 to 2."""
-
-    @property
-    def memory_shares(self) -> MemoryShares:
-        """Bandwidth shares of copies and the CPU's attention; 0 without overlap."""
-
-    @property
-    def overlap_loss(self) -> float:
-        """Time that an iteration takes beyond its stages, per ms of attention outside the device."""
-
-    def head_ms(self, rows: int) -> float:
-        """Return the time of final norm, logits and sampling; once per iteration."""
-
-
-class ZeroCostModel:
-    """A cost model without measurements: all work is free, and no plan is better than another."""
-
-    num_layers = 1
-    overlaps = True
-    iteration_ms = 0.0
-    duplex = 1.0
-    memory_shares = UNSHARED
-    overlap_loss = 0.0
-
-    def linear_ms(self, tokens: int) -> float:
-        return 0.0
-
-    def host_linear_ms(self, tokens: int) -> float:
-        return 0.0
-
-    def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        return 0.0
-
-    def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
-        return 0.0
-
-    def offload_ms(self, requests: int) -> float:
-        return 0.0
-
-    def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
-        return NO_LATENCY
-
-    def transfer_ms(self, tokens: int) -> float:
-        return 0.0
-
-    def swap_ms(self, tokens: int) -> float:
-        return 0.0
-
-    def head_ms(self, rows: int) -> float:
-        return 0.0
+    device: float = 1.0
+    host: float = 1.0
+    bus: float = 1.0  # for copies of streamed KV
+    overlap_loss: float = 0.0  # time beyond the stages, per ms of attention outside the device
+    mean_loss: float = 0.0  # the same before small values are ignored
 
 
 def _check_axis(axis: Sequence[float]) -> None:
@@ -240,6 +152,7 @@ class Surface:
 
 
 NOTHING = Curve((1,), (0,))
+FREE = Surface((1, 2), (1, 2), ((0, 0), (0, 0)))
 
 
 @dataclass(frozen=True)
@@ -255,7 +168,9 @@ NO_NETWORKS: Mapping[KVTier, Network] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TableCostModel:
-    """Interpolates measured tables; `Curve` and `Surface` extrapolate.
+    """Predicted times in milliseconds, interpolated in measured tables; the time of a stage is for one layer.
+
+    Names of NEO's section 3.2 stand beside the stages. 0 tokens or requests take 0 ms.
 
     Decode attention is tabulated over (requests, mean context per request), so that every grid point can
     occur. A prompt's first chunk attends only to itself: a causal kernel skips half of the work and gathers
@@ -263,11 +178,9 @@ class TableCostModel:
     table for both would smooth over the step between them.
     """
 
-    overlap_loss: ClassVar[float] = 0.0  # learned from iterations
-
     num_layers: int
-    overlaps: bool
-    iteration_ms: float
+    overlaps: bool  # the host attends while the device computes; False: both share one processor
+    iteration_ms: float  # of an iteration outside its layers: scheduling, launches, copying tokens back
     linear: Curve
     head: Curve
     offload: Curve
@@ -277,13 +190,14 @@ class TableCostModel:
     attention: Mapping[KVTier, Surface]
     host_linear: Curve = NOTHING
     swap: Curve = NOTHING
-    duplex: float = 1.0
+    duplex: float = 1.0  # slowdown of streamed KV copies with equal traffic in the other direction: 1 to 2
     memory_shares: MemoryShares = UNSHARED
     # Shares of offloaded matrices, and of experts in host memory, at the time of the measurement.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
     # Networks of workers. Like the workers' attention, they are measured at each start and not saved.
     networks: Mapping[KVTier, Network] = field(default_factory=dict)
+    correction: Correction = field(default_factory=Correction)
 
     def with_attention(
         self, more: Mapping[KVTier, Surface], networks: Mapping[KVTier, Network] = NO_NETWORKS
@@ -292,41 +206,71 @@ class TableCostModel:
         attention = {**self.attention, **more}
         return replace(self, attention=attention, networks={**self.networks, **networks})
 
-    def linear_ms(self, tokens: int) -> float:
-        return self.linear(tokens)
+    @property
+    def outside_ms(self) -> float:
+        """Time of an iteration outside its layers."""
+        return self.iteration_ms * self.correction.device
+
+    @property
+    def overlap_loss(self) -> float:
+        """Time that an iteration takes beyond its stages, per ms of attention outside the device."""
+        return self.correction.overlap_loss
+
+    def linear_ms(self, tokens: float) -> float:
+        """Return T_l: a layer without attention."""
+        return self.linear(tokens) * self.correction.device
 
     def host_linear_ms(self, tokens: int) -> float:
-        return self.host_linear(tokens)
+        """Return the host's matmul time within T_l; 0 without offloaded weights or overlap."""
+        return self.host_linear(tokens) * self.correction.host
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        first_ms = self.first_chunk_attention(tokens)
-        # Noise must not make a chunk with context cheaper than one without.
-        return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
+        """Return T_pf: attention of a prompt chunk after `start` computed tokens."""
+        ms = self.first_chunk_attention(tokens)
+        if start:  # noise must not make a chunk with context cheaper than one without
+            ms = max(self.later_chunk_attention(tokens, start + tokens), ms)
+        return ms * self.correction.device
 
     def attention_ms(self, tier: KVTier, requests: int, context_tokens: int) -> float:
+        """Return T_ga or T_ca: decode attention in a tier, with the append of the new K and V.
+
+        `context_tokens` is the sum over the requests. `swap_ms` covers the copies of streamed KV.
+        """
         if not requests:
             return 0.0
-        return self.attention[tier.as_attended](requests, context_tokens / requests)
+        correction = self.correction
+        factor = correction.host if tier.host_attends else correction.device
+        return self.attention[tier.as_attended](requests, context_tokens / requests) * factor
 
     def offload_ms(self, requests: int) -> float:
-        return self.offload(requests)
+        """Return the time to copy q, k, v to the host and the attention output back, without network.
+
+        Most of it is device work and its launches.
+        """
+        return self.offload(requests) * self.correction.device
 
     def network_ms(self, tier: KVTier, requests: int) -> NetworkLatency:
+        """Return the network time of these decodes in both directions; 0 for local tiers.
+
+        The host's factor applies, because the measured attention of workers includes the network.
+        """
         network = self.networks.get(tier)
-        return (
-            NO_LATENCY
-            if network is None
-            else NetworkLatency(network.all(requests), network.sending(requests))
-        )
+        if network is None:
+            return NO_LATENCY
+        factor = self.correction.host
+        return NetworkLatency(network.all(requests) * factor, network.sending(requests) * factor)
 
     def transfer_ms(self, tokens: int) -> float:
+        """Return T_x: KV over the bus, one way, row by row because the layouts differ."""
         return self.transfer(tokens)
 
     def swap_ms(self, tokens: int) -> float:
-        return self.swap(tokens)
+        """Return the copy time of streamed KV, one way; host and device layouts are equal."""
+        return self.swap(tokens) * self.correction.bus
 
     def head_ms(self, rows: int) -> float:
-        return self.head(rows)
+        """Return the time of final norm, logits and sampling; once per iteration."""
+        return self.head(rows) * self.correction.device
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `from_json`."""
@@ -383,15 +327,22 @@ class TableCostModel:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read tables from a file; see `from_json`."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-
 
 def _saved_fields() -> "list[Field[Any]]":
     """Return the fields of the JSON form."""
-    return [each for each in fields(TableCostModel) if each.name != "networks"]
+    return [each for each in fields(TableCostModel) if each.name not in ("networks", "correction")]
+
+
+# All work is free, and no plan is better than another.
+ZERO = TableCostModel(
+    num_layers=1,
+    overlaps=True,
+    iteration_ms=0.0,
+    linear=NOTHING,
+    head=NOTHING,
+    offload=NOTHING,
+    transfer=NOTHING,
+    first_chunk_attention=NOTHING,
+    later_chunk_attention=FREE,
+    attention=defaultdict(partial(Surface, FREE.x, FREE.y, FREE.ms)),
+)

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 
 
 class Decodes(NamedTuple):
@@ -85,6 +85,16 @@ class BatchShape(NamedTuple):
         )
 
 
+class IterationShape(NamedTuple):
+    """Work of one iteration."""
+
+    batches: tuple[BatchShape, ...]  # sub-batch 0, and sub-batch 1 if it exists
+    # Tokens whose KV crosses the bus layer by layer, beside the computation: moves, and prompts for host
+    # memory. The sub-batches contain streamed KV.
+    moved_tokens: int = 0
+    async_decodes: Mapping[KVTier, Decodes] = NO_DECODES  # decodes that advance by one layer
+
+
 def joined(some: Mapping[KVTier, Decodes], more: Mapping[KVTier, Decodes]) -> Mapping[KVTier, Decodes]:
     """Return the sum of both, by tier."""
     if not some:
@@ -96,7 +106,7 @@ def joined(some: Mapping[KVTier, Decodes], more: Mapping[KVTier, Decodes]) -> Ma
     return both
 
 
-def device_attention_ms(cost: CostModel, shape: BatchShape) -> float:
+def device_attention_ms(cost: TableCostModel, shape: BatchShape) -> float:
     """Return T_pf + T_ga of one layer."""
     ms = shape.prefill_ms
     for tier, (requests, context_tokens) in shape.decodes.items():
@@ -117,7 +127,7 @@ class OffDeviceTimes(NamedTuple):
 NO_OFF_DEVICE_TIMES = OffDeviceTimes()
 
 
-def off_device_times(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
+def off_device_times(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
     """Return the per-layer times of a sub-batch's off-device decodes; CPU and workers run in parallel."""
     cpu_ms = workers_ms = longest_ms = sending_ms = 0.0
     requests, uses_cpu = 0, False
@@ -145,7 +155,7 @@ def off_device_times(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> OffD
     )
 
 
-def host_ms(cost: CostModel, decodes: Mapping[KVTier, Decodes]) -> float:
+def host_ms(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) -> float:
     """Return T_ca of one layer, including transfers, for decodes attended by the host or workers."""
     return off_device_times(cost, decodes).all
 
@@ -160,7 +170,7 @@ def streamed_tokens_of(shape: BatchShape) -> tuple[int, int]:
     return fetched, stored
 
 
-def swap_both_ms(cost: CostModel, fetched: int, stored: int) -> float:
+def swap_both_ms(cost: TableCostModel, fetched: int, stored: int) -> float:
     """Return the time of one layer's copies of streamed KV in both directions at once.
 
     Args:
@@ -171,14 +181,14 @@ def swap_both_ms(cost: CostModel, fetched: int, stored: int) -> float:
     return longer_ms + (cost.duplex - 1.0) * shorter_ms
 
 
-def copies_ms(cost: CostModel, shapes: Sequence[BatchShape], moved_tokens: int = 0) -> float:
+def copies_ms(cost: TableCostModel, batches: Sequence[BatchShape], moved_tokens: int = 0) -> float:
     """Return the time of one layer's copies.
 
     Args:
-        moved_tokens: see `iteration_ms`.
+        moved_tokens: see `IterationShape`.
     """
     fetched = stored = 0
-    for shape in shapes:
+    for shape in batches:
         tokens = streamed_tokens_of(shape)
         fetched += tokens[0]
         stored += tokens[1]
@@ -186,86 +196,94 @@ def copies_ms(cost: CostModel, shapes: Sequence[BatchShape], moved_tokens: int =
     return ms + swap_both_ms(cost, fetched, stored) if fetched or stored else ms
 
 
-class Times(NamedTuple):
+class _Times(NamedTuple):
     """Times of one layer of one sub-batch, in ms."""
 
     linear: float
     on_device: float  # attention on the device
-    on_host: OffDeviceTimes
-    host_linear: float = 0.0  # matmuls of offloaded weights on the host, which the linear stages wait for
+    off_device: OffDeviceTimes
+    host_linear: float  # matmuls of offloaded weights on the host, which the linear stages wait for
 
 
-def times_of(
-    cost: CostModel, tokens: int, on_device_ms: float, on_host: OffDeviceTimes = NO_OFF_DEVICE_TIMES
-) -> Times:
-    """Return the times of a layer for a sub-batch of `tokens` tokens and the given attention times."""
-    return Times(cost.linear_ms(tokens), on_device_ms, on_host, cost.host_linear_ms(tokens))
+def iteration_ms(cost: TableCostModel, shape: IterationShape) -> float:
+    """Predict the time of an iteration."""
+    return _iteration_ms(cost, shape, copies_ms(cost, shape.batches, shape.moved_tokens))
 
 
-def times_ms(
-    cost: CostModel,
-    first: Times,
-    second: Times | None,
-    rows: int,
-    copies_ms: float = 0.0,
-    async_decodes: OffDeviceTimes = NO_OFF_DEVICE_TIMES,
-) -> float:
-    """Return the time of an iteration from the times of its sub-batches.
+def copy_wait_ms(cost: TableCostModel, shape: IterationShape) -> float:
+    """Return the part of `iteration_ms` spent waiting for KV copies."""
+    ms = copies_ms(cost, shape.batches, shape.moved_tokens)
+    return _iteration_ms(cost, shape, ms) - _iteration_ms(cost, shape, 0.0) if ms else 0.0
 
-    Args:
-        rows: requests to sample.
-        copies_ms: copies beside each layer.
-        async_decodes: times of the async decodes in a layer; the linear stages of `first` include their rows.
-    """
-    both = max if cost.overlaps else _sum
-    head_ms = cost.head_ms(rows)
+
+def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float) -> float:
+    """Predict an iteration with the given time of copies beside each layer."""
+    async_decodes = async_off_device(cost, shape.async_decodes)
+    more_rows = rows = async_rows(cost, shape.async_decodes)
+    times = []
+    for batch in shape.batches:
+        tokens = batch.tokens + more_rows
+        rows += batch.rows
+        more_rows = 0
+        times.append(
+            _Times(
+                cost.linear_ms(tokens),
+                device_attention_ms(cost, batch),
+                off_device_times(cost, batch.decodes),
+                cost.host_linear_ms(tokens),
+            )
+        )
+    first, second = times[0], times[1] if len(times) > 1 else None
+    if not cost.overlaps:
+        layer = sum(each.linear + each.on_device + each.off_device.all for each in times)
+        layer += async_decodes.all + copies_ms
     # The host attends for one sub-batch while the device computes the linear stages of the other. So does
     # each worker.
-    if second is None:
-        layer = first.linear + both(first.on_device, first.on_host.all)
-        if cost.overlaps:
-            layer = max(layer, first.on_host.cpu + first.host_linear + async_decodes.cpu)
-            layer = max(layer, first.on_host.away + async_decodes.away)
-            layer = max(layer, first.on_host.sending + async_decodes.sending)
-        else:
-            layer += async_decodes.all
-    elif cost.overlaps:
+    elif second is None:
+        layer = max(
+            first.linear + max(first.on_device, first.off_device.all),
+            first.off_device.cpu + first.host_linear + async_decodes.cpu,
+            first.off_device.away + async_decodes.away,
+            first.off_device.sending + async_decodes.sending,
+        )
+    else:
         stage_a, stage_b = first.linear + second.on_device, second.linear + first.on_device
         stages = stage_a, stage_b
         for in_a, in_b, own in (
             (
-                second.on_host.cpu + first.host_linear,
-                first.on_host.cpu + second.host_linear,
+                second.off_device.cpu + first.host_linear,
+                first.off_device.cpu + second.host_linear,
                 async_decodes.cpu,
             ),
-            (second.on_host.away, first.on_host.away, async_decodes.away),
+            (second.off_device.away, first.off_device.away, async_decodes.away),
         ):
             late_ms = max(own - max(stage_b - in_b, 0.0), 0.0)
             stages = max(stages[0], in_a + late_ms), max(stages[1], in_b)
         # Lower bounds: the path of one sub-batch, and the network time of both.
-        layer = max(sum(stages), first.linear + first.on_host.all, second.linear + second.on_host.all)
-        layer = max(layer, first.on_host.sending + second.on_host.sending + async_decodes.sending)
-    else:
-        layer = sum(
-            each.linear + each.on_device + each.on_host.all + each.host_linear for each in (first, second)
+        layer = max(
+            sum(stages),
+            first.linear + first.off_device.all,
+            second.linear + second.off_device.all,
+            first.off_device.sending + second.off_device.sending + async_decodes.sending,
         )
-        layer += async_decodes.all
-    if copies_ms:
-        layer = both(layer, copies_ms)
-        if cost.overlaps:
-            shares = cost.memory_shares
-            cpu_ms = first.on_host.cpu + first.host_linear + async_decodes.cpu
-            cpu_ms += second.on_host.cpu + second.host_linear if second else 0.0
-            layer = max(layer, copies_ms * shares.copies + cpu_ms * shares.attention)
-    attending = [first.on_host, async_decodes] + ([] if second is None else [second.on_host])
-    layer += cost.overlap_loss * sum(each.cpu + each.away for each in attending)
+    if copies_ms and cost.overlaps:
+        shares = cost.memory_shares
+        cpu_ms = first.off_device.cpu + first.host_linear + async_decodes.cpu
+        cpu_ms += second.off_device.cpu + second.host_linear if second else 0.0
+        layer = max(layer, copies_ms, copies_ms * shares.copies + cpu_ms * shares.attention)
+    if loss := cost.overlap_loss:
+        attending = [first.off_device, async_decodes] + ([] if second is None else [second.off_device])
+        layer += loss * sum(each.cpu + each.away for each in attending)
     # The async decodes of the last layer finish beside the head, or after it.
+    head_ms = cost.head_ms(rows)
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
-    return cost.num_layers * layer + end_ms + cost.iteration_ms
+    return cost.num_layers * layer + end_ms + cost.outside_ms
 
 
-def async_off_device(cost: CostModel, async_decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
+def async_off_device(cost: TableCostModel, async_decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
     """Return the mean times of the async decodes in a layer."""
+    if not async_decodes:
+        return NO_OFF_DEVICE_TIMES
     all_ms = cpu_ms = away_ms = sending_ms = 0.0
     for tier, decodes in async_decodes.items():
         each, share = _in_a_layer(cost, decodes)
@@ -281,115 +299,51 @@ def async_off_device(cost: CostModel, async_decodes: Mapping[KVTier, Decodes]) -
     return OffDeviceTimes(max(all_ms, cpu_ms), cpu_ms, away_ms, sending_ms)
 
 
-def _in_a_layer(cost: CostModel, decodes: Decodes) -> tuple[Decodes, float]:
+def _in_a_layer(cost: TableCostModel, decodes: Decodes) -> tuple[Decodes, float]:
     """Return the async decodes at an occupied layer, and the share of layers that are occupied."""
     requests, context_tokens = decodes
     each = -(-requests // min(requests, cost.num_layers))
     return Decodes(each, each * context_tokens // requests), requests / (each * cost.num_layers)
 
 
-def async_rows(cost: CostModel, async_decodes: Mapping[KVTier, Decodes]) -> int:
+def async_rows(cost: TableCostModel, async_decodes: Mapping[KVTier, Decodes]) -> int:
     """Return how many rows of async decodes join each linear stage."""
     return -(-sum(requests for requests, _ in async_decodes.values()) // cost.num_layers)
 
 
-def iteration_ms(
-    cost: CostModel,
-    *shapes: BatchShape,
-    moved_tokens: int = 0,
-    async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
-) -> float:
-    """Predict an iteration.
-
-    Args:
-        shapes: of sub-batch 0, and of sub-batch 1 if it exists.
-        moved_tokens: tokens whose KV crosses the bus layer by layer, beside the computation: moves, and
-            prompts for host memory. The shapes contain streamed KV.
-        async_decodes: decodes that advance by one layer.
-    """
-    return _iteration_ms(cost, shapes, async_decodes, copies_ms(cost, shapes, moved_tokens))
-
-
-def copy_wait_ms(
-    cost: CostModel,
-    *shapes: BatchShape,
-    moved_tokens: int = 0,
-    async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
-) -> float:
-    """Return the part of `iteration_ms` spent waiting for KV copies."""
-    all_ms = iteration_ms(cost, *shapes, moved_tokens=moved_tokens, async_decodes=async_decodes)
-    return all_ms - _iteration_ms(cost, shapes, async_decodes, 0.0)
-
-
-def _iteration_ms(
-    cost: CostModel, shapes: Sequence[BatchShape], async_decodes: Mapping[KVTier, Decodes], copies_ms: float
-) -> float:
-    more_rows = async_rows(cost, async_decodes)
-    tokens = [shape.tokens for shape in shapes]
-    tokens[0] += more_rows
-    times = [
-        times_of(cost, count, device_attention_ms(cost, shape), off_device_times(cost, shape.decodes))
-        for count, shape in zip(tokens, shapes, strict=True)
-    ]
-    rows = sum(shape.rows for shape in shapes) + more_rows
-    second = times[1] if len(times) > 1 else None
-    return times_ms(cost, times[0], second, rows, copies_ms, async_off_device(cost, async_decodes))
-
-
-def predict(
-    cost: CostModel,
-    *shapes: BatchShape,
-    moved_tokens: int = 0,
-    async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
-) -> IterationTiming:
-    """Predict an iteration and its host attention; see `iteration_ms`."""
-    total_ms = iteration_ms(cost, *shapes, moved_tokens=moved_tokens, async_decodes=async_decodes)
-    return timing_of(cost, total_ms, shapes, async_decodes)
-
-
-def timing_of(
-    cost: CostModel,
-    total_ms: float,
-    shapes: Sequence[BatchShape],
-    async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
-) -> IterationTiming:
-    """Return the timing of an iteration whose total time is known.
+def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:
+    """Predict an iteration, its host attention and its copies of streamed KV.
 
     The attention of workers counts with the network, because the iteration waits for both. It does not wait
     for async decodes of workers, which therefore do not count.
     """
-    waited_for = {tier: decodes for tier, decodes in async_decodes.items() if tier.cpu_attends}
-    attention_ms = attending_ms(cost, shapes, waited_for)
-    for shape in shapes:
-        for tier, (requests, _) in shape.decodes.items():
+    total_ms = iteration_ms(cost, shape)
+    waited_for = {tier: decodes for tier, decodes in shape.async_decodes.items() if tier.cpu_attends}
+    attention_ms = attending_ms(cost, shape._replace(async_decodes=waited_for))
+    for batch in shape.batches:
+        for tier, (requests, _) in batch.decodes.items():
             if tier.is_remote:
                 attention_ms += cost.num_layers * cost.network_ms(tier, requests).all
-    copied_tokens = sum(streamed_tokens_of(shape)[0] for shape in shapes)
+    copied_tokens = sum(streamed_tokens_of(batch)[0] for batch in shape.batches)
     if not copied_tokens:
         return IterationTiming(total_ms, attention_ms)
     return IterationTiming(
         total_ms,
         attention_ms,
         copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
-        copy_wait_ms=max(total_ms - _iteration_ms(cost, shapes, async_decodes, 0.0), 0.0),
+        copy_wait_ms=max(total_ms - _iteration_ms(cost, shape, 0.0), 0.0),
         copied_tokens=copied_tokens,
     )
 
 
-def attending_ms(
-    cost: CostModel, shapes: Sequence[BatchShape], async_decodes: Mapping[KVTier, Decodes]
-) -> float:
+def attending_ms(cost: TableCostModel, shape: IterationShape) -> float:
     """Return the time of the decode attention on the host and workers in an iteration."""
     ms = 0.0
-    for tier, decodes in async_decodes.items():
+    for tier, decodes in shape.async_decodes.items():
         each, share = _in_a_layer(cost, decodes)
         ms += cost.attention_ms(tier, *each) * share
-    for shape in shapes:
-        for tier, (requests, context_tokens) in shape.decodes.items():
+    for batch in shape.batches:
+        for tier, (requests, context_tokens) in batch.decodes.items():
             if tier.host_attends:
                 ms += cost.attention_ms(tier, requests, context_tokens)
     return ms * cost.num_layers
-
-
-def _sum(first: float, second: float) -> float:
-    return first + second

@@ -6,7 +6,8 @@ Missing parts raise no errors: a GPU, its driver, a system file. Notes list the 
 import errno
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -195,11 +196,8 @@ def _gpus_of_torch() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
                 other_processes=(),
             )
         )
-    return (
-        tuple(gpus),
-        "",
-        ("driver version, PCIe link and other programs unknown: the driver is not queried",),
-    )
+    note = "driver version, PCIe link and other programs unknown: the driver is not queried"
+    return tuple(gpus), "", (note,)
 
 
 def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
@@ -224,12 +222,8 @@ def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
         pynvml.nvmlDeviceGetComputeRunningProcesses,
         pynvml.nvmlDeviceGetGraphicsRunningProcesses,
     )
-    memory_of = {
-        process.pid: process.usedGpuMemory
-        for processes in lists or ()
-        for process in processes
-        if process.pid != os.getpid()
-    }
+    others = [each for listed in lists or () for each in listed if each.pid != os.getpid()]
+    memory_of = {each.pid: each.usedGpuMemory for each in others}
     return Gpu(
         name=name,
         sms=cores[0] // _CORES_PER_SM.get(capability, 128) if cores else None,
@@ -245,6 +239,16 @@ def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
     )
 
 
+@contextmanager
+def _driver() -> Iterator[None]:
+    """Open the driver's library for queries."""
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def driver_free_bytes(device: torch.device) -> int:
     """Return a GPU's free memory according to the driver, or its total memory if the driver does not say.
 
@@ -253,12 +257,9 @@ def driver_free_bytes(device: torch.device) -> int:
     """
     properties = torch.cuda.get_device_properties(device)
     try:
-        pynvml.nvmlInit()
-        try:
+        with _driver():
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{str(properties.uuid).removeprefix('GPU-')}")
             return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return int(properties.total_memory)
 
@@ -268,11 +269,8 @@ def driver_version() -> str:
     if fallbacks.level("nvml") == "without":
         return "unknown: the driver is not queried"
     try:
-        pynvml.nvmlInit()
-        try:
+        with _driver():
             return _text(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return f"unknown: {error}"
 
@@ -288,15 +286,10 @@ def cpu_caches(root: Path = _ROOT) -> CpuCaches:
     """Return the caches of the first CPU."""
     sizes: dict[tuple[str, str], int] = {}
     for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        size = _read(folder / "size")
+        size, kind = _read(folder / "size"), (_read(folder / "level"), _read(folder / "type"))
         if size[:-1].isdigit():
-            kind = _read(folder / "level"), _read(folder / "type")
             sizes[kind] = int(size[:-1]) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
-    return CpuCaches(
-        l1d_bytes=sizes.get(("1", "Data")),
-        l2_bytes=sizes.get(("2", "Unified")),
-        l3_bytes=sizes.get(("3", "Unified")),
-    )
+    return CpuCaches(*map(sizes.get, (("1", "Data"), ("2", "Unified"), ("3", "Unified"))))
 
 
 def last_level_cache_bytes() -> int:
@@ -335,12 +328,11 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
         OSError: the system cannot be queried, and no earlier result exists.
     """
     try:
-        memory = _last_memory[root] = _look_at_memory(root)
+        _last_memory[root] = _look_at_memory(root)
     except OSError:
         if root not in _last_memory:
             raise
-        return _last_memory[root]
-    return memory
+    return _last_memory[root]
 
 
 def _look_at_memory(root: Path) -> HostMemory:

@@ -161,7 +161,7 @@ def _tables(
         attention=attention,
         host_linear=host_linear,
         swap=curve(Stage.SWAP),
-        duplex=timer.duplex(),
+        duplex=timer.copies.duplex(),
         memory_shares=measured_memory_shares(decoder.device) if timer.is_cuda else UNSHARED,
         streamed_shares=decoder.streamed_shares,
         streamed_experts=decoder.streamed_experts,

@@ -8,12 +8,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.batch import BlockCopy, SamplingInput
+from neo_desktop.engine.batch import SamplingInput
 from neo_desktop.engine.cuda.copies import host_memory, upload
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import Backend, open_backend
@@ -29,19 +29,18 @@ from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
-from neo_desktop.engine.execute.transfers import HostTransfer, Moves, TransferMemory
+from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.dispatch import fits_graph
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.profiling.copy_timer import CopyTimer
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.profiling.points import NEAR, Point, Stage
 from neo_desktop.engine.profiling.regions import Region, choose_region
 from neo_desktop.engine.profiling.shares import measured_shares
-from neo_desktop.engine.profiling.swap_copies import IN_A_ROW, SwapCopies
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -55,11 +54,9 @@ LAYERS_AT_ONCE = 4  # on a GPU: queued work hides the launch of the first kernel
 MIN_ROWS = 32  # a grid has at least two points per axis, at any limits;
 FREED_BYTES = 31 * 1024**2  # nearly the largest size that glibc's malloc learns to keep
 FEW_ROWS = 8
-REPEATS = 3
 TIMEOUT_S = 60.0  # covers a few layers; a graph reports no progress within
 
 _TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # wall-clock time: the stage waits for the GPU
-_NOTHING: Sequence[Signal] = ()
 _MEASURED = LaneStage("measured", 0, NO_SUB_BATCH, 0)
 
 
@@ -106,8 +103,9 @@ class StageTimer:
         self._hidden = normal(rows, config.carried_width)
         self._q = normal(rows, config.num_heads, config.head_dim)
         self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
-        row_shape = config.num_kv_heads, config.head_dim
-        self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
+        # On a GPU the layers' copies run back to back; elsewhere one layer stands for all.
+        num_layers = config.num_layers if self._uses_gpu else 1
+        self.copies = CopyTimer(decoder, self._regions, self._kv, self.run, num_layers)
         self._split = OffloadedMatmuls(self._stages, (FEW_ROWS,)) if decoder.has_splits else None
         # The CPU's part in a layer's linear stages, one value per measurement.
         self.host_linear_ms: dict[Point, list[float]] = {}
@@ -139,14 +137,19 @@ class StageTimer:
         if point.stage is Stage.OFFLOAD:
             return self._offload_ms(point.x)
         if point.stage is Stage.TRANSFER:
-            return self._transfer_ms(point.x, turn)
+            return self.copies.transfer_ms(point.x, turn, with_flags=self._has_flags)
         if point.stage is Stage.SWAP:
-            return self._swap_ms(point.x, turn)
+            return self.copies.swap_ms(point.x, turn)
         if point.stage is Stage.LINEAR and self._split is not None:
-            ms, host_ms = self._offloaded_linear_ms(self._split, point.x)
+            ms, host_ms = self.offloaded_linear_ms(point.x)
             self.host_linear_ms.setdefault(point, []).append(host_ms)
             return ms
-        call = self._prepare(point, turn)
+        if point.stage.tier is not None:
+            call = self._decode(point.stage.tier, point.x, point.y, turn)
+        elif point.stage.is_prefill:
+            call = self._prefill(point.x, point.y, turn)
+        else:
+            call = self._linear(point.x, turn) if point.stage is Stage.LINEAR else self._head(point.x)
         if self._uses_gpu and point.stage not in _TIMED_ON_CPU:
             return self._on_gpu_ms(call, self._is_graph(point))
         self._synchronize()
@@ -154,13 +157,6 @@ class StageTimer:
         call(0)
         self._synchronize()
         return (time.perf_counter() - start) * 1e3
-
-    @torch.inference_mode()
-    def offloaded_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
-        """Set the shares of the offloaded matrices, and measure a layer's linear stages once."""
-        assert self._split is not None
-        self._decoder.streamed_shares = shares
-        return self._offloaded_linear_ms(self._split, tokens)[0]
 
     @torch.inference_mode()
     def measure_shares(self, max_rows: int, seconds: float) -> None:
@@ -172,16 +168,14 @@ class StageTimer:
         """
         assert self._split is not None
         split, decoder = self._split, self._decoder
+        kinds = {"streamed_shares": bool(split.splits), "streamed_experts": bool(split.moe_layers)}
+        for name in (name for name, is_there in kinds.items() if is_there):
 
-        def experts_ms(tokens: int, shares: StreamedShares) -> float:
-            decoder.streamed_experts = shares
-            return self._offloaded_linear_ms(split, tokens)[0]
+            def ms(tokens: int, shares: StreamedShares, name: str = name) -> float:
+                setattr(decoder, name, shares)
+                return self.offloaded_linear_ms(tokens)[0]
 
-        each_s = seconds / (bool(split.splits) + bool(split.moe_layers))
-        if split.splits:
-            decoder.streamed_shares = measured_shares(self.offloaded_linear_ms, max_rows, each_s)
-        if split.moe_layers:
-            decoder.streamed_experts = measured_shares(experts_ms, max_rows, each_s)
+            setattr(decoder, name, measured_shares(ms, max_rows, seconds / sum(kinds.values())))
 
     @torch.inference_mode()
     def iteration_ms(self) -> float:
@@ -194,22 +188,8 @@ class StageTimer:
             inputs.copy_(staged, non_blocking=True)
             self._stages.embed(inputs, inputs, state)
 
-        with self._run(_in_a_row([begin]), in_graph=self._has_graphs) as seconds:
+        with self.run(partial(_in_a_row, [begin]), in_graph=self._has_graphs) as seconds:
             return seconds * 1e3
-
-    @torch.inference_mode()
-    def duplex(self) -> float:
-        """Measure the slowdown of streamed KV copies in both directions at once: 1 to 2."""
-
-        def least_s(*lanes: Lane) -> float:
-            times_s = []
-            for _ in range(REPEATS):
-                with self._run(self._copies.ways(lanes)) as seconds:
-                    times_s.append(seconds)
-            return min(times_s)
-
-        one_way_s = max(least_s(Lane.SWAP_IN), least_s(Lane.SWAP_OUT))
-        return min(max(least_s(Lane.SWAP_IN, Lane.SWAP_OUT) / one_way_s, 1.0), 2.0)
 
     @property
     def _has_graphs(self) -> bool:
@@ -223,8 +203,7 @@ class StageTimer:
         """True if iterations run this point in a graph."""
         if point.stage.is_prefill or not self._has_graphs:
             return False
-        config = self._config
-        heads = config.num_kv_heads, config.head_dim
+        heads = self._config.num_kv_heads, self._config.head_dim
         return point.stage is Stage.LINEAR or fits_graph(point.x, *heads, 2 * point.y)
 
     def _synchronize(self) -> None:
@@ -235,11 +214,11 @@ class StageTimer:
         """Return the time per call of consecutive calls without waits between them."""
         start, end = timed_event(in_graph=in_graph), timed_event(in_graph=in_graph)
         calls = [partial(call, step) for step in range(LAYERS_AT_ONCE)]
-        with self._run(_in_a_row([start.record, *calls, end.record]), in_graph=in_graph):
+        with self.run(partial(_in_a_row, [start.record, *calls, end.record]), in_graph=in_graph):
             return float(start.elapsed_time(end)) / LAYERS_AT_ONCE
 
     @contextmanager
-    def _run(
+    def run(
         self,
         record: Record,
         *,
@@ -290,83 +269,36 @@ class StageTimer:
         offload = OffloadTimer(self._decoder.device, self._backend, in_graph=self._has_flags)
         return offload.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
 
-    def _transfer_ms(self, tokens: int, turn: int) -> float:
-        """Measure the copy of a layer's KV in whole blocks; the direction alternates.
-
-        On a GPU the layers' copies run back to back, as in an iteration; elsewhere one layer stands for all.
-        """
-        tiers = MEASURED_TIERS if turn % 2 == 0 else MEASURED_TIERS[::-1]
-        regions = [self._regions[tier] for tier in tiers]
-        num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
-        blocks = zip(*(region.blocks(num_blocks, turn) for region in regions), strict=True)
-        storage = KVStorage({tier: self._regions[tier].pool_from(turn) for tier in tiers})
-        copies = [BlockCopy(tiers[0], source, tiers[1], target) for source, target in blocks]
-        num_layers = self._config.num_layers if self._uses_gpu else 1
-        self._transfers.begin()
-        moves = Moves(storage.copy_groups(copies), self._transfers)
-
-        def record(launcher: Launcher) -> None:
-            moved = moves.submit(launcher, 0)
-            for layer in range(1, num_layers):
-                ahead = moves.submit(launcher, layer)
-                launcher.wait(moved)
-                moved = ahead
-            launcher.wait(moved)
-
-        relays = Relays(self._config, storage) if self._has_flags else None
-        with self._run(record, relays=relays, transfers=moves.transfers) as seconds:
-            return seconds * 1e3 / num_layers
-
-    def _swap_ms(self, tokens: int, turn: int) -> float:
-        """Measure the copy of a layer's K and V, contiguous, from host memory to the device."""
-        count = min(tokens, self._hidden.shape[0])
-        with self._run(self._copies.inward(count, turn)) as seconds:
-            return seconds * 1e3 / IN_A_ROW
-
-    @cached_property
-    def _copies(self) -> SwapCopies:
-        return SwapCopies(self._kv, self._decoder.device)
-
-    def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
-        """Return the call to time; its argument is the number of layers after this turn's layer."""
-        if point.stage.tier is not None:
-            return self._decode(point.stage.tier, point.x, point.y, turn)
-        if point.stage.is_prefill:
-            return self._prefill(point.x, point.y, turn)
-        if point.stage is Stage.LINEAR:
-            return self._linear(point.x, turn)
-        return self._head(point.x)
-
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         device, state, region = self._decoder.device, self._state(tokens), self._regions[NEAR]
         self._fill(state, tokens)
         slots = region.slots(tokens, turn).to(device, torch.int32)
 
         def call(step: int) -> None:
-            layer, cache = (
-                (turn * LAYERS_AT_ONCE + step) % self._config.num_layers,
-                region.pool.layer(region.layer(turn + step)),
-            )
+            layer = (turn * LAYERS_AT_ONCE + step) % self._config.num_layers
+            cache = region.pool.layer(region.layer(turn + step))
             store = cache.store(slots) if cache.fused_kv_append else None
             self._stages.advance(layer, layer, state, store)
 
         return call
 
-    def _offloaded_linear_ms(self, split: OffloadedMatmuls, tokens: int) -> tuple[float, float]:
-        """Return the mean times of a layer's linear stages; layers differ in their resident weights.
+    @torch.inference_mode()
+    def offloaded_linear_ms(self, tokens: int) -> tuple[float, float]:
+        """Return the mean times of a layer's linear stages, and of the CPU's part in them.
 
-        Returns:
-            Time of the stages, and the CPU's part.
+        All layers run, because they differ in their resident weights.
         """
+        assert self._split is not None
         num_layers, state = self._config.num_layers, self._state(tokens)
-        products = split.of_rows(0, tokens, range(num_layers + 1))
+        products = self._split.of_rows(0, tokens, range(num_layers + 1))
         # Without flags, threads do the CPU's part, and no graph contains them.
         in_graph = self._has_graphs and tokens <= MAX_DECODES and (self._has_flags or not products.on_host)
         start, end = (timed_event(in_graph=in_graph) if self.is_cuda else None for _ in range(2))
         self._fill(state, tokens)
 
         def record(launcher: Launcher) -> None:
-            stream, after = products.stream(), _NOTHING
+            stream = products.stream()
+            after: Sequence[Signal] = ()
             stream.bring(launcher)
             if start is not None:
                 launcher.run(Lane.DEVICE, _MEASURED, start.record)
@@ -382,7 +314,7 @@ class StageTimer:
         relays = Relays(self._config, KVStorage({})) if self._has_flags else None
         hosts, staged = products.on_host, products.stream().staged
         works = hosts if staged is None else [*hosts, staged]
-        with self._run(record, in_graph=in_graph, relays=relays, products=works) as seconds:
+        with self.run(record, in_graph=in_graph, relays=relays, products=works) as seconds:
             ms = seconds * 1e3 if start is None or end is None else float(start.elapsed_time(end))
             return ms / num_layers, sum(host.busy_ns for host in hosts) / 1e6 / num_layers
 
@@ -461,11 +393,7 @@ class StageTimer:
         return [max(round(share * factor), 1) for share in shares]
 
 
-def _in_a_row(work: Sequence[Work]) -> Record:
-    """Return a recorder that adds the work to the device's lane."""
-
-    def record(launcher: Launcher) -> None:
-        for each in work:
-            launcher.run(Lane.DEVICE, _MEASURED, each)
-
-    return record
+def _in_a_row(work: Sequence[Work], launcher: Launcher) -> None:
+    """Add the work to the device's lane."""
+    for each in work:
+        launcher.run(Lane.DEVICE, _MEASURED, each)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.cluster import Cluster
 from neo_desktop.engine.remote.greeting import RefusedError
 from neo_desktop.engine.remote.heads import HeadGroup, check_heads
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
@@ -43,7 +42,6 @@ class Workers:
         sinks: [layers, heads] fp32; None: the model has none.
         most_blocks: useful blocks per worker.
         retries_s: see `RETRIES_S`.
-        cluster: cluster of the workers; closed with them.
         by_heads: all workers form one tier, each with some heads of every request; otherwise each worker is
             its own tier.
 
@@ -60,13 +58,11 @@ class Workers:
         sinks: Tensor | None,
         most_blocks: int,
         retries_s: Sequence[float] = RETRIES_S,
-        cluster: Cluster | None = None,
         *,
         by_heads: bool = False,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
         self._retries_s = retries_s
-        self._cluster = cluster
         self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
         self._reasons: dict[KVTier, str] = {}  # reasons of the current losses
         self._losses = dict.fromkeys(self._links, 0)
@@ -204,5 +200,3 @@ class Workers:
         self._closing.set()
         for link in self._links.values():
             link.close()
-        if self._cluster is not None:
-            self._cluster.close()

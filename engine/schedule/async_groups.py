@@ -26,8 +26,8 @@ class AsyncGroups(Generic[R]):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, request: R) -> bool:
-        return request.request_id in self._members
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, RequestState) and request.request_id in self._members
 
     def __iter__(self) -> Iterator[R]:
         return iter(self._members.values())

@@ -1,13 +1,13 @@
 """A batch under construction, in numbers: its limits, its contents and the decodes that may still join."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import MAX_TOKEN_MS
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.schedule.steady_state import SteadyState
 
@@ -71,7 +71,7 @@ class HostQueue:
             decodes[tier] = Decodes(requests + 1, before + context_tokens)
         return decodes
 
-    def host_ms(self, cost: CostModel, begin: int, end: int) -> float:
+    def host_ms(self, cost: TableCostModel, begin: int, end: int) -> float:
         """Return the host time of the decodes `begin .. end - 1`; `estimate.host_ms` defines it.
 
         The scheduler's hot path: it calls this for many ranges of the queue in each iteration.
@@ -105,24 +105,24 @@ class Chunk(NamedTuple):
 class BatchBuilder:
     """Contents of the batch so far."""
 
-    cost: CostModel
+    cost: TableCostModel
     limits: SchedulerLimits
     budget: int  # tokens that may still be added
     shape: BatchShape  # of sub-batch 0, without the queue
     queue: HostQueue = field(default_factory=lambda: HostQueue(()))
     num_starved: int = 0  # decodes at the front of the queue that join at any cost
-    moved_tokens: int = 0  # tokens whose KV crosses the bus during the iteration; see `iteration_ms`
+    moved_tokens: int = 0  # tokens whose KV crosses the bus during the iteration; see `IterationShape`
     num_waiting: int = 0  # prompts without KV
     mean_prompt_tokens: float = 0.0
     num_running: int = 0  # requests with KV in some tier
     num_on_host: int = 0  # requests whose decode attention runs on the host;
     most_on_device: int = 0  # requests of average length that fit in the preferred tier
     num_streamed: int = 0  # requests whose KV is streamed to the device
-    residents: Mapping[KVTier, Decodes] = field(default_factory=dict)  # typical decodes by tier
+    # Returns the running requests as decodes, by tier.
+    typical_decodes: Callable[[], Mapping[KVTier, Decodes]] = dict
     async_decodes: Mapping[KVTier, Decodes] = field(default_factory=dict)  # async decodes in flight
     steady_state: SteadyState | None = None  # best in the long run; None: the policy does not use it
     chunks: list[Chunk] = field(default_factory=list)
-    most_per_prompt: int | None = None  # token limit per prompt; None: no limit
 
     def add_chunk(self, tier: KVTier, tokens: int, start: int, num_tokens: int) -> None:
         """Add tokens of a request.

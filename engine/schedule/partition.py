@@ -2,25 +2,22 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import (
     NO_DECODES,
     BatchShape,
     Decodes,
-    OffDeviceTimes,
+    IterationShape,
     async_off_device,
-    async_rows,
-    copies_ms,
     device_attention_ms,
     host_ms,
+    iteration_ms,
     joined,
     off_device_times,
-    times_ms,
-    times_of,
 )
 from neo_desktop.engine.schedule.batch_builder import Chunk, HostQueue
 
@@ -37,13 +34,9 @@ class Partition:
 
     second: Sequence[int]  # in sub-batch 1
     first: Sequence[int]  # in sub-batch 0
-    queue: HostQueue
-    shape: BatchShape  # of sub-batch 0, without the queue's decodes
+    shape: IterationShape  # with as many async decodes as the iteration could advance
     predicted_ms: float
     num_chunks_second: int = 0  # the last chunks of prompts, which join sub-batch 1
-    shape_second: BatchShape = NOTHING  # of these chunks
-    # Async decodes that this iteration could advance, by KV tier.
-    async_decodes: Mapping[KVTier, int] = field(default_factory=dict)
 
     @property
     def num_taken(self) -> int:
@@ -53,14 +46,7 @@ class Partition:
     @property
     def num_async(self) -> int:
         """Async decodes in all tiers."""
-        return sum(self.async_decodes.values())
-
-    @property
-    def shapes(self) -> tuple[BatchShape, ...]:
-        """Shapes of the sub-batches, with the queue's decodes."""
-        shape = self.shape.plus(self.queue.decodes(self.first))
-        second = self.shape_second.plus(self.queue.decodes(self.second))
-        return (shape, second) if second.tokens else (shape,)
+        return sum(requests for requests, _ in self.shape.async_decodes.values())
 
 
 class CandidateGenerator:
@@ -69,14 +55,14 @@ class CandidateGenerator:
     Args:
         shape: of sub-batch 0, without the queue.
         queue: decodes whose attention runs on the host.
-        moved_tokens: see `iteration_ms`.
+        moved_tokens: see `IterationShape`.
         chunks: of prompts; `shape` includes them.
         async_decodes: async decodes in flight.
     """
 
     def __init__(
         self,
-        cost: CostModel,
+        cost: TableCostModel,
         shape: BatchShape,
         queue: HostQueue,
         moved_tokens: int = 0,
@@ -88,7 +74,7 @@ class CandidateGenerator:
         self._async_decodes = async_decodes
         self.queue = queue
         self._cost = cost
-        self._copies_ms = copies_ms(cost, (shape,), moved_tokens)
+        self._moved_tokens = moved_tokens
         # The last token of a prompt alone is a decode in every tier.
         self._at_host = {tier: each for tier, each in shape.decodes.items() if tier.host_attends}
         self._attention_ms = device_attention_ms(cost, shape)
@@ -208,13 +194,7 @@ class CandidateGenerator:
             first_ms = cost.linear_ms(shape.tokens + num_taken // 2) + second.prefill_ms
             second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
-            in_second, in_first = range(num_second), range(num_second, num_taken)
-            times = times_of(cost, shape.tokens + len(in_first), attention_ms, self._on_host(in_first))
-            second_tokens = second.tokens + num_second
-            others = times_of(cost, second_tokens, second.prefill_ms, self._on_host(in_second))
-            rows = self.shape.rows + num_taken
-            predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
-            yield Partition(in_second, in_first, self.queue, shape, predicted_ms, num_chunks, second)
+            yield self._predicted(range(num_second), range(num_second, num_taken), shape, second, num_chunks)
 
     def with_async(
         self, partition: Partition, max_token_ms: float, *, workers_only: bool = False
@@ -240,29 +220,22 @@ class CandidateGenerator:
         possible = joined(self._async_decodes, rest)
         if not possible:
             return
-        in_first = joined(self._at_host, self.queue.decodes(partition.first))
-        in_second = self.queue.decodes(partition.second)
-        tokens = self.shape.tokens + len(partition.first)
-        first = times_of(cost, tokens, self._attention_ms, off_device_times(cost, in_first))
-        second = (
-            times_of(cost, len(partition.second), 0.0, off_device_times(cost, in_second))
-            if in_second
-            else None
-        )
-        layer_ms = partition.predicted_ms - cost.head_ms(partition.shape.rows + partition.num_taken)
+        batches = partition.shape.batches
+        times = [off_device_times(cost, batch.decodes) for batch in batches]
+        layer_ms = partition.predicted_ms - cost.head_ms(sum(batch.rows for batch in batches))
         layer_ms /= cost.num_layers
         # All workers share the network; each tier has its own compute time.
-        network_ms = layer_ms - first.on_host.sending - (second.on_host.sending if second else 0.0)
-        cpu_ms = first.host_linear + (second.host_linear if second else 0.0)
-        under_way = {tier: requests for tier, (requests, _) in self._async_decodes.items()}
-        left = MAX_ASYNC_DECODES * cost.num_layers - sum(under_way.values())
-        counts = dict(under_way)
+        network_ms = layer_ms - sum(each.sending for each in times)
+        cpu_ms = sum(cost.host_linear_ms(batch.tokens) for batch in batches)
+        under_way = self._async_decodes
+        left = MAX_ASYNC_DECODES * cost.num_layers - sum(requests for requests, _ in under_way.values())
+        counts = {tier: requests for tier, (requests, _) in under_way.items()}
         for tier, decodes in possible.items():
-            begun = under_way.get(tier, 0)
+            begun = counts.get(tier, 0)
             idle_ms = layer_ms - (0.0 if tier.is_remote else cpu_ms)
-            for each in (in_first, in_second):
-                if tier in each:
-                    here = off_device_times(cost, {tier: each[tier]})
+            for batch in batches:
+                if tier in batch.decodes:
+                    here = off_device_times(cost, {tier: batch.decodes[tier]})
                     idle_ms -= here.cpu + here.away
 
             most = _share(decodes, min(decodes.requests, begun + left))
@@ -272,24 +245,18 @@ class CandidateGenerator:
                 left -= count - begun
                 network_ms -= async_off_device(cost, {tier: _share(decodes, count)}).sending
 
-        def with_so_many(counts: Mapping[KVTier, int]) -> Partition:
-            own = {tier: _share(possible[tier], count) for tier, count in counts.items()}
-            rows = async_rows(cost, own)
-            times = first._replace(
-                linear=cost.linear_ms(tokens + rows), host_linear=cost.host_linear_ms(tokens + rows)
-            )
-            sampled = partition.shape.rows + partition.num_taken + rows
-            own_ms = async_off_device(cost, own)
-            predicted_ms = times_ms(cost, times, second, sampled, self._copies_ms, own_ms)
-            return replace(partition, predicted_ms=predicted_ms, async_decodes=counts)
+        def advancing(decodes: Mapping[KVTier, Decodes]) -> Partition:
+            shape = partition.shape._replace(async_decodes=decodes)
+            return Partition(partition.second, partition.first, shape, iteration_ms(cost, shape))
 
-        if sum(counts.values()) > sum(under_way.values()):
-            more = with_so_many(counts)
+        most_decodes = {tier: _share(possible[tier], count) for tier, count in counts.items()}
+        if sum(counts.values()) > sum(requests for requests, _ in under_way.values()):
+            more = advancing(most_decodes)
             if (cost.num_layers + 1) * more.predicted_ms <= max_token_ms:
                 yield more
                 return
         if under_way:
-            yield with_so_many(under_way)
+            yield advancing({tier: _share(possible[tier], under_way[tier].requests) for tier in under_way})
 
     def _fitting_beside(self, tier: KVTier, decodes: Decodes, idle_ms: float, network_ms: float) -> int:
         """Return how many of these async decodes a tier can attend for within one layer.
@@ -307,22 +274,24 @@ class CandidateGenerator:
 
     def _partition(self, second: Sequence[int], first: Sequence[int]) -> Partition:
         """Predict a partition; sub-batch 0 is never empty."""
-        shape = self.shape
-        tokens = shape.tokens + len(first)
-        if second and not tokens:
+        if second and not self.shape.tokens and not first:
             second, first = (), second
-            tokens = len(first)
-        cost = self._cost
-        times = times_of(cost, tokens, self._attention_ms, self._on_host(first, self._at_host))
-        others = times_of(cost, len(second), 0.0, self._on_host(second)) if second else None
-        rows = shape.rows + len(first) + len(second)
-        predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
-        return Partition(second, first, self.queue, shape, predicted_ms)
+        return self._predicted(second, first, self.shape)
 
-    def _on_host(
-        self, positions: Sequence[int], others: Mapping[KVTier, Decodes] = NO_DECODES
-    ) -> OffDeviceTimes:
-        return off_device_times(self._cost, joined(others, self.queue.decodes(positions)))
+    def _predicted(
+        self,
+        second: Sequence[int],
+        first: Sequence[int],
+        shape: BatchShape,
+        shape_second: BatchShape = NOTHING,
+        num_chunks_second: int = 0,
+    ) -> Partition:
+        """Add decodes of the queue to these shapes of the sub-batches, and predict the iteration."""
+        batches: tuple[BatchShape, ...] = (shape.plus(self.queue.decodes(first)),)
+        if second or shape_second.tokens:
+            batches = (*batches, shape_second.plus(self.queue.decodes(second)))
+        whole = IterationShape(batches, self._moved_tokens)
+        return Partition(second, first, whole, iteration_ms(self._cost, whole), num_chunks_second)
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can attend for within `limit_ms`."""

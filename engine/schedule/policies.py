@@ -19,7 +19,6 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder
 from neo_desktop.engine.schedule.partition import CandidateGenerator, Objective, Partition
 from neo_desktop.engine.schedule.steady_state import Kind, SteadyState
 
-SMALLEST_CHUNK_TOKENS = 64  # smallest prefill budget beside CPU decodes;
 SURPLUS = 1.25  # admitted requests, relative to the steady state's, in host memory;
 FILLING_ITERATIONS = 32  # iterations in which prompts fill the device's free memory
 MAX_READING_SHARE = 0.15  # time per token may exceed a full iteration's by this share, for weight reads
@@ -55,9 +54,9 @@ class Policy:
         """
         return True
 
-    def prefill_budget(self, builder: BatchBuilder) -> int:
-        """Return the number of prompt tokens to add."""
-        return builder.budget
+    def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
+        """Return the number of prompt tokens to add, and the most per prompt; None: no limit per prompt."""
+        return builder.budget, None
 
     def swap(
         self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
@@ -172,23 +171,22 @@ class Fastest(Policy):
     ) -> Sequence[int]:
         return streamed.hidden(builder, decodes, num_starved)
 
-    def prefill_budget(self, builder: BatchBuilder) -> int:
+    def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
         """Return the steady state's prompt tokens, but at least enough to justify reading the weights.
 
         If all requests fit on the device, there is no limit: a short TTFT matters more.
         """
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
-            return builder.budget
-        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
+            return builder.budget, None
+        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, 1)
         missing = min(
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
         room = max(missing, 0) * builder.mean_prompt_tokens / FILLING_ITERATIONS
         tokens = math.ceil(max(steady_state.chunk_tokens, least, room))
-        if steady_state.kind is Kind.PROMPTS_IN_BOTH:
-            builder.most_per_prompt = -(-tokens // 2)
-        return min(tokens, builder.budget)
+        most_per_prompt = -(-tokens // 2) if steady_state.kind is Kind.PROMPTS_IN_BOTH else None
+        return min(tokens, builder.budget), most_per_prompt
 
     def partition(self, builder: BatchBuilder) -> Partition:
         """Return the candidate with the highest value per time."""
@@ -235,7 +233,7 @@ def _steady_state(builder: BatchBuilder) -> SteadyState:
 def _worthwhile_tokens(builder: BatchBuilder) -> int:
     """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
     cost, large = builder.cost, builder.limits.max_batch_tokens
-    fixed_ms = cost.iteration_ms / cost.num_layers
+    fixed_ms = cost.outside_ms / cost.num_layers
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
     return bisect_left(
         range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens

@@ -2,8 +2,9 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -12,6 +13,7 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import Decodes
 from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.schedule.async_groups import AsyncGroups
 
 R = TypeVar("R", bound=RequestState)
 
@@ -37,9 +39,10 @@ class RequestQueues(Generic[R]):
 
     Args:
         tiers: in order of preference.
+        num_layers: of the model.
     """
 
-    def __init__(self, kv_cache: KVCache, tiers: tuple[KVTier, ...]) -> None:
+    def __init__(self, kv_cache: KVCache, tiers: tuple[KVTier, ...], num_layers: int) -> None:
         self.kv = kv_cache
         self.tiers = tiers
         self.waiting: deque[R] = deque()
@@ -47,7 +50,17 @@ class RequestQueues(Generic[R]):
         self.copies: list[BlockCopy] = []  # block copies for the next iteration
         self.moved: list[R] = []  # requests moved by `copies`
         self._moving: list[R] = []  # requests whose block copies run in the current iteration
+        self.async_groups: AsyncGroups[R] = AsyncGroups(num_layers)
         self.counters = SchedulerCounters()
+
+    def __iter__(self) -> Iterator[R]:
+        """Yield all requests."""
+        return chain(self.waiting, *self.running.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without KV."""
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -55,9 +68,24 @@ class RequestQueues(Generic[R]):
         return sum(map(len, self.running.values()))
 
     @property
+    def num_on_host(self) -> int:
+        """Running requests whose decode attention runs on the host or workers."""
+        return sum(len(requests) for tier, requests in self.running.items() if tier.host_attends)
+
+    @property
+    def num_streamed(self) -> int:
+        """Running requests whose KV is streamed to the device."""
+        return sum(len(requests) for tier, requests in self.running.items() if tier.is_streamed)
+
+    @property
     def has_moves(self) -> bool:
         """True if the current iteration contains moves."""
         return bool(self._moving)
+
+    @property
+    def placed(self) -> list[tuple[KVTier, R]]:
+        """Running requests with their tiers."""
+        return [(tier, request) for tier, requests in self.running.items() for request in requests]
 
     @property
     def num_running_at(self) -> dict[KVTier, int]:
@@ -99,6 +127,16 @@ class RequestQueues(Generic[R]):
             self.kv.free(request.request_id)
         else:
             self.waiting.remove(request)
+        self.async_groups.drop(request)
+
+    def check_async_groups(self, most_waits: int) -> None:
+        """Restart async decodes whose KV moved; restart all after `most_waits` iterations without a step."""
+        if self.async_groups.num_waits >= most_waits:
+            self.async_groups.clear()
+        moved = {request.request_id for request in self.moved}
+        for request in list(self.async_groups):
+            if request.request_id not in self.kv or request.request_id in moved:
+                self.async_groups.drop(request)
 
     def start_moves(self) -> None:
         """Assign the pending moves to the iteration that starts now; moves of the last one are complete."""

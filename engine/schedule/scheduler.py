@@ -1,119 +1,166 @@
 """The scheduler: from requests to plans, and from results back to requests."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
-from neo_desktop.engine.batch import (
-    UNKNOWN_TOKEN,
-    AsyncGroup,
-    IterationPlan,
-    IterationResult,
-    ScheduledSequence,
-    SubBatch,
-)
+from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput
-from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
-from neo_desktop.engine.schedule.decider import Decider, Decision
+from neo_desktop.engine.predict.cost_model import ZERO, TableCostModel
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
+from neo_desktop.engine.schedule.iteration_builder import Admission, Decision, IterationBuilder
+from neo_desktop.engine.schedule.plans import Scheduled, plan_of, without_ended
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.schedule.steady_state import SteadyStateFinder
+from neo_desktop.engine.schedule.workload_stats import WorkloadStats
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+MOST_WAITS = 16  # iterations without an async step before async decodes in flight are restarted
+BUDGET_GROWTH = 1 + 1 / 32  # per iteration, after an iteration failed for lack of device memory
 MOST_SHRINKS = 32  # many more than halvings down to a single token need
 
-
-class _Scheduled(NamedTuple):
-    """A request's share of a running iteration."""
-
-    request: Request
-    sequence: ScheduledSequence
-    num_preemptions: int  # of the request, when the iteration started
-    is_last: bool  # it computes the request's last known token: a token or the pooled states follow
-    is_on_its_way: bool  # its async decode continues in later iterations
+R = TypeVar("R", bound=RequestState)
 
 
-class Scheduler:
-    """Turns the decisions of a `Decider` into plans, and applies results to requests."""
+class Scheduler(Generic[R]):
+    """Continuous batching over several tiers, as in NEO (section 3.2).
+
+    NOTE on the algorithm. There is no prefill phase and no decode phase: a request has tokens (prompt and
+    output), the KV of some is computed, and an iteration computes more of the rest. Each iteration:
+
+    1. Room: every decode needs a slot for its new token. If a tier is full, its youngest request moves to
+       another tier with room, or is preempted: its blocks are freed, and it waits to be recomputed.
+    2. Decodes attended by the device join sub-batch 0. If the preferred tier has ample room, the oldest
+       requests of other tiers move there: as many as the bus can transfer behind the linear stages, but at
+       least one.
+    3. Prompts join sub-batch 0 in order of arrival, cut into chunks by the token budget. Their KV stays in
+       the preferred tier if it fits. Otherwise it goes to another tier, layer by layer. Streamed decodes join
+       sub-batch 0 if the bus can transfer their KV behind the layers' work.
+    4. Decodes attended by the host join sub-batch 0 or 1, run asynchronously (`AsyncGroups`) or wait. The
+       decodes that waited longest come first.
+    5. While the host has more decodes than it has time for, no prompt is admitted to its tier.
+    6. The plan competes with others by predicted throughput: the device alone, a single batch, …
+
+    The `Policy` decides what differs between papers: victims in step 1, prefill tokens in step 3, steps 4-6.
+
+    It does bookkeeping only: no tensors, and `KVCache` alone counts blocks. The engine drives it with plans
+    and results; the simulator uses `decide` and `advance` alone, with requests that have lengths only.
+
+    Args:
+        kv_cache: tiers of the policy that it lacks are not used.
+        num_layers: of the model; None: the cost model's.
+    """
 
     def __init__(
         self,
         kv_cache: KVCache,
         policy: Policy,
         limits: SchedulerLimits,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
         num_layers: int | None = None,
     ) -> None:
+        self._cost = ZERO if cost_model is None else cost_model
+        tiers = tuple(tier for tier in policy.tiers if tier in kv_cache.tiers)
+        self.queues: RequestQueues[R] = RequestQueues(kv_cache, tiers, num_layers or self._cost.num_layers)
+        self.counters = self.queues.counters
+        self._workload_stats = WorkloadStats()
         self._kv = kv_cache
-        self._decider: Decider[Request] = Decider(kv_cache, policy, limits, cost_model, num_layers)
-        self._queues: RequestQueues[Request] = self._decider.queues
-        self.counters = self._queues.counters
-        self._requests: dict[str, Request] = {}
-        self._under_way: deque[list[_Scheduled]] = deque()  # the current iterations: one, or two
+        self._policy = policy
+        self._limits = limits
+        self._steady_states = SteadyStateFinder(self._cost)
+        self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
+        self._admission = Admission()
+        self._is_behind = False  # decodes had to wait for host or bus in the last iteration
+        self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
         self._stays_on_device = False  # the newest one
-        self._ahead: Decision[Request] | None = None
+        self._ahead: Decision[R] | None = None
         self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
     @property
     def is_short_of_memory(self) -> bool:
         """True if the batch limit is reduced because the device ran out of memory."""
-        return self._decider.is_short_of_memory
+        return self._batch_tokens < self._limits.max_batch_tokens
 
-    @property
-    def max_context_tokens(self) -> int:
-        """The longest context that some tier can hold alone."""
-        return self._queues.max_context_tokens
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without KV."""
-        return len(self._queues.waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that own KV."""
-        return self._queues.num_running
-
-    @property
-    def num_running_at(self) -> dict[KVTier, int]:
-        """Number of running requests per KV tier."""
-        return self._queues.num_running_at
-
-    @property
-    def running(self) -> list[tuple[KVTier, Request]]:
-        """Running requests with their KV tiers."""
-        running = self._queues.running
-        return [(tier, request) for tier, requests in running.items() for request in requests]
-
-    @property
-    def async_request_ids(self) -> frozenset[str]:
-        """IDs of the requests with an async decode in flight."""
-        return frozenset(request.request_id for request in self._decider.async_groups)
-
-    def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._decider.add(request)
+    def add(self, request: R) -> None:
+        self.queues.add(request)
+        self._workload_stats.add(request.num_prompt_tokens)
         self._ahead = None  # otherwise the request would miss the next iteration
 
-    def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self._decider.remove(request)
+    def remove(self, request: R) -> None:
+        """Remove a finished request and free its blocks."""
+        self.queues.remove(request)
+        self._workload_stats.end()
 
-    def schedule(self) -> IterationPlan | None:
+    def decide(self) -> Decision[R] | None:
+        """Choose the work of the next iteration; return None if there is none.
+
+        The next call replaces a decision that was not carried out. Its moves and admissions remain.
+        """
+        queues = self.queues
+        self._admission.waits_for_prompt = False
+        has_room = queues.make_room(self._may_spill)  # 1
+        # Waiting requests take free room first, unless host or bus have more work than time.
+        if has_room and (self._is_behind or not queues.waiting):
+            self._promote()  # 2
+        queues.check_async_groups(MOST_WAITS)
+        iteration = self._new_iteration()
+        iteration.join_chunks(has_room, self._limits.max_batch_requests)  # 3, 5
+        iteration.join_streamed()
+        if iteration.is_empty:
+            if not len(queues.async_groups):
+                # Nothing is running: retry admission of the requests just preempted.
+                return None if has_room or not queues.waiting else self.decide()
+            queues.async_groups.clear()  # no iteration is left for them to join
+            iteration = self._new_iteration()
+        return iteration.decision()  # 4, 6
+
+    def advance(self, decision: Decision[R]) -> list[R]:
+        """Record a decision as carried out; return the requests that get a token, counted already."""
+        queues, counters = self.queues, self.counters
+        queues.start_moves()
+        for request in decision.waiting_decodes:
+            request.iterations_waited += 1
+        queues.async_groups.num_waits += 1
+        self._is_behind = bool(decision.waiting_decodes)
+        counters.num_cpu_decodes += len(decision.host_decodes)
+        counters.num_double_iterations += len(decision.sub_batches) == 2
+        sampled = []
+        for batch in decision.sub_batches:
+            for request, num_tokens in batch:
+                request.iterations_waited = 0
+                request.num_computed_tokens += num_tokens
+                if request.num_computed_tokens == request.num_tokens:
+                    request.num_tokens += 1
+                    sampled.append(request)
+        for request in queues.async_groups.turn(decision.new_async) if decision.is_async_step else ():
+            request.iterations_waited = 0
+            request.num_computed_tokens += 1
+            request.num_tokens += 1
+            sampled.append(request)
+            counters.num_cpu_decodes += 1
+            counters.num_async_decodes += 1
+        self._workload_stats.count_tokens(len(sampled))
+        # A reduced batch limit doubles in 23 steps. If the memory stays short, 23 iterations pass between two
+        # failures.
+        self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)
+        return sampled
+
+    def schedule(self: "Scheduler[Request]") -> IterationPlan | None:
         """Plan the next iteration; return None if there is nothing to do.
 
         From now on its tokens count as computed, and its outputs as pending. Call `update`, `fail` or
         `shrink` before the next plan.
         """
-        decision, self._ahead = self._without_ended(self._ahead), None
-        decision = decision or self._decider.decide()
+        decision, self._ahead = without_ended(self._ahead, self.queues), None
+        decision = decision or self.decide()
         return None if decision is None else self._plan(decision, is_ahead=False)
 
-    def look_ahead(self, *, may_start: bool = False) -> IterationPlan | None:
+    def look_ahead(self: "Scheduler[Request]", *, may_start: bool = False) -> IterationPlan | None:
         """Decide on the next iteration during the current one, as if no request finished in it.
 
         Args:
@@ -125,14 +172,13 @@ class Scheduler:
             arrive, and the start hardly matters for iterations that long. Requests that turn out to have
             finished are computed in vain.
         """
-        self._ahead = decision = self._without_ended(self._ahead) or self._decider.decide()
+        self._ahead = decision = without_ended(self._ahead, self.queues) or self.decide()
         if not may_start or decision is None or len(self._under_way) != 1 or not self._can_start(decision):
             return None
         self._ahead = None
         return self._plan(decision, is_ahead=True)
 
-    def _can_start(self, decision: Decision[Request]) -> bool:
-        members = [item for batch in decision.sub_batches for item in batch]
+    def _can_start(self: "Scheduler[Request]", decision: Decision[Request]) -> bool:
         under_way = {scheduled.request.request_id for scheduled in self._under_way[0]}
         return (
             self._stays_on_device
@@ -141,98 +187,25 @@ class Scheduler:
             and all(
                 num_tokens == 1
                 and request.num_uncomputed_tokens == 1
-                and self._queues.tier_of(request).stays_on_device
+                and self.queues.tier_of(request).stays_on_device
                 and not (request.needs_tokens and request.request_id in under_way)
-                for request, num_tokens in members
+                for batch in decision.sub_batches
+                for request, num_tokens in batch
             )
         )
 
-    def _plan(self, decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
-        plan = IterationPlan(
-            tuple(SubBatch(tuple(self._sequences(batch))) for batch in decision.sub_batches),
-            tuple(decision.copies),
-            decision.predicted,
-            is_ahead,
-            self._async_decodes(decision) if decision.is_async_step else (),
-        )
-        on_their_way = {
-            each.request_id for stage in plan.async_decodes[:-1] for each in stage if each is not None
-        }
-        requests = [self._requests[sequence.request_id] for sequence in plan.all_sequences]
-        self._under_way.append(
-            [
-                _Scheduled(
-                    request,
-                    sequence,
-                    request.num_preemptions,
-                    is_last=sequence.sampling is not None
-                    or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens),
-                    is_on_its_way=sequence.request_id in on_their_way,
-                )
-                for request, sequence in zip(requests, plan.all_sequences, strict=True)
-            ]
-        )
+    def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
+        plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)
+        self._under_way.append(scheduled)
         self._stays_on_device = plan.stays_on_device
-        self._decider.advance(decision)
+        self.advance(decision)
         return plan
 
-    def _without_ended(self, decision: Decision[Request] | None) -> Decision[Request] | None:
-        """Remove finished requests from a decision; return None if nothing remains."""
-        if decision is None:
-            return None
-        batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
-        decision.sub_batches = [batch for batch in batches if batch]
-        decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
-        decision.new_async = [request for request in decision.new_async if not request.is_finished]
-        if not decision.new_async and not len(self._decider.async_groups):
-            decision.async_decodes = {}
-        if not decision.sub_batches and decision.is_async_step:
-            decision.sub_batches = [[]]
-        return decision if decision.sub_batches else None
-
-    def _async_decodes(self, decision: Decision[Request]) -> tuple[AsyncGroup, ...]:
-        """Return the decodes that advance by a layer, grouped by the linear stage that they join."""
-        stages = self._decider.async_groups.stages(decision.new_async)
-        return tuple(
-            tuple(
-                None if request is None else self._sequence(request, 1, is_sampled=stage is stages[-1])
-                for request in stage
-            )
-            for stage in stages
-        )
-
-    def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
-        """Yield a sub-batch in the order that all readers expect: by tier, then prompts before decodes."""
-        rank = {tier: index for index, tier in enumerate(self._queues.tiers)}
-        placed = [(self._queues.tier_of(request), request, num_tokens) for request, num_tokens in batch]
-        placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
-        for _, request, num_tokens in placed:
-            is_last = request.num_computed_tokens + num_tokens == request.num_tokens
-            yield self._sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
-
-    def _sequence(self, request: Request, num_tokens: int, *, is_sampled: bool) -> ScheduledSequence:
-        start, states = request.num_computed_tokens, self._kv.states
-        is_last = start + num_tokens == request.num_tokens
-        is_known = start + num_tokens <= len(request.token_ids)
-        token_ids = request.token_ids[start : start + num_tokens]
-        return ScheduledSequence(
-            request_id=request.request_id,
-            token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
-            start=start,
-            tier=self._queues.tier_of(request),
-            block_table=self._kv.block_table(request.request_id),
-            sampling=request.sampling_input() if is_sampled else None,
-            num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
-            states=None
-            if states is None
-            else states.plan(request.request_id, start, num_tokens, is_last=is_last),
-        )
-
-    def update(self, result: IterationResult) -> list[Request]:
+    def update(self: "Scheduler[Request]", result: IterationResult) -> list[Request]:
         """Apply the result of the oldest iteration; return the requests that gained a token or finished."""
         gained = []
-        self._queues.end_moves()
-        moving = {request.request_id for request in self._queues.moved}  # their KV is still incomplete
+        self.queues.end_moves()
+        moving = {request.request_id for request in self.queues.moved}  # their KV is still incomplete
         block_size = self._kv.block_size
         for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():
             if is_on_its_way:
@@ -258,26 +231,26 @@ class Scheduler:
             is_there = is_kept and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
-                if self._decider.waits_for_prompt:  # it may wait for these blocks
+                if self._admission.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
             if request.is_finished:
                 self.remove(request)
         self._num_shrinks = 0
         return gained
 
-    def _end_iteration(self) -> "list[_Scheduled]":
+    def _end_iteration(self) -> list[Scheduled]:
         """Remove the oldest iteration; return its parts whose requests have not finished since."""
         ended = self._under_way.popleft() if self._under_way else []
-        return [scheduled for scheduled in ended if not scheduled.request.is_finished]
+        return [each for each in ended if not each.request.is_finished]
 
-    def abort(self, owner_id: str) -> list[RequestOutput]:
+    def abort(self: "Scheduler[Request]", owner_id: str) -> list[RequestOutput]:
         """End all outputs of a request now and free their blocks; do nothing if none is left."""
-        requests = [request for request in self._requests.values() if request.owner_id == owner_id]
+        requests = [request for request in self.queues if request.owner_id == owner_id]
         for request in requests:
             self._finish(request, FinishReason.ABORT)
         return [request.take_output() for request in requests]
 
-    def fail(self, error: str) -> list[RequestOutput]:
+    def fail(self: "Scheduler[Request]", error: str) -> list[RequestOutput]:
         """End the requests of the current iteration, which failed."""
         requests = [scheduled.request for scheduled in self._end_iteration()]
         for request in requests:
@@ -293,9 +266,9 @@ class Scheduler:
         """
         num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way[0])
         self._num_shrinks += 1
-        if (num_tokens == 1 and not self._queues.has_moves) or self._num_shrinks > MOST_SHRINKS:
+        if (num_tokens == 1 and not self.queues.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
-        self._decider.shrink_to(num_tokens // 2)
+        self._batch_tokens = max(num_tokens // 2, 1)
         self.take_back()
         self._give_up_moves()
         return True
@@ -307,12 +280,12 @@ class Scheduler:
         """
         self.take_back()
         self._give_up_moves()
-        self._queues.close(tier)
+        self.queues.close(tier)
 
     def open(self, tier: KVTier, num_blocks: int) -> None:
         """Reopen a lost tier, which is empty."""
         self._ahead = None
-        self._queues.open(tier, num_blocks)
+        self.queues.open(tier, num_blocks)
 
     def set_limit(self, tier: KVTier, num_blocks: int) -> None:
         """Use only the first blocks of a tier; no iteration may be running.
@@ -324,31 +297,32 @@ class Scheduler:
         """
         assert not self._under_way
         self._ahead = None
-        self._decider.set_limit(tier, num_blocks)
+        self.queues.set_limit(tier, num_blocks, self._may_spill)
+        self._admission.refused = None
 
     def is_drained(self, tier: KVTier) -> bool:
         """True if the blocks beyond the limit are unused; no iteration may be running."""
-        return self._queues.is_drained(tier, self._kv.size(tier).limit)
+        return self.queues.is_drained(tier, self._kv.size(tier).limit)
 
     def least_blocks(self, tier: KVTier) -> int:
         """Return the number of blocks a tier must keep so that the oldest request can continue.
 
         That request is never preempted. The number includes some room to grow.
         """
-        oldest = min(self._requests.values(), key=attrgetter("arrival"), default=None)
+        oldest = min(self.queues, key=attrgetter("arrival"), default=None)
         if oldest is None:
             return 0
         num_blocks = self._kv.blocks_for(oldest.num_tokens)
         room_to_grow = num_blocks // 4 + 1
         if oldest.request_id in self._kv:
-            is_here = self._queues.tier_of(oldest) == tier
+            is_here = self.queues.tier_of(oldest) == tier
             return self._kv.last_block(oldest.request_id) + 1 + room_to_grow if is_here else 0
         largest = max(self._kv.tiers, key=lambda each: self._kv.size(each).most)
         return num_blocks + room_to_grow if tier == largest else 0
 
-    def refuse_first(self, why: str) -> list[RequestOutput]:
+    def refuse_first(self: "Scheduler[Request]", why: str) -> list[RequestOutput]:
         """End the longest-waiting request, because no remaining tier can hold it."""
-        request = self._queues.waiting[0]
+        request = self.queues.waiting[0]
         self._finish(request, FinishReason.ERROR, why)
         return [request.take_output()]
 
@@ -356,7 +330,7 @@ class Scheduler:
         """Discard the newest iteration: its requests return to their state before it."""
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
-            self._decider.async_groups.clear()
+            self.queues.async_groups.clear()
         for request, sequence, num_preemptions, is_last, _ in undone:
             if is_last:
                 request.num_tokens -= 1
@@ -368,8 +342,64 @@ class Scheduler:
 
     def _give_up_moves(self) -> None:
         self._ahead = None
-        self._queues.give_up_moved()
+        self.queues.give_up_moved()
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(
+        self: "Scheduler[Request]", request: Request, reason: FinishReason, error: str | None = None
+    ) -> None:
         request.finish(reason, error)
         self.remove(request)
+
+    def _new_iteration(self) -> IterationBuilder[R]:
+        max_tokens = int(self._batch_tokens)
+        return IterationBuilder(self.queues, self._policy, self._builder, max_tokens, self._admission)
+
+    def _may_spill(self, victim: R, tier: KVTier) -> bool:
+        """Return True if a request may move to a less preferred tier; it must if it fits nowhere else."""
+        best = self.queues.tiers[0]
+        if victim.num_tokens >= self._kv.capacity_tokens(best):
+            return True
+        rest = [request.num_tokens for request in self.queues.running[best] if request is not victim]
+        builder = self._builder({best: Decodes(len(rest), sum(rest))} if rest else {})
+        return self._policy.spills(builder, tier, victim.num_tokens)
+
+    def _promote(self) -> None:
+        """Move requests to the preferred tier, while it has room and the linear stages hide the copies.
+
+        If nothing moves, one request of the host moves to the streamed tier, if its KV can stream unnoticed.
+        """
+        best, *others = self.queues.tiers
+        layer_ms, num_tokens = self._cost.linear_ms(self.queues.num_running), 0
+        while not num_tokens or self._cost.transfer_ms(num_tokens) < layer_ms:
+            request = self.queues.next_to_promote(best)
+            if request is None or not self.queues.promote(request, best):
+                break
+            num_tokens += request.num_tokens
+        for tier in others:
+            if tier.is_streamed and not self.queues.copies:
+                request = self.queues.next_to_promote(tier)
+                if request is not None and self._policy.admits(self._builder({}), tier, request.num_tokens):
+                    self.queues.promote(request, tier)
+
+    def _builder(self, decodes: dict[KVTier, Decodes]) -> BatchBuilder:
+        """Return a batch builder with these decodes, which the device attends for."""
+        queues, stats = self.queues, self._workload_stats
+        shape = BatchShape().plus(decodes)
+        steady_state = None
+        if self._policy.needs_steady_state:
+            steady_state = self._steady_states.best(stats.workload(queues, self._limits))
+        return BatchBuilder(
+            self._cost,
+            self._limits,
+            int(self._batch_tokens) - shape.tokens,
+            shape,
+            moved_tokens=len(queues.copies) * self._kv.block_size,
+            num_waiting=len(queues.waiting),
+            mean_prompt_tokens=stats.prompt_tokens,
+            num_running=queues.num_running,
+            num_on_host=queues.num_on_host,
+            most_on_device=stats.most_in(self._kv, queues.tiers[0]),
+            num_streamed=queues.num_streamed,
+            typical_decodes=lambda: queues.typical_decodes(stats.output_tokens),
+            steady_state=steady_state,
+        )

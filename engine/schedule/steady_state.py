@@ -18,18 +18,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import (
-    Decodes,
-    OffDeviceTimes,
-    Times,
-    async_off_device,
-    async_rows,
-    off_device_times,
-    swap_both_ms,
-    times_ms,
-    times_of,
-)
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 
 COUNT_STEP = 1.3  # ratio of consecutive counts of CPU decodes to try
 KEY_STEP = 1.1  # workloads that differ by less share a steady state
@@ -121,7 +111,7 @@ class SteadyState:
 class SteadyStateFinder:
     """Finds the best steady state, and again after the workload has changed."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: TableCostModel) -> None:
         self._cost = cost
         self._key: tuple[int, ...] | None = None
         self._best: SteadyState | None = None
@@ -208,52 +198,46 @@ class SteadyStateFinder:
         """Predict the iteration time; prompt tokens beyond the longest chunk run in further iterations."""
         cost, num_device, num_host = self._cost, steady_state.num_device, steady_state.num_host
         chunk_tokens = min(steady_state.chunk_tokens, workload.max_chunk_tokens)
-        context_tokens = int(workload.context_tokens)
-        attention_ms = 0.0
-        if workload.device is not None:
-            attention_ms = cost.attention_ms(workload.device, num_device, num_device * context_tokens)
-        async_decodes: dict[KVTier, Decodes] = {}
-        if workload.host is not None and steady_state.num_async:
-            async_decodes[workload.host] = Decodes(
-                steady_state.num_async, steady_state.num_async * context_tokens
-            )
-        rows = async_rows(cost, async_decodes)
-
-        def beside(count: int) -> OffDeviceTimes:
-            return off_device_times(cost, workload.beside_device(count))
-
-        prompt_tokens = max(int(workload.prompt_tokens), 1)
+        context_tokens, prompt_tokens = int(workload.context_tokens), max(int(workload.prompt_tokens), 1)
         prefill_ms = chunk_tokens * cost.prefill_attention_ms(prompt_tokens, 0) / prompt_tokens
-        others = (steady_state.chunk_tokens - chunk_tokens) / workload.max_chunk_tokens
-        other_ms = (
-            cost.num_layers * (cost.linear_ms(workload.max_chunk_tokens) + prefill_ms) + cost.iteration_ms
+
+        def chunk_of(num_decodes: float) -> int:
+            """Return the prompt tokens of requests that will decode like these."""
+            return int(chunk_tokens * num_decodes / steady_state.num_decoded) if num_decodes else 0
+
+        on_device = {}
+        if workload.device is not None:
+            on_device[workload.device] = Decodes(num_device, num_device * context_tokens)
+        device = BatchShape(
+            num_device + int(chunk_tokens),
+            num_device,
+            prefill_ms,
+            on_device,
+            steady_state.num_streamed * context_tokens,
+            steady_state.num_streamed + chunk_of(steady_state.num_streamed),
         )
-        tokens = num_device + int(chunk_tokens)
-        second: Times | None = None
         if steady_state.kind is Kind.ONE:
-            all_tokens = tokens + num_host + rows
-            first = times_of(cost, all_tokens, attention_ms + prefill_ms, beside(num_host))
+            batches: tuple[BatchShape, ...] = (device.plus(workload.beside_device(num_host)),)
         elif steady_state.kind is Kind.DECODES_APART:
-            first = times_of(cost, tokens, attention_ms + prefill_ms)
-            second = times_of(cost, num_host, 0.0, beside(num_host))
+            batches = device, BatchShape().plus(workload.beside_device(num_host))
         else:
-            half, num_first = (tokens + num_host) // 2, num_host - num_host // 2
-            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(num_first))
-            second = times_of(cost, half, prefill_ms / 2, beside(num_host // 2))
-        sampled = num_device + num_host + rows
+            half = (device.tokens + num_host) // 2
+            second = BatchShape(prefill_ms=prefill_ms / 2).plus(workload.beside_device(num_host // 2))
+            device = device._replace(prefill_ms=prefill_ms / 2)
+            first = device.plus(workload.beside_device(num_host - num_host // 2))
+            batches = first._replace(tokens=half), second._replace(tokens=half)
+        async_decodes = {}
+        if workload.host is not None and steady_state.num_async:
+            num_async = steady_state.num_async
+            async_decodes[workload.host] = Decodes(num_async, num_async * context_tokens)
         # The KV of prompts that will decode on the host crosses the bus.
-        on_host = num_host + steady_state.num_async / cost.num_layers
-        moved_tokens = int(chunk_tokens * on_host / steady_state.num_decoded) if on_host else 0
-        streamed_rows = (
-            chunk_tokens * steady_state.num_streamed / steady_state.num_decoded
-            if steady_state.num_streamed
-            else 0.0
+        moved_tokens = chunk_of(num_host + steady_state.num_async / cost.num_layers)
+        shape = IterationShape(batches, moved_tokens, async_decodes)
+        other_ms = (
+            cost.num_layers * (cost.linear_ms(workload.max_chunk_tokens) + prefill_ms) + cost.outside_ms
         )
-        copies_ms = cost.transfer_ms(moved_tokens)
-        stored = steady_state.num_streamed + int(streamed_rows)
-        copies_ms += swap_both_ms(cost, steady_state.num_streamed * context_tokens, stored)
-        own = async_off_device(cost, async_decodes)
-        return times_ms(cost, first, second, sampled, copies_ms, own) + others * other_ms
+        others = (steady_state.chunk_tokens - chunk_tokens) / workload.max_chunk_tokens
+        return iteration_ms(cost, shape) + others * other_ms
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -9,18 +9,18 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, copies_ms, device_attention_ms
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 
 
-def hides(cost: CostModel, shape: BatchShape, moved_tokens: int = 0) -> bool:
+def hides(cost: TableCostModel, shape: BatchShape, moved_tokens: int = 0) -> bool:
     """True if the bus transfers all streamed KV of a layer within the layer's compute time.
 
     Always true if transfers and computation do not overlap: the choice of decodes then makes no difference.
 
     Args:
-        moved_tokens: see `iteration_ms`.
+        moved_tokens: see `IterationShape`.
     """
     if not cost.overlaps:
         return True
@@ -51,6 +51,6 @@ def hidden(builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_sta
 
 def admits(builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
     """True if the transfer of one more request still hides once all running requests are decodes."""
-    there = {each: decodes for each, decodes in builder.residents.items() if not each.host_attends}
+    there = {each: decodes for each, decodes in builder.typical_decodes().items() if not each.host_attends}
     shape = BatchShape(tokens=builder.num_on_host).plus(there).plus({tier: Decodes(1, num_tokens)})
     return hides(builder.cost, shape)

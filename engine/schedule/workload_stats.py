@@ -1,7 +1,19 @@
 """Average prompt and output length of the workload."""
 
+from typing import TypeVar
+
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
+from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.schedule.steady_state import Workload
+
+R = TypeVar("R", bound=RequestState)
+
 EXPECTED_OUTPUT_TOKENS = 200.0  # prior: one finished request with an output of this length
 MEMORY = 512.0  # requests; the weight of older ones is halved
+USED_SHARE = 0.95  # of a tier's memory; the rest lets requests grow
 
 
 class WorkloadStats:
@@ -43,3 +55,36 @@ class WorkloadStats:
     def context_tokens(self) -> float:
         """Mean context of a decode, halfway through the output."""
         return self.prompt_tokens + self.output_tokens / 2
+
+    def most_in(self, kv_cache: KVCache, tier: KVTier | None) -> int:
+        """Return how many requests of average length a tier has memory for."""
+        if tier is None or not kv_cache.capacity_tokens(tier):
+            return 0
+        return max(int(USED_SHARE * kv_cache.capacity_tokens(tier) / self.context_tokens), 1)
+
+    def workload(self, queues: RequestQueues[R], limits: SchedulerLimits) -> Workload:
+        """Return a workload of requests of average length, as many as there are."""
+        there = min(queues.num_running + len(queues.waiting), limits.max_batch_requests)
+        device = next((tier for tier in queues.tiers if not tier.host_attends), None)
+        host = next((tier for tier in queues.tiers if tier.cpu_attends), None)
+        streamed = next((tier for tier in queues.tiers if tier.is_streamed and tier != device), None)
+        most_on_device = min(self.most_in(queues.kv, device), there)
+        left = there - most_on_device
+
+        def most(tier: KVTier | None) -> int:
+            return min(self.most_in(queues.kv, tier), left)
+
+        return Workload(
+            device,
+            host,
+            most_on_device,
+            most(host),
+            self.prompt_tokens,
+            self.context_tokens,
+            self.prompt_tokens / self.output_tokens,
+            limits.max_batch_tokens,
+            limits.max_token_ms,
+            tuple((tier, count) for tier in queues.tiers if tier.is_remote and (count := most(tier))),
+            most_streamed=most(streamed),
+            most_elsewhere=left,
+        )

@@ -14,11 +14,11 @@ from neo_desktop.engine.fallbacks import MECHANISMS, NEEDS
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels
+from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.tokenizer import ByteTokenizer

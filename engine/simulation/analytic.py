@@ -11,7 +11,6 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import (
     NOTHING,
-    CostModel,
     Curve,
     MemoryShares,
     Surface,
@@ -68,7 +67,7 @@ class KVBudget:
             return blocks
         return {workers if tier.cpu_attends else tier: count for tier, count in blocks.items()}
 
-    def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
+    def swapping(self, cost: TableCostModel, limits: SchedulerLimits) -> "KVBudget":
         """Return a budget with streamed KV in host memory, as much as an iteration hides at most.
 
         The prefetch buffer for it takes GPU memory.

@@ -1,14 +1,12 @@
 """A machine that differs from its cost tables, to test decisions on wrong predictions."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, predict
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import IterationShape, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +17,7 @@ class Mismatch:
     cpu_slowdown: float = 1.0  # the same for CPU attention
     noise: float = 0.0  # relative deviation of single iterations (of a log-normal factor with median 1)
     bus_slowdown: float = 1.0  # the same for copies
-    overlap_loss: float = 0.0  # see `CostModel`
+    overlap_loss: float = 0.0  # see `Correction`
 
     def __post_init__(self) -> None:
         slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
@@ -37,35 +35,26 @@ class Reality:
         seed: of the noise.
     """
 
-    def __init__(self, tables: CostModel, mismatch: Mismatch, seed: int) -> None:
-        self.believed = CorrectedCostModel(tables)  # for the scheduler
-        self.true = CorrectedCostModel(tables)  # the actual machine
-        self.true.device_factor = mismatch.gpu_slowdown
-        self.true.host_factor = mismatch.cpu_slowdown
-        self.true.bus_factor = mismatch.bus_slowdown
-        self.true.overlap_loss = mismatch.overlap_loss
+    def __init__(self, tables: TableCostModel, mismatch: Mismatch, seed: int) -> None:
+        self.believed = CorrectedCostModel.of(tables)  # for the scheduler
+        self.true = CorrectedCostModel.of(tables)  # the actual machine
+        true = self.true.correction
+        true.device, true.host, true.bus = mismatch.gpu_slowdown, mismatch.cpu_slowdown, mismatch.bus_slowdown
+        true.overlap_loss = mismatch.overlap_loss
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
-    def carry_out(
-        self,
-        predicted: IterationTiming,
-        *shapes: BatchShape,
-        moved_tokens: int,
-        async_decodes: Mapping[KVTier, Decodes],
-    ) -> float:
+    def carry_out(self, predicted: IterationTiming, shape: IterationShape) -> float:
         """Return the true time of an iteration in ms, and correct the scheduler's cost model.
 
         Args:
             predicted: the scheduler's prediction.
-            shapes: of the sub-batches.
-            moved_tokens: see `iteration_ms`.
-            async_decodes: see `iteration_ms`.
+            shape: of the iteration.
         """
-        # The shapes contain prefill times as the scheduler predicts them.
-        factor = self.true.device_factor / self.believed.device_factor
-        truly = [shape._replace(prefill_ms=shape.prefill_ms * factor) for shape in shapes]
-        timing = predict(self.true, *truly, moved_tokens=moved_tokens, async_decodes=async_decodes)
+        # The shape contains prefill times as the scheduler predicts them.
+        factor = self.true.correction.device / self.believed.correction.device
+        batches = tuple(each._replace(prefill_ms=each.prefill_ms * factor) for each in shape.batches)
+        timing = predict(self.true, shape._replace(batches=batches))
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
         measured = replace(

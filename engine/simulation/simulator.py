@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import attending_ms, copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
-from neo_desktop.engine.schedule.decider import Decider, Decision
+from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.reality import Mismatch, Reality
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -30,7 +31,7 @@ class SimulatedRequest(RequestState):
 def simulate(
     requests: Sequence[WorkloadRequest],
     policy: Policy,
-    cost: CostModel,
+    cost: TableCostModel,
     num_blocks: Mapping[KVTier, int],
     block_size: int,
     limits: SchedulerLimits,
@@ -39,7 +40,7 @@ def simulate(
     mismatch: Mismatch | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    observe: Callable[[Decision[SimulatedRequest], CostModel], None] | None = None,
+    observe: Callable[[Decision[SimulatedRequest], TableCostModel], None] | None = None,
 ) -> SimulationResult:
     """Run a workload to its end.
 
@@ -63,8 +64,8 @@ def simulate(
     reality = Reality(cost, mismatch, seed) if mismatch is not None else None
     if reality is not None:
         cost = reality.believed
-    decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, limits, cost)
-    queues = decider.queues
+    scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
+    queues = scheduler.queues
     longest = queues.max_context_tokens
     if max_context_tokens is not None:
         longest = min(longest, max_context_tokens)
@@ -79,9 +80,9 @@ def simulate(
     num_added = 0
     while len(finished) < len(coming):
         while num_added < len(coming) and coming[num_added].arrival_ms <= clock_ms:
-            decider.add(coming[num_added])
+            scheduler.add(coming[num_added])
             num_added += 1
-        decision = decider.decide()
+        decision = scheduler.decide()
         if decision is None:
             if num_added == len(coming):
                 raise RuntimeError(
@@ -95,21 +96,16 @@ def simulate(
         true_cost, iteration_ms = cost, decision.predicted.total_ms
         if reality is not None:
             true_cost = reality.true
-            iteration_ms = reality.carry_out(
-                decision.predicted,
-                *decision.shapes,
-                moved_tokens=decision.moved_tokens,
-                async_decodes=decision.async_decodes,
-            )
+            iteration_ms = reality.carry_out(decision.predicted, decision.shape)
         clock_ms += iteration_ms
         _count(totals, decision, cost, true_cost)
-        for request in decider.advance(decision):
+        for request in scheduler.advance(decision):
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
                 request.first_token_ms = clock_ms
             if request.is_complete:
                 request.finish_reason = FinishReason.LENGTH
-                decider.remove(request)
+                scheduler.remove(request)
                 finished.append(
                     FinishedRequest(
                         request.arrival_ms,
@@ -128,21 +124,19 @@ def simulate(
 
 
 def _count(
-    totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel, true_cost: CostModel
+    totals: Totals, decision: Decision[SimulatedRequest], cost: TableCostModel, true_cost: TableCostModel
 ) -> None:
-    predicted, shapes = decision.predicted, decision.shapes
+    shape, batches = decision.shape, decision.shape.batches
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
-    totals.num_pipelined += len(shapes) == 2
-    totals.iterating_ms += predicted.total_ms
-    totals.cpu_busy_ms += attending_ms(cost, shapes, decision.async_decodes)
-    totals.copy_wait_ms += copy_wait_ms(
-        true_cost, *shapes, moved_tokens=decision.moved_tokens, async_decodes=decision.async_decodes
-    )
-    products_ms = sum(cost.host_linear_ms(load.tokens) for load in shapes)
+    totals.num_pipelined += len(batches) == 2
+    totals.iterating_ms += decision.predicted.total_ms
+    totals.cpu_busy_ms += attending_ms(cost, shape)
+    totals.copy_wait_ms += copy_wait_ms(true_cost, shape)
+    products_ms = sum(cost.host_linear_ms(each.tokens) for each in batches)
     totals.cpu_busy_ms += cost.num_layers * products_ms
-    layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in shapes)
-    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in shapes))
+    layer_ms = sum(cost.linear_ms(each.tokens) + device_attention_ms(cost, each) for each in batches)
+    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(each.rows for each in batches))
 
 
 def _check_empty(kv_cache: KVCache) -> None:

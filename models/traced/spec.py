@@ -272,8 +272,8 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
 def _carried_width(calls: Calls, hidden_size: int) -> int:
     """Return the most numbers per row that stages pass on.
 
-    These are hidden states twice, rows of other embeddings, keys and values that several layers read, and gates
-    of attention's output, which only hybrids are known to have.
+    These are hidden states twice, rows of other embeddings, keys and values that several layers read, and
+    gates of attention's output, which only hybrids are known to have.
     """
     embeddings = [weight.shape[1] for weight in calls.looked_up]
     keys = [each.key for each in calls.attention]

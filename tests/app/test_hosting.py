@@ -23,11 +23,11 @@ from neo_desktop.app.errors import (
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import set_up
-from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.setup import set_up
 
 from .conftest import until
 from .fake_engine import FakeExecutor, make_engine
@@ -227,7 +227,7 @@ async def test_weights_and_caches_are_free_after_unloading() -> None:
         parts = set_up(EngineOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu"))
         weights, pools = parts.model.decoder, [parts.storage[place] for place in MEASURED_TIERS]
         watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
-        engine = Engine.from_parts(parts, "neo", cost_model=ZeroCostModel())
+        engine = Engine.from_parts(parts, "neo", cost_model=ZERO)
         return EngineService(engine)
 
     host = ModelHost(load=load)

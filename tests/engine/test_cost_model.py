@@ -14,7 +14,6 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import (
-    CostModel,
     Curve,
     MemoryShares,
     Surface,
@@ -23,6 +22,7 @@ from neo_desktop.engine.predict.cost_model import (
 from neo_desktop.engine.predict.estimate import (
     BatchShape,
     Decodes,
+    IterationShape,
     copies_ms,
     copy_wait_ms,
     iteration_ms,
@@ -101,8 +101,7 @@ def test_damaged_measurements_are_refused(x: list[float], ms: list[float], messa
 def test_tables_survive_a_file(tmp_path: Path) -> None:
     shares = StreamedShares((1, 64), (0.2, 1.0))
     tables = replace(machine(), host_linear=Curve((1, 8), (0.5, 0.75)), streamed_shares=shares)
-    tables.save(tmp_path / "tables.json")
-    again = TableCostModel.load(tmp_path / "tables.json")
+    again = TableCostModel.from_json(json.loads(json.dumps(tables.to_json())))
     assert again.to_json() == tables.to_json()
     assert again.attention_ms(KVTier.HOST, 7, 3000) == tables.attention_ms(KVTier.HOST, 7, 3000)
     assert again.streamed_shares == shares
@@ -142,8 +141,8 @@ def test_first_and_later_chunks_have_a_cost_of_their_own() -> None:
         for start in (16, 400, 3000):
             expected = 3 + 0.75 * tokens + tokens * (start + tokens) / 64
             assert cost.prefill_attention_ms(tokens, start) == pytest.approx(expected)
-            corrected = CorrectedCostModel(cost)
-            corrected.device_factor = 2.0
+            corrected = CorrectedCostModel.of(cost)
+            corrected.correction.device = 2.0
             assert corrected.prefill_attention_ms(tokens, start) == pytest.approx(2 * expected)
 
 
@@ -182,14 +181,23 @@ def test_a_longer_chunk_or_more_before_it_never_costs_less_whatever_the_noise(
     tokens=st.integers(1, 3000),
 )
 def test_nothing_costs_nothing_and_more_never_costs_less(
-    cost: CostModel, requests: int, context: int, tokens: int
+    cost: TableCostModel, requests: int, context: int, tokens: int
 ) -> None:
     assert cost.linear_ms(0) == 0
     assert all(cost.attention_ms(tier, 0, 0) == 0 for tier in MEASURED_TIERS)
     assert cost.offload_ms(0) == cost.head_ms(0) == cost.transfer_ms(0) == 0
     load = BatchShape(tokens, requests, 0.0, {KVTier.DEVICE: Decodes(requests, requests * context)})
     more = load.plus({KVTier.HOST: Decodes(1, context)})
-    assert iteration_ms(cost, load) <= iteration_ms(cost, more) * (1 + 1e-9) + 1e-9
+    assert ms(cost, load) <= ms(cost, more) * (1 + 1e-9) + 1e-9
+
+
+def ms(cost: TableCostModel, *batches: BatchShape) -> float:
+    """Return the predicted time of an iteration."""
+    return iteration_ms(cost, IterationShape(batches))
+
+
+def timing_of(cost: TableCostModel, batch: BatchShape) -> IterationTiming:
+    return predict(cost, IterationShape((batch,)))
 
 
 def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
@@ -205,7 +213,7 @@ def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
         )
     )
     extra = cost.head_ms(30) + cost.iteration_ms
-    assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
+    assert ms(cost, load_0, load_1) == pytest.approx(expected + extra)
 
 
 def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
@@ -219,8 +227,8 @@ def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
         + max(cost.linear_ms(2) + cost.attention_ms(KVTier.DEVICE, 6, 5000), products(2))
     )
     extra = cost.head_ms(8) + cost.iteration_ms
-    assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
-    assert iteration_ms(cost, load_0) == iteration_ms(replace(cost, host_linear=Curve((1,), (0,))), load_0)
+    assert ms(cost, load_0, load_1) == pytest.approx(expected + extra)
+    assert ms(cost, load_0) == ms(replace(cost, host_linear=Curve((1,), (0,))), load_0)
 
 
 @given(
@@ -230,22 +238,23 @@ def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
     crossing=st.integers(0, 5000),
 )
 def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_to_come(
-    cost: CostModel, requests: int, context: int, crossing: int
+    cost: TableCostModel, requests: int, context: int, crossing: int
 ) -> None:
     decodes = Decodes(requests, requests * context)
     streamed, resident = (BatchShape().plus({tier: decodes}) for tier in (KVTier.STREAMED, KVTier.DEVICE))
-    here = iteration_ms(cost, resident)
-    there = iteration_ms(cost, streamed, moved_tokens=crossing)
+    here = ms(cost, resident)
+    shape = IterationShape((streamed,), crossing)
+    there = iteration_ms(cost, shape)
     swap_ms = cost.num_layers * cost.swap_ms(decodes.context_tokens)
     on_bus_ms = swap_ms + cost.num_layers * cost.transfer_ms(crossing)
     extra = cost.head_ms(requests) + cost.iteration_ms
     expected = max(here, on_bus_ms + extra) if cost.overlaps else here + on_bus_ms
     assert there == pytest.approx(expected)
-    assert copy_wait_ms(cost, streamed, moved_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
-    timing = predict(cost, streamed, moved_tokens=crossing)
+    assert copy_wait_ms(cost, shape) == pytest.approx(expected - here, abs=1e-6)
+    timing = predict(cost, shape)
     assert (timing.total_ms, timing.copies_ms) == (pytest.approx(expected), pytest.approx(swap_ms))
     more = streamed.plus({KVTier.STREAMED: Decodes(1, context)})
-    assert there <= iteration_ms(cost, more, moved_tokens=crossing) * (1 + 1e-9) + 1e-9
+    assert there <= iteration_ms(cost, IterationShape((more,), crossing)) * (1 + 1e-9) + 1e-9
 
 
 @given(
@@ -275,7 +284,7 @@ def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
     assert copies_ms(one_way, [load]) == one_way.swap_ms(2000)
     assert copies_ms(shared, [load]) == pytest.approx(one_way.swap_ms(2000) + 0.5 * one_way.swap_ms(300))
     assert copies_ms(shared, [load._replace(fetched=0)]) == shared.swap_ms(300)
-    assert copies_ms(CorrectedCostModel(shared), [load]) == copies_ms(shared, [load])
+    assert copies_ms(CorrectedCostModel.of(shared), [load]) == copies_ms(shared, [load])
 
 
 def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
@@ -285,16 +294,16 @@ def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives()
     second = BatchShape().plus({KVTier.HOST: Decodes(2, 2600)})
     on_bus_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(KVTier.HOST, 2, 2600)
     extra = cost.head_ms(33) + cost.iteration_ms
-    alone = iteration_ms(replace(cost, memory_shares=MemoryShares()), first, second)
+    alone = ms(replace(cost, memory_shares=MemoryShares()), first, second)
     slow = replace(cost, memory_shares=MemoryShares(8.0, 7.0))
     shared = 32 * (8.0 * on_bus_ms + 7.0 * on_host_ms) + extra
-    assert iteration_ms(slow, first, second) == pytest.approx(shared)
+    assert ms(slow, first, second) == pytest.approx(shared)
     assert shared > alone
-    assert iteration_ms(cost, first, second) == pytest.approx(
+    assert ms(cost, first, second) == pytest.approx(
         max(alone, 32 * (0.8 * on_bus_ms + 0.7 * on_host_ms) + extra)
     )
     no_copies = first._replace(decodes={KVTier.DEVICE: Decodes(31, 3400)})
-    assert iteration_ms(slow, no_copies, second) == iteration_ms(cost, no_copies, second)
+    assert ms(slow, no_copies, second) == ms(cost, no_copies, second)
 
 
 def test_rates_alone_and_together_tell_what_each_takes_of_the_memory() -> None:
@@ -313,7 +322,7 @@ def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
 
 def test_predictions_follow_a_machine_that_became_slower() -> None:
     """The GPU throttles to half its speed, and other programs load the CPU."""
-    corrected = CorrectedCostModel(machine())
+    corrected = CorrectedCostModel.of(machine())
     for _ in range(300):
         device_ms = 32 * corrected.linear_ms(100)
         corrected.learn(
@@ -331,20 +340,20 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
 @pytest.mark.parametrize("loss", [0.0, 0.5, 1.5])
 def test_predictions_follow_a_machine_on_which_overlapping_loses_time(loss: float) -> None:
     """As where launches are slow: every stage takes the predicted time, the iteration does not."""
-    corrected, true = CorrectedCostModel(machine()), CorrectedCostModel(machine())
-    true.overlap_loss = loss
+    corrected, true = CorrectedCostModel.of(machine()), CorrectedCostModel.of(machine())
+    true.correction.overlap_loss = loss
     alone = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)})
     both = alone.plus({KVTier.HOST: Decodes(30, 12_000)})
     for _ in range(200):
         for load in (alone, both):
-            corrected.learn(predict(corrected, load), predict(true, load))
-    assert predict(corrected, both).total_ms == pytest.approx(predict(true, both).total_ms, rel=0.02)
-    assert predict(corrected, alone).total_ms == pytest.approx(predict(machine(), alone).total_ms)
-    assert (predict(true, both).total_ms > predict(machine(), both).total_ms) == (loss > 0)
+            corrected.learn(timing_of(corrected, load), timing_of(true, load))
+    assert timing_of(corrected, both).total_ms == pytest.approx(timing_of(true, both).total_ms, rel=0.02)
+    assert timing_of(corrected, alone).total_ms == pytest.approx(timing_of(machine(), alone).total_ms)
+    assert (timing_of(true, both).total_ms > timing_of(machine(), both).total_ms) == (loss > 0)
 
 
 def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
-    corrected = CorrectedCostModel(machine())
+    corrected = CorrectedCostModel.of(machine())
     before = corrected.linear_ms(100)
     corrected.learn(IterationTiming(10.0, 0.0), IterationTiming(5000.0, 0.0))
     assert corrected.linear_ms(100) < before * 1.05
@@ -353,10 +362,10 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
 @given(slowdown=st.floats(0.3, 3.9), seed=st.integers(0, 99))
 def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: float, seed: int) -> None:
     """Copies are the longest part of an iteration and take a multiple of the predicted time."""
-    corrected, base = CorrectedCostModel(machine()), machine()
+    corrected, base = CorrectedCostModel.of(machine()), machine()
     load = BatchShape().plus({KVTier.STREAMED: Decodes(20, 9000)})
     measured = 32 * base.swap_ms(9000) * slowdown
-    alone_ms = iteration_ms(base, BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)}))
+    alone_ms = ms(base, BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)}))
     total_ms = max(measured, alone_ms)
     factors, noise = [], random.Random(seed)
     for _ in range(400):
@@ -368,13 +377,13 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
             copy_wait_ms=(total_ms - alone_ms) * truly,
             copied_tokens=9000,
         )
-        corrected.learn(predict(corrected, load), timing)
-        factors.append(corrected.bus_factor)
+        corrected.learn(timing_of(corrected, load), timing)
+        factors.append(corrected.correction.bus)
     if slowdown > 1:
         assert factors[15] > 0.9 * slowdown
     assert all(0.92 * slowdown < factor < 1.25 * slowdown for factor in factors[200:])
-    assert corrected.device_factor < 1.2
-    assert corrected.swap_ms(100) == pytest.approx(base.swap_ms(100) * corrected.bus_factor)
+    assert corrected.correction.device < 1.2
+    assert corrected.swap_ms(100) == pytest.approx(base.swap_ms(100) * corrected.correction.bus)
 
 
 @given(
@@ -387,9 +396,9 @@ def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
     slowdown: float, waits: float, tokens: int, seed: int
 ) -> None:
     """Some layers are resident, so copies can be short although the iteration waits for them."""
-    corrected, base = CorrectedCostModel(machine()), machine()
+    corrected, base = CorrectedCostModel.of(machine()), machine()
     load = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000), KVTier.STREAMED: Decodes(20, tokens)})
-    alone = predict(base, load)
+    alone = timing_of(base, load)
     busy_ms = (alone.total_ms - alone.copy_wait_ms) * slowdown
     noise = random.Random(seed)
     for _ in range(300):
@@ -402,12 +411,12 @@ def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
             copy_wait_ms=wait_ms * truly,
             copied_tokens=tokens,
         )
-        corrected.learn(predict(corrected, load), measured)
-    assert corrected.device_factor == pytest.approx(slowdown, rel=0.1)
+        corrected.learn(timing_of(corrected, load), measured)
+    assert corrected.correction.device == pytest.approx(slowdown, rel=0.1)
 
 
 def test_nothing_is_learned_from_the_first_iteration_of_its_sizes() -> None:
-    corrected = CorrectedCostModel(machine())
+    corrected = CorrectedCostModel.of(machine())
     corrected.learn(IterationTiming(10.0, 6.0), IterationTiming(20.0, 12.0, is_first=True))
     corrected.learn(IterationTiming(10.0, 1.0), IterationTiming(20.0, 2.0, is_first=True))
-    assert (corrected.device_factor, corrected.host_factor) == (1.0, 1.0)
+    assert (corrected.correction.device, corrected.correction.host) == (1.0, 1.0)

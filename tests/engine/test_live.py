@@ -141,11 +141,11 @@ def test_a_decode_at_its_own_pace_is_not_told_to_wait(
         for index, prompt in enumerate(prompts()):
             engine.add(str(index), engine.prepare(prompt, PARAMS))
         while engine.has_work:
-            requests = {request.arrival: request for _, request in engine._scheduler.running}
-            async_request_ids = engine._scheduler.async_request_ids
+            requests = {request.arrival: request for request in engine._scheduler.queues}
+            async_groups = engine._scheduler.queues.async_groups
             for told in engine.live_view().requests:
                 request = requests[told.arrival]
-                is_under_way = request.request_id in async_request_ids
+                is_under_way = request in async_groups
                 assert told.is_held == (request.iterations_waited > 0 and not is_under_way)
                 waited += is_under_way and request.iterations_waited > 0
             engine.step()

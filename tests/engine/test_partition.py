@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO, TableCostModel
 from neo_desktop.engine.predict.estimate import (
     BatchShape,
     Decodes,
+    IterationShape,
     device_attention_ms,
     host_ms,
     iteration_ms,
@@ -53,22 +54,22 @@ def parts(split: Partition, shape: BatchShape, queue: HostQueue) -> tuple[BatchS
     return found[0], found[1]
 
 
-def check(split: Partition, shape: BatchShape, queue: HostQueue, cost: CostModel) -> None:
+def check(split: Partition, shape: BatchShape, queue: HostQueue, cost: TableCostModel) -> None:
     """Check that sub-batches are disjoint and not empty, and the prediction equals the estimate."""
     positions = [*split.first, *split.second]
     assert len(set(positions)) == len(positions) == split.num_taken
     assert set(positions) <= set(range(len(queue)))
     shapes = parts(split, shape, queue)
-    assert split.shapes == (shapes if all(each.tokens for each in shapes) else shapes[:1])
-    assert split.predicted_ms == pytest.approx(iteration_ms(cost, *split.shapes))
+    assert split.shape.batches == (shapes if all(each.tokens for each in shapes) else shapes[:1])
+    assert split.predicted_ms == pytest.approx(iteration_ms(cost, split.shape))
 
 
 @given(cost=models, shape=shapes, queue=queues)
 def test_the_host_hides_behind_the_device_in_neos_batches(
-    cost: CostModel, shape: BatchShape, queue: HostQueue
+    cost: TableCostModel, shape: BatchShape, queue: HostQueue
 ) -> None:
     split = CandidateGenerator(cost, shape, queue).hidden()
-    if not split.shapes[0].tokens:  # without device work nothing can hide
+    if not split.shape.batches[0].tokens:  # without device work nothing can hide
         assert split.num_taken == 0
         return
     check(split, shape, queue, cost)
@@ -82,7 +83,7 @@ def test_the_host_hides_behind_the_device_in_neos_batches(
 
 @given(cost=models, shape=shapes, queue=queues, data=st.data())
 def test_whoever_waited_too_long_joins_at_any_price(
-    cost: CostModel, shape: BatchShape, queue: HostQueue, data: st.DataObject
+    cost: TableCostModel, shape: BatchShape, queue: HostQueue, data: st.DataObject
 ) -> None:
     num_starved = data.draw(st.integers(0, len(queue)))
     split = CandidateGenerator(cost, shape, queue).hidden(num_starved)
@@ -91,7 +92,7 @@ def test_whoever_waited_too_long_joins_at_any_price(
 
 @given(cost=models, shape=shapes, queue=queues)
 def test_fastdecode_takes_everybody_in_two_halves(
-    cost: CostModel, shape: BatchShape, queue: HostQueue
+    cost: TableCostModel, shape: BatchShape, queue: HostQueue
 ) -> None:
     if not shape.tokens and not len(queue):
         return
@@ -114,7 +115,7 @@ def test_fastdecode_takes_everybody_in_two_halves(
     decode_ms=st.sampled_from((0.01, 1.0, 30.0)),
 )
 def test_the_best_split_is_not_worse_than_any_simple_one(
-    cost: CostModel, shape: BatchShape, queue: HostQueue, prefill_ms: float, decode_ms: float
+    cost: TableCostModel, shape: BatchShape, queue: HostQueue, prefill_ms: float, decode_ms: float
 ) -> None:
     if not shape.tokens and not len(queue):
         return
@@ -122,7 +123,7 @@ def test_the_best_split_is_not_worse_than_any_simple_one(
     worth = Objective(decode_ms, shape.num_decodes * decode_ms + (prefill_ms if shape.tokens else 0.0))
     split, rate = worth.best(generator.candidates())
     check(split, shape, queue, cost)
-    if isinstance(cost, ZeroCostModel):
+    if cost is ZERO:
         return
     simple = [generator.together()]
     if shape.tokens:
@@ -132,7 +133,7 @@ def test_the_best_split_is_not_worse_than_any_simple_one(
         assert rate >= worth.rate(other) * (1 - TOLERANCE) ** 6
 
 
-def best(cost: CostModel, shape: BatchShape, queue: HostQueue, decode_ms: float) -> Partition:
+def best(cost: TableCostModel, shape: BatchShape, queue: HostQueue, decode_ms: float) -> Partition:
     worth = Objective(decode_ms, shape.num_decodes * decode_ms)
     return worth.best(CandidateGenerator(cost, shape, queue).candidates())[0]
 
@@ -140,7 +141,7 @@ def best(cost: CostModel, shape: BatchShape, queue: HostQueue, decode_ms: float)
 def test_many_host_decodes_ride_along_where_the_device_reads_weights_anyway() -> None:
     """Llama-2-7B on a small card: two decodes take the device as long as 60 tokens."""
     split = best(machine(), on_device(2, 400), of_host(20, 400), decode_ms=6.0)
-    assert len(split.shapes) == 2
+    assert len(split.shape.batches) == 2
     assert split.num_taken >= 10
 
 
@@ -151,7 +152,7 @@ def test_the_device_works_alone_where_the_host_is_hopelessly_slow() -> None:
 
 def test_a_few_host_decodes_share_one_batch_where_weights_would_be_read_twice_for_them() -> None:
     split = best(machine(), on_device(40, 1000), of_host(2, 400), decode_ms=0.5)
-    assert len(split.shapes) == 1
+    assert len(split.shape.batches) == 1
     assert len(split.first) == 2
 
 
@@ -160,7 +161,9 @@ def test_host_decodes_join_where_a_hand_off_is_cheap_and_wait_where_it_is_not() 
 
     def num_joined(offload_ms: float) -> int:
         cost = machine(weights_ms=0.05, offload_ms=offload_ms)
-        return best(cost, decodes, of_host(6, 200), iteration_ms(cost, decodes) / 4).num_taken
+        return best(
+            cost, decodes, of_host(6, 200), iteration_ms(cost, IterationShape((decodes,))) / 4
+        ).num_taken
 
     assert num_joined(0.001) > 0
     assert num_joined(5.0) == 0

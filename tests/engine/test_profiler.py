@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler, stage_timer
+from neo_desktop.engine.profiling.copy_timer import CopyTimer
 from neo_desktop.engine.profiling.grids import stage_grids
 from neo_desktop.engine.profiling.points import Point, Stage
 from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising
@@ -130,15 +132,13 @@ class FakeTimer(StageTimer):
         self.cost_ms = cost_ms
         self.clock = clock
         self.calls: list[Point] = []
+        self.copies = cast("CopyTimer", SimpleNamespace(duplex=lambda: 1.25))
 
     def capacity_tokens(self, tier: KVTier) -> int:
         return self.capacity
 
     def close(self) -> None:
         pass
-
-    def duplex(self) -> float:
-        return 1.25
 
     def time_ms(self, point: Point, turn: int) -> float:
         self.calls.append(point)
@@ -389,7 +389,7 @@ def test_copies_both_ways_are_compared_with_the_longer_of_both(
     gpu_timer: StageTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least of several times counts; the ratio stays between 1 (one direction) and 2 (both in turn)."""
-    assert 1.0 <= gpu_timer.duplex() <= 2.0
+    assert 1.0 <= gpu_timer.copies.duplex() <= 2.0
     disturbances = itertools.cycle((0.5, 0.0, 9.0))
     took = {(Lane.SWAP_IN,): 4.0, (Lane.SWAP_OUT,): 5.0}
 
@@ -397,11 +397,11 @@ def test_copies_both_ways_are_compared_with_the_longer_of_both(
     def timed(lanes: tuple[Lane, ...]) -> Iterator[float]:
         yield took[lanes] + next(disturbances)
 
-    monkeypatch.setattr(gpu_timer, "_copies", SimpleNamespace(ways=lambda lanes: lanes))
-    monkeypatch.setattr(gpu_timer, "_run", timed)
+    monkeypatch.setattr(gpu_timer.copies, "_copies", SimpleNamespace(ways=lambda lanes: lanes))
+    monkeypatch.setattr(gpu_timer.copies, "_run", timed)
     for both, expected in ((6.0, 1.2), (3.0, 1.0), (20.0, 2.0)):
         took[Lane.SWAP_IN, Lane.SWAP_OUT] = both
-        assert gpu_timer.duplex() == pytest.approx(expected)
+        assert gpu_timer.copies.duplex() == pytest.approx(expected)
 
 
 def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(

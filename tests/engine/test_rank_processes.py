@@ -21,7 +21,7 @@ from neo_desktop.engine.execute.ranks import driver
 from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.ranks.process import RankLostError
 from neo_desktop.engine.generate import EngineError
-from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.models.json_file import ModelError
 
 PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(size)] for i, size in enumerate((5, 60, 12, 33))]
@@ -53,7 +53,7 @@ def engine(model: Path, ranks: int, policy: str = "neo", tokens: int = 256) -> I
         cpu_cache_tokens=tokens,
         max_batch_tokens=32,
         max_batch_requests=8,
-        cost_model=ZeroCostModel(),
+        cost_model=ZERO,
     )
     try:
         yield made
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyP
 PROGRAM = """
 import sys, time
 from neo_desktop import Engine
-from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO
 
 engine = Engine.from_pretrained(
     sys.argv[1],
@@ -159,7 +159,7 @@ engine = Engine.from_pretrained(
     tensor_parallel=2,
     gpu_cache_tokens=64,
     cpu_cache_tokens=64,
-    cost_model=ZeroCostModel(),
+    cost_model=ZERO,
 )
 print("ready", flush=True)
 time.sleep(600)

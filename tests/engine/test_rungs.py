@@ -13,7 +13,7 @@ import torch
 from fallback_levels import Levels
 
 from neo_desktop import native
-from neo_desktop.engine import huge_pages, parts
+from neo_desktop.engine import huge_pages, setup
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks, variable
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.host_layer import empty_aligned
@@ -69,7 +69,7 @@ def test_threads_that_cannot_be_bound_are_free(
 
     monkeypatch.setattr(native, "bind_threads", bind)
     for _ in range(2):
-        parts.bind_threads()
+        setup.bind_threads()
     assert asked == [True, agrees]
     assert fallbacks.limits() == ({} if agrees else {"affinity": "free"})
     assert len(caplog.records) == (0 if agrees else 1)

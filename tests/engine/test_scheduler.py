@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.decider import TIMEOUT, Decider, Decision
+from neo_desktop.engine.schedule.iteration_builder import TIMEOUT, Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -50,7 +50,7 @@ class Harness:
         policy: str = "auto",
         max_batch_tokens: int = 16,
         max_batch_requests: int = 8,
-        cost_model: CostModel | None = None,
+        cost_model: TableCostModel | None = None,
     ) -> None:
         self.kv = KVCache(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
@@ -78,7 +78,7 @@ class Harness:
         self.kv.check()
         if plan is None:
             return None
-        assert self.scheduler.num_running <= self.max_batch_requests
+        assert self.scheduler.queues.num_running <= self.max_batch_requests
         names = [sequence.request_id for sequence in plan.all_sequences]
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
@@ -154,7 +154,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     streamed_blocks: int,
     max_batch_requests: int,
     extra_tokens: int,
-    cost_model: CostModel,
+    cost_model: TableCostModel,
     data: st.DataObject,
 ) -> None:
     """Memory is scarce; 13 blocks hold the longest request.
@@ -378,7 +378,7 @@ def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
 LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 
 
-def virtual_run(policy: str, cost: CostModel, workload: list[WorkloadRequest]) -> SimulationResult:
+def virtual_run(policy: str, cost: TableCostModel, workload: list[WorkloadRequest]) -> SimulationResult:
     num_blocks = {KVTier.DEVICE: 200, KVTier.HOST: 5000, THIRD: 300, KVTier.STREAMED: 1000}
     chosen = ALL_POLICIES[policy]
     return simulate(workload, chosen, cost, {tier: num_blocks[tier] for tier in chosen.tiers}, 16, LIMITS)
@@ -433,7 +433,7 @@ def test_auto_never_falls_behind_the_device_alone(
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(workload=workloads, cost=cost_models(ALL_TIERS))
 def test_a_third_place_loses_no_request_on_the_virtual_clock(
-    policy: str, workload: list[WorkloadRequest], cost: CostModel
+    policy: str, workload: list[WorkloadRequest], cost: TableCostModel
 ) -> None:
     result = virtual_run(policy, cost, workload)
     assert len(result.finished) == len(workload)
@@ -448,17 +448,17 @@ class LightRequest(RequestState):
 
 
 def decisions(
-    policy: str, cost: CostModel, num_requests: int = 40
+    policy: str, cost: TableCostModel, num_requests: int = 40
 ) -> Iterator[tuple[RequestQueues[LightRequest], Decision[LightRequest]]]:
     """Run a workload whose KV exceeds the GPU cache tenfold; yield each decision."""
     kv_cache = KVCache({KVTier.DEVICE: 60, KVTier.HOST: 5000}, 16)
-    decider: Decider[LightRequest] = Decider(kv_cache, POLICIES[policy], LIMITS, cost)
-    queues = decider.queues
+    scheduler: Scheduler[LightRequest] = Scheduler(kv_cache, POLICIES[policy], LIMITS, cost)
+    queues = scheduler.queues
     for ordinal in range(num_requests):
         queues.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
-    while (decision := decider.decide()) is not None:
+    while (decision := scheduler.decide()) is not None:
         yield queues, decision
-        for request in decider.advance(decision):
+        for request in scheduler.advance(decision):
             if request.is_complete:
                 queues.remove(request)
     assert queues.num_running == len(queues.waiting) == 0

@@ -256,9 +256,9 @@ def test_the_scheduler_learns_what_the_machine_truly_does(mismatch: Mismatch) ->
     tables = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 4096}
     wrong = simulate(requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
-    right = CorrectedCostModel(tables)
-    right.device_factor, right.host_factor = mismatch.gpu_slowdown, mismatch.cpu_slowdown
-    right.overlap_loss = mismatch.overlap_loss
+    right = CorrectedCostModel.of(tables)
+    right.correction.device, right.correction.host = mismatch.gpu_slowdown, mismatch.cpu_slowdown
+    right.correction.overlap_loss = mismatch.overlap_loss
     knowing = simulate(requests, POLICIES["auto"], right, blocks, BLOCK_SIZE, LIMITS)
     assert wrong.output_tokens_per_s == pytest.approx(knowing.output_tokens_per_s, rel=0.1)
     assert wrong.output_tokens_per_s != knowing.output_tokens_per_s

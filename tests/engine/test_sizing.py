@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, host_attention_ms
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
-from neo_desktop.engine.simulation.workers import (
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.models.shapes import shape
+from research.worker_machines import (
     WORKERS,
     Link,
     SteadyLoad,
@@ -28,8 +30,6 @@ from neo_desktop.engine.simulation.workers import (
     workers_ms,
     workers_wanted,
 )
-from neo_desktop.engine.simulation.workload import WorkloadRequest
-from neo_desktop.models.shapes import shape
 
 CONFIG, DTYPE = shape("llama-2-7b"), torch.float16
 KIND = replace(get_host("ddr4-server"), memory_bytes=64 * 2**30)
@@ -107,7 +107,7 @@ def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
     """Return the time of a layer with two sub-batches of `rows` decodes on workers."""
     load = BatchShape(rows, rows, decodes={WORKERS: Decodes(rows, context_tokens)})
     rest_ms = cost.head_ms(2 * rows) + cost.iteration_ms
-    return (iteration_ms(cost, load, load) - rest_ms) / cost.num_layers
+    return (iteration_ms(cost, IterationShape((load, load))) - rest_ms) / cost.num_layers
 
 
 @settings(max_examples=60, deadline=None)

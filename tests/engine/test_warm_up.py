@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from neo_desktop.engine import parts
+from neo_desktop.engine import setup
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
@@ -15,7 +15,7 @@ from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -123,14 +123,14 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
         def __init__(self, *_: object) -> None:
             order.append("KV")
 
-    monkeypatch.setattr(parts, "warm_up", warmed)
-    monkeypatch.setattr(parts, "make_pool", Pool)
-    monkeypatch.setattr(parts.native, "set_default_num_threads", lambda _: None)
+    monkeypatch.setattr(setup, "warm_up", warmed)
+    monkeypatch.setattr(setup, "make_pool", Pool)
+    monkeypatch.setattr(setup.native, "set_default_num_threads", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
     decoder.device = torch.device("cuda")
     model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=WholeDevice(CPU))
     options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
-    taken = parts.take_memory(cast("LoadedModel", model), options)
+    taken = setup.take_memory(cast("LoadedModel", model), options)
     assert order == ["warm up", "measure", "KV"]
     limits = SchedulerLimits(2048, options.most_requests)
     reckoned = activation_bytes(decoder.config, limits, torch.float32)
@@ -155,13 +155,13 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
         max_batch_tokens=256,
         max_batch_requests=16,
     )
-    taken = parts.set_up(options)
+    taken = setup.set_up(options)
     reserved, free = torch.cuda.memory_reserved(), FreeMemory.now(device).gpu_bytes
     assert free is not None
     torch.cuda.reset_peak_memory_stats()
     params = SamplingParams(max_tokens=5, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
     least_free = free
-    with Engine.from_parts(taken, "neo", cost_model=ZeroCostModel()) as engine:
+    with Engine.from_parts(taken, "neo", cost_model=ZERO) as engine:
         for number in range(6):
             engine.add(str(number), engine.prepare([1 + number] * (20 * number + 3), params))
         while engine.has_work:

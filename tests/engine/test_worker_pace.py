@@ -22,7 +22,7 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, iteration_ms
+from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.profiling.workers import divided
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ TWO = KVTier.worker(2)
 WORKERS = ONE, TWO
 EVERYWHERE = (*MEASURED_TIERS, *WORKERS)
 BLOCK_SIZE = 4
+NONE = Decodes(0, 0)
 
 
 def far(round_trip_ms: float = 5.0, sending_ms: float = 0.001, **figures: float) -> TableCostModel:
@@ -51,11 +52,11 @@ def on_device(decodes: int) -> BatchShape:
 
 def test_the_round_trip_of_a_worker_is_paid_once_in_an_iteration_and_not_in_each_layer() -> None:
     cost, load = far(), on_device(16)
-    alone_ms = iteration_ms(cost, load)
+    alone_ms = iteration_ms(cost, IterationShape((load,)))
     generator = CandidateGenerator(cost, load, HostQueue([(ONE, 500)] * 40))
     assert generator.together().predicted_ms > alone_ms + cost.num_layers * 5.0
     (apart,) = generator.with_async(generator.front(0, 0), 1e6)
-    assert apart.async_decodes == {ONE: 40}
+    assert apart.shape.async_decodes == {ONE: Decodes(40, 40 * 500)}
     assert alone_ms < apart.predicted_ms < alone_ms + 3 * 5.0
 
 
@@ -77,8 +78,9 @@ def test_each_place_gets_as_many_as_it_has_time_for() -> None:
     queue = [(tier, 500) for tier in (KVTier.HOST, ONE, TWO) for _ in range(30)]
     generator = CandidateGenerator(cost, on_device(16), HostQueue(queue))
     (apart,) = generator.with_async(generator.front(0, 0), 1e6)
-    assert apart.async_decodes[ONE] == apart.async_decodes[TWO] == 30
-    assert 0 < apart.async_decodes[KVTier.HOST] < 30
+    counts = {tier: decodes.requests for tier, decodes in apart.shape.async_decodes.items()}
+    assert counts[ONE] == counts[TWO] == 30
+    assert 0 < counts[KVTier.HOST] < 30
 
 
 def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
@@ -87,7 +89,7 @@ def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
     generator = CandidateGenerator(cost, on_device(4), HostQueue(queue))
     (apart,) = generator.with_async(generator.front(0, 0), 1e6)
     assert 0 < apart.num_async < 120
-    assert set(apart.async_decodes) <= set(WORKERS)
+    assert set(apart.shape.async_decodes) <= set(WORKERS)
 
 
 queues = st.lists(st.tuples(st.sampled_from((KVTier.HOST, *WORKERS)), st.integers(1, 3000)), max_size=60)
@@ -127,7 +129,7 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
             more = rest[tier].requests if tier in rest else 0
             if workers_only and not tier.is_remote:
                 more = 0
-            assert least <= each.async_decodes.get(tier, 0) <= least + more
+            assert least <= each.shape.async_decodes.get(tier, NONE).requests <= least + more
 
 
 @pytest.mark.parametrize("policy", ["own pace", "apex", "auto"])
@@ -200,7 +202,7 @@ class _Run:
         for request in scheduler.update(self.executor.execute(plan)):
             output = request.take_output()
             self.tokens[output.request_id] += [token.token_id for token in output.tokens]
-        if rng.random() < 0.02 and (running := scheduler.running):
+        if rng.random() < 0.02 and (running := scheduler.queues.placed):
             victim = rng.choice(running)[1].owner_id
             scheduler.abort(victim)
             self.aborted.add(victim)
@@ -302,9 +304,9 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
             answers = Answers(engine, batch)
 
             def is_in_mid_token() -> bool:
-                running = engine._scheduler.running
-                there = {request.request_id for tier, request in running if tier == ONE}
-                return bool(there & engine._scheduler.async_request_ids) and len(answers.tokens["0"]) > 5
+                queues = engine._scheduler.queues
+                is_async = any(each in queues.async_groups for each in queues.running[ONE])
+                return is_async and len(answers.tokens["0"]) > 5
 
             answers.until(is_in_mid_token)
             assert is_in_mid_token()

@@ -16,9 +16,9 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.setup import take_memory
 
 TOKENS = 14
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

@@ -22,9 +22,9 @@ from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.setup import take_memory
 from neo_desktop.models import native_operators
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig

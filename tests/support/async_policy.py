@@ -14,9 +14,10 @@ class AllAsync(Policy):
     def partition(self, builder: BatchBuilder) -> Partition:
         generator = CandidateGenerator(builder.cost, builder.shape, builder.queue, builder.moved_tokens)
         waiting = builder.queue.decodes(range(len(builder.queue)))
-        counts = {tier: requests for tier, (requests, _) in joined(builder.async_decodes, waiting).items()}
-        if not builder.shape.tokens or not counts:
+        decodes = joined(builder.async_decodes, waiting)
+        if not builder.shape.tokens or not decodes:
             return generator.together()
         if builder.num_waiting % 3 == 2:
             return generator.front(0, len(builder.queue) // 2)
-        return replace(generator.front(0, 0), async_decodes=counts)
+        partition = generator.front(0, 0)
+        return replace(partition, shape=partition.shape._replace(async_decodes=decodes))

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import (
     UNSHARED,
-    CostModel,
+    ZERO,
     Curve,
     MemoryShares,
     Surface,
     TableCostModel,
-    ZeroCostModel,
 )
 
 # A second tier with attention on the host, like slower memory behind a CPU.
@@ -62,11 +61,11 @@ def machine(
     )
 
 
-def cost_models(tiers: Sequence[KVTier] = MEASURED_TIERS) -> st.SearchStrategy[CostModel]:
+def cost_models(tiers: Sequence[KVTier] = MEASURED_TIERS) -> st.SearchStrategy[TableCostModel]:
     """Draw cost models of sensible and odd machines."""
     times = st.sampled_from((0.0, 1e-5, 1e-3, 0.1, 10.0))
     return st.one_of(
-        st.just(ZeroCostModel()),
+        st.just(ZERO),
         st.builds(
             machine,
             weights_ms=times,

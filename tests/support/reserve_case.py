@@ -12,8 +12,8 @@ from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.setup import take_memory
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 RESERVE = 1000  # bytes, on a machine with blocks of one byte

@@ -13,7 +13,7 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.setup import take_memory
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]

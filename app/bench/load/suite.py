@@ -14,9 +14,9 @@ from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import set_up, take_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.setup import set_up, take_memory
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
 from neo_desktop.engine.unused_memory import return_memory
 

@@ -25,11 +25,11 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 

@@ -11,7 +11,7 @@ from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.profiling.swap_copies import SwapCopies
+from neo_desktop.engine.profiling.copy_timer import SwapCopies
 from neo_desktop.engine.watchdog import Watchdog
 
 TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long

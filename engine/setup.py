@@ -1,16 +1,22 @@
-"""Model, limits and memory: the parts of an engine, also used by measurements."""
+"""Set-up: an engine's parts, which measurements use as well: model, limits, memory, workers, executor."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.execute.ranks.driver import Driver
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.ranks.driver import Driver, DriverExecutor
+from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.ranks.members import Member
 from neo_desktop.engine.execute.recurrent import allocate_states, num_slots
+from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
@@ -18,17 +24,22 @@ from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
+from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.remote.cluster import Cluster, check_ray
 from neo_desktop.engine.remote.link import Address, Trust
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.trust import engine_tls, read_secret
 from neo_desktop.engine.remote.workers import Workers
-from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.rank import ALONE
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +56,7 @@ class EngineParts:
     storage: KVStorage
     leader: Driver | None = None  # of the other ranks; None: a single rank
     workers: Workers | None = None  # attention workers; None: no workers
+    resources: ExitStack = field(default_factory=ExitStack)  # closes workers and other ranks
 
     def tokens_in(self, host_memory: bool) -> int:
         """Return the KV token capacity of the tiers in host memory, or of the other tiers."""
@@ -65,16 +77,54 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     for tier, tokens in cache_tokens_of(options).items():
         if tokens and tier not in tiers:
             logger.warning("policy %s has no %s: its size has no effect", options.policy, tier.title)
-    trust_of(options)  # report errors before loading
-    if options.tensor_parallel == 1:
-        return with_workers(take_memory(load(options, progress), options), options)
-    leader = Driver(options, choose_device(options.device))
-    try:
-        parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
-    except BaseException:
-        leader.close()
-        raise
-    return replace(parts, leader=leader)
+    trust = trust_of(options)  # report errors before loading
+    with ExitStack() as resources:
+        leader = None
+        if options.tensor_parallel > 1:
+            leader = Driver(options, choose_device(options.device))
+            resources.callback(leader.close)
+        loaded = load(options, progress, rank=ALONE if leader is None else leader.rank)
+        parts = take_memory(loaded, options, member=leader)
+        if trust is not None:
+            parts = with_workers(parts, options, trust, resources)
+        return replace(parts, leader=leader, resources=resources.pop_all())
+
+
+def cost_model_of(
+    parts: EngineParts, policy: Policy, tables: TableCostModel | None, progress: Progress | None = None
+) -> CorrectedCostModel | None:
+    """Return the cost model of an engine; None: the policy does not need it.
+
+    Args:
+        tables: None: measured on this computer if needed.
+    """
+    decoder, storage = parts.model.decoder, parts.storage
+    # A single tier needs no predictions, but offloaded weights are divided by the cost model.
+    has_choice = sum(map(bool, parts.num_blocks.values())) > 1 or parts.workers is not None
+    if tables is None and ((policy.needs_predictions and has_choice) or decoder.has_splits):
+        tables = load_or_profile(decoder, storage, parts.limits, progress, streams=parts.model.streams)
+    if tables is None:
+        return None
+    if parts.workers is not None:
+        tables = tables.with_attention(*measured_workers(storage, decoder))
+    return CorrectedCostModel.of(tables)
+
+
+def executor_of(parts: EngineParts, timeline: Timeline | None) -> Executor:
+    """Build the executor of an engine's plans, on all ranks."""
+    leader = parts.leader
+    if leader is None:
+        return runner_of(parts, timeline)
+    own = runner_of(parts, timeline, leader.group)
+    leader.check_ready()
+    return DriverExecutor(own, leader)
+
+
+def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None = None) -> ModelRunner:
+    """Build the model runner of this rank; see `build_executor`."""
+    limits, model = parts.limits, parts.model
+    sizes = limits.max_batch_tokens, limits.max_batch_requests
+    return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
 
 
 def trust_of(options: EngineOptions) -> Trust | None:
@@ -98,38 +148,34 @@ def addresses_of(named: str) -> list[Address]:
     return [Address.parse(text.strip()) for text in named.split(",")]
 
 
-def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
+def with_workers(
+    parts: EngineParts, options: EngineOptions, trust: Trust, resources: ExitStack
+) -> EngineParts:
     """Connect an engine's parts to workers; retry unreachable ones in the background.
 
     Args:
-        parts: returned unchanged without workers.
-        options: of the engine.
+        options: of the engine, with workers.
+        resources: closes the workers.
 
     Raises:
         ValueError: the heads cannot be divided among the workers.
         ConnectionError: a worker refuses.
         RuntimeError: Ray does not start.
     """
-    trust, named = trust_of(options), options.workers
-    if trust is None or named is None:
-        return parts
-    by_heads = options.worker_partition == "heads"
+    named = options.workers or ""
     decoder, config = parts.model.decoder, parts.model.config
     most = parts.limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     shape = AttentionShape.of(config, BLOCK_SIZE, decoder.dtype)
     sinks = None if decoder.sinks is None else torch.stack([each.float().cpu() for each in decoder.sinks])
-    cluster: Cluster | None = None
     if named.isdigit():
         cluster = Cluster(int(named), trust.secret)
+        resources.callback(cluster.close)
         addresses: Sequence[Callable[[], Address]] = cluster.addresses
     else:
-        addresses = [partial(_same, address) for address in addresses_of(named)]
-    try:
-        workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster, by_heads=by_heads)
-    except ValueError:
-        if cluster is not None:
-            cluster.close()
-        raise
+        addresses = [repeat(address).__next__ for address in addresses_of(named)]  # they never change
+    by_heads = options.worker_partition == "heads"
+    workers = Workers(addresses, trust, config, shape, sinks, most, by_heads=by_heads)
+    resources.callback(workers.close)
     workers.connect()
     pools = {tier: parts.storage[tier] for tier in parts.storage.tiers}
     return replace(
@@ -138,10 +184,6 @@ def with_workers(parts: EngineParts, options: EngineOptions) -> EngineParts:
         storage=KVStorage(pools | workers.pools, parts.storage.states),
         workers=workers,
     )
-
-
-def _same(address: Address) -> Address:
-    return address
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
@@ -176,13 +218,12 @@ def take_memory(
     num_ranks = 1 if member is None else member.rank.count
     if member is None and any(tier.host_attends for tier in tiers):
         bind_threads()
-    if decoder.device.type == "cuda":
-        native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
     limits = limits_of(options, decoder.device)
     iteration_bytes, bus_share = None, None
-    if decoder.device.type == "cuda" and any(tier.is_streamed for tier in tiers):
-        bus_share = measured_bus_share(decoder.device)
     if decoder.device.type == "cuda":
+        native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
+        if any(tier.is_streamed for tier in tiers):
+            bus_share = measured_bus_share(decoder.device)
         gauge = TorchGauge(decoder.device)
         iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, gauge)
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
