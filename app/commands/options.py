@@ -153,34 +153,3 @@ JsonFile = Annotated[
         "--json", metavar="FILE", callback=in_existing_folder, help="Also write the figures to this file."
     ),
 ]
-
-_WORKLOAD = "Workload"
-
-
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        readable=True,
-        help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON list "
-        'of {"prompt": tokens, "max_tokens": tokens} (all at once).',
-        rich_help_panel=_WORKLOAD,
-    ),
-]
-InputTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--input", min=1, help="Tokens of synthetic prompts, within 10 %.", rich_help_panel=_WORKLOAD
-    ),
-]
-OutputTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--output", min=1, help="Tokens of synthetic answers, within 10 %.", rich_help_panel=_WORKLOAD
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(help="Seed of synthetic lengths and Poisson arrivals.", rich_help_panel=_WORKLOAD)
-]

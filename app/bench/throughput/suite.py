@@ -4,8 +4,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.bench.workload import (
@@ -24,7 +24,6 @@ from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
@@ -40,23 +39,10 @@ MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
+_SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughputOptions(EngineOptions):
-    """Model, requests and policies."""
-
-    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
-    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 times this; None: see LENGTHS
-    output_tokens: int | None = None  # the same for answers
-    num_requests: int | None = None  # None: the runs together take about `seconds`
-    seed: int = 0
-    repeats: int = 3
-    policies: Sequence[str] | None = None  # None: those that differ on this machine
-    seconds: float = 60.0  # for all runs together, if the number of requests is free
-
-
-def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
+def lengths(options: BenchOptions, device: str) -> list[WorkloadRequest]:
     """Return as many requests as could be asked for; raises what `load_trace` raises.
 
     Args:
@@ -84,7 +70,7 @@ class _Policy:
     shares: list[tuple[float, float, float]] = field(default_factory=list)  # per run: see `_busy_shares`
 
 
-def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
+def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
     """Let the policies take turns; raises what the engine and the reader of a trace raise."""
     requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
@@ -132,8 +118,8 @@ def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
     return _Policy(name, own, timeline, Engine.from_parts(own, name, cost_model=tables, timeline=timeline))
 
 
-def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs_per_turn: int) -> Workload:
-    """Choose the number of requests so that the runs together last about `seconds`.
+def _sized(workload: Workload, policy: _Policy, options: BenchOptions, runs_per_turn: int) -> Workload:
+    """Choose the number of requests so that the runs together last about as long as wanted.
 
     A few requests take longer each than many at once: the runs become shorter than that, not longer.
     """
@@ -142,14 +128,15 @@ def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs
     prompts = pilot.prompts(options.seed, -1, policy.parts.model.config.vocab_size)
     seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
     num_runs = (options.repeats + 1) * runs_per_turn
-    count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
+    wanted_s = options.seconds or (_QUICK_SECONDS if options.is_quick else _SECONDS)
+    count = round(wanted_s / num_runs / (seconds / len(pilot.requests)))
     return replace(workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
 
 def _measure(
     policies: Sequence[_Policy],
     workload: Workload,
-    options: ThroughputOptions,
+    options: BenchOptions,
     tables: TableCostModel,
     notes: tuple[str, ...],
     progress: Progress,
@@ -206,7 +193,7 @@ def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
 def _report(
     policies: Sequence[_Policy],
     workload: Workload,
-    options: ThroughputOptions,
+    options: BenchOptions,
     tables: TableCostModel,
     notes: tuple[str, ...],
 ) -> ThroughputReport:
