@@ -38,6 +38,7 @@ _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
     "TRITON",
 )  # fmt: skip
+_OF_THE_PAGE = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY")  # which the page sets anew in every process
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
 
@@ -52,7 +53,8 @@ class _Program:
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    return {name: value for name, value in early.items() if name not in _OF_THE_PAGE}
 
 
 class _Server:
