@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
-from quick_processes import quick_processes
+from quick_processes import profile_briefly, quick_processes
 
 # Must be set before Triton is imported: without a GPU, kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
@@ -42,12 +42,13 @@ settings.load_profile("any pace")  # the computer may be slow, or busy
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings() -> Iterator[None]:
-    """Keep measurements of this computer out of the user's cache, and start child processes quickly."""
+    """Measure this computer briefly, outside the user's cache, and start child processes quickly."""
     with (
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
         quick_processes() if sys.platform == "linux" else nullcontext(),
     ):
+        profile_briefly()
         patch.setenv("NEO_DESKTOP_CACHE", folder)
         patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # child processes lack an imitated GPU
         yield
