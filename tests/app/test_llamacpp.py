@@ -1,9 +1,7 @@
 """llama.cpp behind the same service, with an imitation of its functions."""
 
 import itertools
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -281,20 +279,6 @@ def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPa
     assert outcome is not None
     assert outcome.has_failed
     assert "Q4_1: llama.cpp crashed twice (SIGSEGV)" in (outcome.reason or "")
-
-
-def test_serve_ends_with_the_sentence_of_a_build_that_crashes(file: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join((str(IMITATION), os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"PYTHONPATH": path, "IMITATED_CRASH": str(int(signal.SIGSEGV))}
-    program = Path(sys.executable).with_name("neo-desktop")
-    arguments = ("serve", "--model", str(file), "--backend", "llamacpp", "--port", "0")
-    run = subprocess.run(
-        [program, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 1
-    (said,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
-    assert "llama.cpp crashed twice (SIGSEGV)" in said
-    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(
