@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -133,26 +133,26 @@ def bench(
 
 def _measure(names: list[SuiteName], options: BenchOptions, model_note: str, result: ResultFlags) -> None:
     """Run the suites; show and write what they found."""
-    from neo_desktop.app.bench.page.files import discard_folder, prepare_folder, write_files
+    from neo_desktop.app.bench.page.html import write_files
     from neo_desktop.app.bench.run import run_suites
 
     folder = result.out
     if folder is None and result.json_file is None:
         folder = Path(f"neo-desktop-bench-{datetime.now():%Y-%m-%d-%H%M%S}")
     if folder is not None:
-        prepare_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
     try:
         with _progress(result.progress_json) as progress:
             report = run_suites([name.value for name in names], progress, options, model_note)
     except KeyboardInterrupt:  # before the first suite began
         if folder is not None:
-            discard_folder(folder)
+            _discard(folder)
         raise
     _show(report)
     if result.json_file is not None:
         report.write_json(result.json_file)
     if folder is not None and not report.suites:
-        discard_folder(folder)
+        _discard(folder)
     elif folder is not None:
         page = write_files(report, folder)
         stdout.print(f"\nPage: [bold]{page}[/]", highlight=False, soft_wrap=True)
@@ -160,6 +160,12 @@ def _measure(names: list[SuiteName], options: BenchOptions, model_note: str, res
         sys.exit(130)
     if report.has_failed:
         sys.exit(1)
+
+
+def _discard(folder: Path) -> None:
+    """Remove the folder if it is empty."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _chosen(suites: Sequence[SuiteName] | None, options: BenchOptions) -> list[SuiteName]:
@@ -206,12 +212,12 @@ def json_progress(lines: TextIO) -> Callable[[float, str], None]:
 
 
 def _show(report: "Report") -> None:
-    from neo_desktop.app.bench.page.content import headline, machine_lines, sections
+    from neo_desktop.app.bench.page.html import headline, machine_lines
     from neo_desktop.app.bench.page.terminal import render_section
 
     for line in machine_lines(report):
         stdout.print(line, style="dim", highlight=False, markup=False)
-    for section in sections(report):
+    for section in (suite.section() for suite in report.suites):
         # Of a whole self-test, the terminal shows the figures; what is to be said of them is on the page.
         stdout.print(render_section(section, notes=len(report.suites) == 1), highlight=False)
     if report.model_note:

@@ -17,8 +17,7 @@ from neo_desktop.app.bench.hardware.suite import run_hardware
 from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
-from neo_desktop.app.bench.page.content import headline, machine_lines
-from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
+from neo_desktop.app.bench.page.html import headline, html, machine_lines, write_files
 from neo_desktop.app.bench.report import Failure, Report
 from neo_desktop.app.bench.run import run_suites
 from neo_desktop.app.bench.throughput.report import ThroughputReport
@@ -66,8 +65,7 @@ def throughput(report: Report, **changes: object) -> Report:
 
 
 def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> None:
-    prepare_folder(tmp_path / "new" / "folder")
-    page = write_files(report, tmp_path / "new" / "folder")
+    page = write_files(report, tmp_path)
     written = page.read_text()
     assert not re.search(r'(src|href)="(?!data:|#)|url\((?!#)|@import|<script', written)
     for section in written.split("<section>")[1:]:
@@ -92,7 +90,6 @@ def test_plots_take_the_pages_colours_in_light_and_dark(report: Report) -> None:
 
 def test_the_page_says_which_model_was_chosen(report: Report, tmp_path: Path) -> None:
     chosen = replace(report, model_note="Measured with random weights in the shape of smollm2-135m.")
-    prepare_folder(tmp_path)
     page = write_files(chosen, tmp_path)
     assert chosen.model_note in page.read_text()
 
@@ -105,7 +102,6 @@ def test_a_librarys_error_does_not_fill_the_top_of_the_page(report: Report) -> N
 
 def test_names_from_outside_cannot_break_the_page(report: Report, tmp_path: Path) -> None:
     evil = throughput(report, model="<script>alert(1)</script> | **x**")
-    prepare_folder(tmp_path)
     page = write_files(evil, tmp_path)
     assert "<script>" not in page.read_text()
 
@@ -121,7 +117,6 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report.interrupted == "hardware"
     (suite,) = report.suites
     assert suite.suite == "hardware"
-    prepare_folder(tmp_path)
     assert "ended during hardware" in write_files(report, tmp_path).read_text()
 
 
