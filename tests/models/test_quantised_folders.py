@@ -105,6 +105,7 @@ def test_a_gpu_has_the_numbers_of_a_cpu(name: str, make_checkpoint: Any) -> None
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq, reordered", "packed, asymmetric", "fp8, blocks"])
 def test_an_engine_gives_the_tokens_of_the_dequantised_weights(
