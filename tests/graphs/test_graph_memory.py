@@ -29,9 +29,9 @@ from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.stages import Stages
 
 BLOCK_SIZE = 16
-
-
 PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module")
