@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ import typer
 from neo_desktop.engine.options import EngineOptions
 
 KIB, GIB = 1 << 10, 1 << 30
-_REQUESTS, _THROUGHPUT, _LOAD = "Suites throughput and load", "Suite throughput", "Suite load"
+_requests = partial(typer.Option, rich_help_panel="Suites throughput and load")
+_throughput = partial(typer.Option, rich_help_panel="Suite throughput")
+_load = partial(typer.Option, rich_help_panel="Suite load")
 
 
 class SuiteName(StrEnum):
@@ -43,81 +46,55 @@ class BenchOptions(EngineOptions):
 
     policies: Annotated[
         list[str] | None,
-        typer.Option(
+        _requests(
             "--policy",
             metavar="NAME",
             help="Policies to set side by side; repeatable. Default: gpu-only and auto, where they differ.",
-            rich_help_panel=_REQUESTS,
         ),
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _requests(
             metavar="FILE",
             exists=True,
             dir_okay=False,
             readable=True,
             help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON "
             'list of {"prompt": tokens, "max_tokens": tokens} (all at once).',
-            rich_help_panel=_REQUESTS,
         ),
     ] = None
     input_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--input", min=1, help="Tokens of synthetic prompts, within 10 %.", rich_help_panel=_REQUESTS
-        ),
+        _requests("--input", min=1, help="Tokens of synthetic prompts, within 10 %."),
     ] = None
     output_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--output", min=1, help="Tokens of synthetic answers, within 10 %.", rich_help_panel=_REQUESTS
-        ),
+        _requests("--output", min=1, help="Tokens of synthetic answers, within 10 %."),
     ] = None
     num_requests: Annotated[
         int | None,
-        typer.Option(
-            "--requests",
-            min=1,
-            help="Number of requests. Default: as many as the time allows.",
-            rich_help_panel=_REQUESTS,
-        ),
+        _requests("--requests", min=1, help="Number of requests. Default: as many as the time allows."),
     ] = None
     seed: Annotated[
         int,
-        typer.Option(help="Seed of synthetic lengths and Poisson arrivals.", rich_help_panel=_REQUESTS),
+        _requests(help="Seed of synthetic lengths and Poisson arrivals."),
     ] = 0
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each policy.", rich_help_panel=_THROUGHPUT)
-    ] = 3
+    repeats: Annotated[int, _throughput(min=1, help="Timed runs of each policy.")] = 3
     rates: Annotated[
         list[float] | None,
-        typer.Option(
+        _load(
             "--rate",
             min=0.01,
             help="Requests per second; repeatable. Default: shares of the measured capacity.",
-            rich_help_panel=_LOAD,
         ),
     ] = None
     ttft_limit_ms: Annotated[
         float,
-        typer.Option(
-            "--ttft-limit",
-            min=0,
-            metavar="MS",
-            help="The longest time to the first token, for goodput.",
-            rich_help_panel=_LOAD,
-        ),
+        _load("--ttft-limit", min=0, metavar="MS", help="The longest time to the first token, for goodput."),
     ] = 2000.0
     tpot_limit_ms: Annotated[
         float,
-        typer.Option(
-            "--tpot-limit",
-            min=0,
-            metavar="MS",
-            help="The longest time per further token, for goodput.",
-            rich_help_panel=_LOAD,
-        ),
+        _load("--tpot-limit", min=0, metavar="MS", help="The longest time per further token, for goodput."),
     ] = 200.0
     is_quick: bool = False  # a whole self-test in a few minutes
     seconds: float | None = None  # of each suite, if the number of requests is free; None: its own
