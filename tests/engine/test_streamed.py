@@ -149,6 +149,7 @@ def test_any_number_of_layers_may_stay_on_the_device(model: Decoder, num_residen
     executor.close()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("source", "target"), list(permutations(ALL, 2)), ids=str)
 @pytest.mark.parametrize("slow", [Lane.DEVICE, Lane.SWAP, Lane.HOST_SWAP, Lane.SWAP_IN])
 def test_requests_decode_in_the_iteration_that_moves_them(
