@@ -79,7 +79,7 @@ class BenchOptions(EngineOptions):
         int,
         _requests(help="Seed of synthetic lengths and Poisson arrivals."),
     ] = 0
-    repeats: Annotated[int, _throughput(min=1, help="Timed runs of each policy.")] = 3
+    repeats: Annotated[int | None, _throughput(min=1, help="Timed runs of each policy. Default: 3.")] = None
     rates: Annotated[
         list[float] | None,
         _load(

@@ -31,8 +31,8 @@ from typing import Any
 
 PROGRAM = Path(sys.executable).with_name("neo-desktop")
 _PRELOADED = (
-    "torch", "neo_desktop.app.engines.child", "neo_desktop.app.engines.service", "fastapi", "gradio", "h11",
-    "jinja2", "typer", "uvicorn",
+    "gradio", "neo_desktop.app.bench.run", "neo_desktop.app.cli", "neo_desktop.app.commands.doctor_command",
+    "neo_desktop.app.commands.serve_command", "neo_desktop.app.engines.child", "torch",
 )  # fmt: skip
 # Libraries read these at import.
 _READ_EARLY = (

@@ -39,6 +39,7 @@ MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
+_REPEATS = 3
 _SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
 
 
@@ -113,6 +114,7 @@ class _Suite:
         workload: Workload,
     ) -> None:
         self.options, self.parts, self.tables, self.workload = options, parts, tables, workload
+        self.repeats = options.repeats or _REPEATS
         self.vocab_size = parts.model.config.vocab_size
         self.policies = [self._policy(name) for name in names]
 
@@ -131,7 +133,7 @@ class _Suite:
         pilot = replace(self.workload, requests=requests[:_PILOT_REQUESTS])
         prompts = pilot.prompts(options.seed, -1, self.vocab_size)
         seconds = run(self.policies[0].engine, prompts, pilot.params(), lambda share: None).seconds
-        num_runs = (options.repeats + 1) * len(self.policies)
+        num_runs = (self.repeats + 1) * len(self.policies)
         wanted_s = options.seconds or (_QUICK_SECONDS if options.is_quick else _SECONDS)
         count = round(wanted_s / num_runs / (seconds / len(pilot.requests)))
         self.workload = replace(self.workload, requests=requests[: max(count, _LEAST_REQUESTS)])
@@ -139,7 +141,7 @@ class _Suite:
     def measure(self, progress: Progress, most_tokens: int) -> Iterator[ThroughputReport]:
         """Let every policy answer once, then take turns; a report after each timed run."""
         options, workload, done = self.options, self.workload, 0
-        num_runs = (options.repeats + 1) * len(self.policies)
+        num_runs = (self.repeats + 1) * len(self.policies)
 
         def step(name: str) -> Callable[[float], None]:
             what = f"{name}: {len(workload.requests)} requests"
@@ -157,7 +159,7 @@ class _Suite:
                 found = Comparison(found.identical, found.near_ties + found.changed, 0)
             policy.comparison = found
             done += 1
-        for turn in range(1, options.repeats + 1):
+        for turn in range(1, self.repeats + 1):
             prompts = workload.prompts(options.seed, turn, self.vocab_size)
             for policy in self.policies:
                 policy.timeline.take()
