@@ -14,7 +14,6 @@ The caller adopts orphaned children (a subreaper, in Linux) until it has the num
 import atexit
 import ctypes
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -139,7 +138,8 @@ def _program_of(given: dict[str, Any]) -> _Program | None:
 
 def profile_briefly() -> None:
     """Let engines of small models measure this computer for less time than usual."""
-    profiler = importlib.import_module("neo_desktop.engine.profiling.profiler")
+    from neo_desktop.engine.profiling import profiler  # noqa: PLC0415 - not before the environment is set
+
     profiler.MIN_SECONDS = _PROFILE_S
 
 
