@@ -78,7 +78,7 @@ class DeviceReport:
             (
                 *([_decode_table(self.decode)] if self.decode else []),
                 Table.of("Prefill of one prompt", [self.prefill], _PREFILL_COLUMNS),
-                Table.listing("", ("memory and arithmetic", "measured"), self, memory),
+                Table.of("Memory and arithmetic", [self], memory, missing="not measured"),
             ),
             notes=self.notes,
         )

@@ -1,5 +1,6 @@
 """Environment, hypothesis profiles and fixtures that all tests share."""
 
+import gc
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
-from quick_processes import quick_processes
+from quick_processes import profile_briefly, quick_processes
 
 # Must be set before Triton is imported: without a GPU, kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
@@ -42,12 +43,13 @@ settings.load_profile("any pace")  # the computer may be slow, or busy
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings() -> Iterator[None]:
-    """Keep measurements of this computer out of the user's cache, and start child processes quickly."""
+    """Measure this computer briefly, outside the user's cache, and start child processes quickly."""
     with (
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
         quick_processes() if sys.platform == "linux" else nullcontext(),
     ):
+        profile_briefly()
         patch.setenv("NEO_DESKTOP_CACHE", folder)
         patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # child processes lack an imitated GPU
         yield
@@ -66,23 +68,47 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector, which every engine calls as it ends, pass over what was imported: 1 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every parameter set of tests marked `sample`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, keep the number of parameter sets in a test's `sample` mark, spread by a hash."""
+    """Without --all, keep the number of parameter sets in a test's `sample` mark."""
     if config.getoption("--all"):
         return
-    sets: dict[str, list[pytest.Item]] = {}
+    sets: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
             sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for same in sets.values():
         mark = same[0].get_closest_marker("sample")
         assert mark is not None
-        spread = sorted(same, key=lambda item: crc32(item.nodeid.encode()))
-        left_out |= {item.nodeid for item in spread[mark.args[0] :]}
+        kept = {item.nodeid for item in _varied(same, mark.args[0])}
+        left_out |= {item.nodeid for item in same} - kept
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _varied(items: list[pytest.Function], count: int) -> list[pytest.Function]:
+    """Return parameter sets that together have as many pairs of values as possible; a hash decides ties."""
+    left = sorted(items, key=lambda item: crc32(item.nodeid.encode()))
+    kept: list[pytest.Function] = []
+    seen: set[frozenset[tuple[str, int]]] = set()
+    while left and len(kept) < count:
+        best = max(left, key=lambda item: len(_pairs(item) - seen))
+        left.remove(best)
+        kept.append(best)
+        seen |= _pairs(best)
+    return kept
+
+
+def _pairs(item: pytest.Function) -> set[frozenset[tuple[str, int]]]:
+    values = [(name, id(value)) for name, value in item.callspec.params.items()]
+    return {frozenset((one, other)) for one in values for other in values}

@@ -1,18 +1,15 @@
 """The parts of the endpoints' bodies.
 
-Each field is one of these, see `Kind` and `table`; an unknown field is an error that names it.
+An unknown field is an error that names it. A field does what its name says, unless a mark says otherwise:
 
-    honoured   it does what its name says
-    hint       it changes nothing that a client can see: labels, caching, display
-    left out   the answer does without it, and a warning beside the answer says so
-    refused    an error, unless its value asks for nothing (`store=False`)
+    HINT       it changes nothing that a client can see: labels, caching, display
+    LeftOut    the answer does without it, and a warning beside the answer says so
+    Only       an error, unless its value asks for nothing (`store=False`)
 """
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import (
     BaseModel,
@@ -34,15 +31,6 @@ MAX_TOOLS = 256
 Json = dict[str, Any]
 
 
-class Kind(StrEnum):
-    """The treatment of a field."""
-
-    HONOURED = "honoured"
-    HINT = "hint"
-    LEFT_OUT = "left out"
-    REFUSED = "refused"
-
-
 class Model(BaseModel):
     """A body or a part of one."""
 
@@ -51,8 +39,6 @@ class Model(BaseModel):
 
 class Only:
     """For a feature that is not there: a field that takes only values that do not ask for it."""
-
-    kind = Kind.REFUSED
 
     def __init__(self, *accepted: object) -> None:
         self._accepted = (None, *accepted)
@@ -72,8 +58,6 @@ class Only:
 class LeftOut:
     """For a wish that the answer does without: a warning says so, unless the value is one of `silent`."""
 
-    kind = Kind.LEFT_OUT
-
     def __init__(self, what: str, *silent: object) -> None:
         self._what = what
         self._silent = (None, *silent)
@@ -87,12 +71,7 @@ class LeftOut:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Hint:
-    kind: Kind = Kind.HINT
-
-
-HINT = _Hint()
+HINT = object()
 Unsupported = Annotated[Any, Only()]
 Label = Annotated[str | None, HINT]
 Verbosity = Annotated[
@@ -260,63 +239,6 @@ class RefusalPart(Model):
 
 
 Content = Annotated[str, Joined(TextPart, RefusalPart)]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One field, or one type of a part, in the table."""
-
-    kind: Kind
-    is_open: bool = False  # it is treated as a whole, with all its members
-    annotation: Any = None  # of a hint: what it may be
-
-
-def table(model: type[Model]) -> dict[str, Entry]:
-    """Map all fields of a body, like `messages[].content[]<text>.cache_control`, to their treatment."""
-    entries: dict[str, Entry] = {}
-    _enter_fields(entries, "", model)
-    return entries
-
-
-def _enter_fields(entries: dict[str, Entry], path: str, model: type[Model]) -> None:
-    for name, field in model.model_fields.items():
-        place = f"{path}.{field.alias or name}".lstrip(".")
-        entries.setdefault(place, Entry(Kind.HONOURED))
-        annotation: Any = field.annotation
-        _enter(entries, place, Annotated[annotation, *field.metadata] if field.metadata else annotation)
-
-
-def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
-    kind, args = get_origin(annotation), get_args(annotation)
-    if kind is Annotated:
-        for mark in args[1:]:
-            if isinstance(mark, Only | LeftOut | _Hint):
-                entries[path] = Entry(mark.kind, is_open=True, annotation=args[0])
-                return
-            if isinstance(mark, Tagged | Joined):
-                union, place = (mark, path) if isinstance(mark, Tagged) else (mark.union, f"{path}[]")
-                _enter_union(entries, place, union)
-                return
-        _enter(entries, path, args[0])
-    elif kind in (Union, types.UnionType):
-        for each in args:
-            _enter(entries, path, each)
-    elif kind is list:
-        _enter(entries, f"{path}[]", args[0])
-    elif kind is dict or annotation is Any:
-        entries[path] = replace(entries.get(path, Entry(Kind.HONOURED)), is_open=True)
-    elif isinstance(annotation, type) and issubclass(annotation, Model):
-        if "type" in annotation.model_fields:
-            entries |= {path + in_marks(tag): Entry(Kind.HONOURED) for tag in tags(annotation)}
-        _enter_fields(entries, path, annotation)
-
-
-def _enter_union(entries: dict[str, Entry], path: str, union: Tagged) -> None:
-    for sentences, kind in ((union.refused, Kind.REFUSED), (union.left_out, Kind.LEFT_OUT)):
-        entries |= {path + in_marks(name): Entry(kind, is_open=True) for name in sentences}
-    for tag, model in union.models.items():
-        entries[path + in_marks(tag)] = Entry(Kind.HONOURED)
-        _enter_fields(entries, path + in_marks(tag), model)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

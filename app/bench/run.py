@@ -1,51 +1,46 @@
 """Suites one after the other, by default on a model that suits; what was measured is kept in any case."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 import torch
 
 from neo_desktop.app.bench.computer import Probe, Prober
-from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
-from neo_desktop.app.bench.load.suite import LoadOptions, run_load
+from neo_desktop.app.bench.hardware.suite import run_hardware
+from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.throughput.suite import run_throughput
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.words import EXPECTED, error_text
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import GIB
 from neo_desktop.engine.profiling.hardware import host_memory, machine_info
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.shapes import shape
 
-
-@dataclass(frozen=True, slots=True)
-class SuiteOptions:
-    """The options per suite."""
-
-    hardware: HardwareOptions = field(default_factory=HardwareOptions)
-    throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
-    load: LoadOptions = field(default_factory=LoadOptions)
-    gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: every one
-    model_note: str = ""  # which model was chosen and why, for the page
+_QUICK_SECONDS = 15.0  # of the suite hardware
 
 
-Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
+def _hardware(options: BenchOptions, progress: Progress) -> Iterator[AnySuiteReport]:
+    seconds = _QUICK_SECONDS if options.is_quick else options.hardware.seconds
+    return run_hardware(replace(options.hardware, gpu_slice=options.gpu_slice, seconds=seconds), progress)
 
-SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
-    "hardware": lambda options, progress: run_hardware(options.hardware, progress),
-    "throughput": lambda options, progress: run_throughput(options.throughput, progress),
-    "load": lambda options, progress: run_load(options.load, progress),
+
+SUITES: dict[str, Callable[[BenchOptions, Progress], Iterator[AnySuiteReport]]] = {
+    "hardware": _hardware,
+    "throughput": run_throughput,
+    "load": run_load,
 }
 
 
-def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions | None = None) -> Report:
+def run_suites(
+    names: Sequence[str], progress: Progress, options: BenchOptions | None = None, model_note: str = ""
+) -> Report:
     """Run suites one after the other.
 
     A suite that cannot be run is reported as a failure, and the next one runs. Ctrl-C ends the run: what
@@ -55,6 +50,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         names: of suites.
         progress: called with the share done, 0 to 1, and what is being measured.
         options: None: the defaults; suites that need a model then take the built-in one.
+        model_note: the choice of the model and its reason, for the page.
 
     Raises:
         ValueError: a suite does not exist, or not the slice of the GPU.
@@ -63,7 +59,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
     for name in names:
         if name not in SUITES:
             raise ValueError(f"no benchmark suite is called {name!r}; choose from {', '.join(SUITES)}")
-    options = options or SuiteOptions()
+    options = options or BenchOptions()
     started, start = datetime.now().astimezone().isoformat(timespec="seconds"), time.perf_counter()
     machine = machine_info()
     streams = open_streams(choose_device("auto"), options.gpu_slice)
@@ -96,7 +92,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         failures=tuple(failures),
         interrupted=interrupted,
         gpu_slice_sms=None if options.gpu_slice is None else streams.sms,
-        model_note=options.model_note,
+        model_note=model_note,
         probes=tuple(probes),
     )
 
@@ -144,46 +140,3 @@ def _seconds(name: str, probe: Probe) -> float:
     reading_s = config.weight_bytes(torch.float32) / (probe.read_gb_per_s * 1e9)
     multiplying_s = 2 * config.num_parameters / (probe.gflop_per_s * 1e9)
     return _OUTPUT_TOKENS * reading_s + _PROMPT_TOKENS * multiplying_s
-
-
-def suite_options(
-    model: EngineOptions,
-    *,
-    quick: bool,
-    throughput: Mapping[str, Any],
-    load: Mapping[str, Any],
-    model_note: str = "",
-) -> SuiteOptions:
-    """Return what each suite is asked to do.
-
-    Args:
-        model: for all suites that need one.
-        quick: for a whole self-test in about two minutes.
-        throughput: settings that differ from the defaults.
-        load: the same for the suite load.
-        model_note: which model was chosen and why.
-
-    Raises:
-        ValueError: a setting makes no sense.
-    """
-    quickly: dict[str, dict[str, Any]] = {"hardware": {}, "throughput": {}, "load": {}}
-    if quick:  # a CPU alone takes a second for a hundred tokens
-        on_gpu = choose_device(model.device).type == "cuda"
-        quickly = {
-            "hardware": {"seconds": 15.0},
-            "throughput": {"seconds": 40.0},
-            "load": {
-                "input_tokens": 256 if on_gpu else 96,
-                "output_tokens": 64 if on_gpu else 32,
-                "seconds": 3.0 if on_gpu else 8.0,  # fewer come in a second
-                "load_shares": (0.5, 0.75, 1.0),
-            },
-        }
-    of_model = asdict(model)
-    return SuiteOptions(
-        hardware=HardwareOptions(gpu_slice=model.gpu_slice, **quickly["hardware"]),
-        throughput=ThroughputOptions(**of_model | quickly["throughput"] | dict(throughput)),
-        load=LoadOptions(**of_model | quickly["load"] | dict(load)),
-        gpu_slice=model.gpu_slice,
-        model_note=model_note,
-    )

@@ -34,14 +34,6 @@ class Table:
         cells = tuple(tuple(_cell(row, column, missing) for column in columns.values()) for row in rows)
         return cls(tuple(columns), cells, title)
 
-    @classmethod
-    def listing(
-        cls, title: str, columns: tuple[str, str], item: object, figures: Mapping[str, Column]
-    ) -> "Table":
-        """Make a row per figure of one item."""
-        rows = tuple((name, _cell(item, figure, "not measured")) for name, figure in figures.items())
-        return cls(columns, rows, title)
-
 
 @dataclass(frozen=True, slots=True)
 class Plot:

@@ -60,7 +60,7 @@ class StateCache:
             self._references[slot] += 1
         self._owned[request_id] = _Owned(slot)
 
-    def plan(self, request_id: str, start: int, num_tokens: int, *, is_last: bool) -> StateSlots:
+    def plan(self, request_id: str, start: int, num_tokens: int, is_last: bool) -> StateSlots:
         """Return the slots of a request's next iteration.
 
         Args:

@@ -50,7 +50,7 @@ _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
 _CHEAP_SHARE = 0.01  # a point between others that takes no more may run as late as a spanning point
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
-_MIN_SECONDS = 1.5
+MIN_SECONDS = 1.5
 _SHARES = {  # of the time; device attention is measured only if it differs from the CPU's
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
@@ -96,7 +96,7 @@ def profile(
     """
     started = time.perf_counter()
     if seconds is None:
-        seconds = min(_MIN_SECONDS + decoder.nbytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
+        seconds = min(MIN_SECONDS + decoder.nbytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
     with closing(StageTimer(decoder, storage, limits, streams)) as timer:

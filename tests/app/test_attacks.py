@@ -35,6 +35,14 @@ def server(data: Path) -> Iterator[RunningServer]:
         yield running_server
 
 
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The same with a key."""
+    folder = tmp_path_factory.mktemp("locked")
+    with running(make_engine(FakeExecutor()), api_key=KEY, data_folder=folder, mount=mount) as running_server:
+        yield running_server
+
+
 def raw(server: RunningServer, request: bytes, timeout_s: float = 30) -> bytes:
     """Send raw bytes; return the answer until the server closes the connection or stays silent."""
     received = b""
@@ -276,13 +284,10 @@ def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptu
     ["/v1/models", "/stats", "/metrics", "/config", "/", "/assets/x.js", "/docs", "/openapi.json",
      "/gradio_api/queue/data", "/gradio_api/upload", "/theme.css", "//v1/models", "/v1/../v1/models"],
 )  # fmt: skip
-def test_nothing_but_health_is_open_where_there_is_a_key(
-    executor: FakeExecutor, tmp_path: Path, path: str
-) -> None:
+def test_nothing_but_health_is_open_where_there_is_a_key(locked: RunningServer, path: str) -> None:
     # Routes that could have missed the key check.
-    with running(make_engine(executor), api_key=KEY, data_folder=tmp_path, mount=mount) as server:
-        request = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % path.encode()
-        assert statuses(raw(server, request)) == [b"401"]
+    request = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % path.encode()
+    assert statuses(raw(locked, request)) == [b"401"]
 
 
 def test_errors_show_nothing_of_the_program(executor: FakeExecutor) -> None:

@@ -13,6 +13,7 @@ import pytest
 import typing_extensions
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens
 from anthropic.types.beta import message_create_params as beta_messages
+from field_table import Entry, Kind, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 from neo_desktop.app.api.chat import ChatCompletionRequest
 from neo_desktop.app.api.completions import CompletionRequest
 from neo_desktop.app.api.embeddings import EmbeddingRequest
-from neo_desktop.app.api.fields import Entry, Kind, Model, table
+from neo_desktop.app.api.fields import Model
 from neo_desktop.app.api.messages import CountTokensRequest, MessagesRequest
 from neo_desktop.app.api.response_tools import ResponseTools
 from neo_desktop.app.api.responses import ResponsesRequest

@@ -1,10 +1,7 @@
-"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with the real one."""
+"""llama.cpp behind the same service, with an imitation of its functions."""
 
-import importlib.util
 import itertools
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,17 +12,12 @@ import gguf
 import httpx
 import openai
 import pytest
-import torch
-from gguf_files import write_gguf
-from real_model import smollm2
-from transformers import GemmaConfig, GemmaForCausalLM
 
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.live.words import notes, sentence
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
 from neo_desktop.app.llamacpp.crash import LlamaCppCrashError
-from neo_desktop.app.llamacpp.engine import LlamaCppEngine
 from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.app.llamacpp.trial import try_llamacpp
@@ -34,7 +26,6 @@ from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.marks import Shield
 
@@ -44,9 +35,6 @@ IMITATION = Path(__file__).parents[1] / "imitated_llama_cpp"
 CPU = EngineOptions(device="cpu")
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 NUM_PROMPT_TOKENS = len("<user>hello<assistant>") + 1  # with the token at its beginning
-needs_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
 
 
 def nothing(share: float, what: str) -> None:
@@ -99,18 +87,6 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(
         **({"model": "strange", "messages": MESSAGES, "max_tokens": 3, "temperature": 0} | fields)
     )
-
-
-def answer_of(engine: LlamaCppEngine, prompt: Any, **params: Any) -> tuple[str, list[int]]:
-    engine.add("alone", engine.input_processor.prepare(prompt, SamplingParams(**params)))
-    outputs = []
-    while engine.has_work:
-        engine.collect()
-        outputs += engine.take_outputs()
-    assert outputs[-1].error is None
-    return "".join(each.text for each in outputs), [
-        token.token_id for each in outputs for token in each.tokens
-    ]
 
 
 def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
@@ -304,20 +280,6 @@ def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPa
     assert "Q4_1: llama.cpp crashed twice (SIGSEGV)" in (outcome.reason or "")
 
 
-def test_serve_ends_with_the_sentence_of_a_build_that_crashes(file: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join((str(IMITATION), os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"PYTHONPATH": path, "IMITATED_CRASH": str(int(signal.SIGSEGV))}
-    program = Path(sys.executable).with_name("neo-desktop")
-    arguments = ("serve", "--model", str(file), "--backend", "llamacpp", "--port", "0")
-    run = subprocess.run(
-        [program, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 1
-    (said,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
-    assert "llama.cpp crashed twice (SIGSEGV)" in said
-    assert "Traceback" not in run.stderr
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -357,89 +319,3 @@ def test_a_load_can_be_stopped(api: Any, file: Path) -> None:
 
     with pytest.raises(StoppedError):
         LlamaCppRecipe("strange", file, CPU)(stop)
-
-
-@needs_llama_cpp
-def test_a_real_model_writes_what_llama_cpp_writes() -> None:
-    Llama = pytest.importorskip("llama_cpp").Llama  # noqa: N806
-    file = smollm2()
-    engine = LlamaCppRecipe("smollm2", file, EngineOptions(device="cpu", cpu_cache_tokens=2048))(nothing)
-    own = Llama(str(file), n_ctx=2048, flash_attn=True, verbose=False)
-    for prompt in ("The capital of France is", "def fibonacci(n):", "Die Hauptstadt von"):
-        text, _ = answer_of(engine, prompt, temperature=0, max_tokens=24)
-        told = own.create_completion(
-            engine.input_processor.tokenizer.encode(prompt), max_tokens=24, temperature=0, repeat_penalty=1.0
-        )
-        assert text == told["choices"][0]["text"]
-        sampled = answer_of(engine, prompt, seed=7, max_tokens=12)
-        assert answer_of(engine, prompt, seed=7, max_tokens=12) == sampled
-    engine.close()
-
-
-@needs_llama_cpp
-def test_a_real_model_is_served_by_llama_cpp_where_that_is_asked_for() -> None:
-    file = smollm2()
-    options = EngineOptions(device="cpu", cpu_cache_tokens=2048)
-    loader = ModelLoader(Catalogue([file.parent]), options, backend="llamacpp")
-    service = loader(file.stem, nothing)
-    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    with running(service._link) as server:
-        ask = server.client().completions.create
-        whole = ask(model=file.stem, prompt=prompt, max_tokens=24, temperature=0)
-        assert "Paris" in whole.choices[0].text
-        pieces = ask(model=file.stem, prompt=prompt, max_tokens=24, temperature=0, stream=True)
-        assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
-    service.close()
-
-
-@needs_llama_cpp
-def test_its_tokenizer_is_that_of_the_engine() -> None:
-    file = smollm2()
-    theirs, ours = LlamaCppTokenizer(file), open_checkpoint(file).tokenizer()
-    for text in ("Hello, Wörld 👋🏽 日本語", "<|im_start|>user\nx<|im_end|>", "  a  b\n\n1234 don't", ""):
-        token_ids = ours.encode(text)
-        assert theirs.encode(text) == token_ids
-        for skip in (True, False):
-            assert theirs.decode(token_ids, skip) == ours.decode(token_ids, skip)
-    tokens = range(ours.vocab_size)
-    assert [theirs.token_bytes(each) for each in tokens] == [ours.token_bytes(each) for each in tokens]
-    assert [theirs.text_alone(each) for each in tokens] == [ours.text_alone(each) for each in tokens]
-    assert theirs.chat_template == ours.chat_template
-    with pytest.raises(ValueError, match="surrogate"):
-        theirs.encode("\ud800")
-
-
-@needs_llama_cpp
-def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
-    config = GemmaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(1)
-    model = GemmaForCausalLM(config)
-    for name, weight in model.named_parameters():  # llama.cpp stores norms as their factors
-        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
-    write_gguf(tmp_path / "tiny-gemma.gguf", model, architecture="gemma")
-    file = tmp_path / "tiny-gemma.gguf"
-    engine = LlamaCppRecipe("tiny-gemma", file, CPU)(nothing)
-    text, token_ids = answer_of(engine, "abc", temperature=0, max_tokens=8)
-    engine.close()
-    own = pytest.importorskip("llama_cpp").Llama(str(file), n_ctx=256, flash_attn=True, verbose=False)
-    told = own.generate(engine.input_processor.tokenizer.encode("abc"), temp=0, repeat_penalty=1.0)
-    assert token_ids == list(itertools.islice(told, 8))
-    assert len(set(token_ids)) > 1
-    loader = ModelLoader(Catalogue([tmp_path]), CPU)
-    service = loader("tiny-gemma", nothing)
-    with running(service._link) as server:
-        answer = server.client().completions.create(
-            model="tiny-gemma", prompt="abc", max_tokens=8, temperature=0
-        )
-        assert (answer.choices[0].text, answer.usage.completion_tokens) == (text, 8)
-        assert service.is_process
-    service.close()

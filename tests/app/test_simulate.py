@@ -1,8 +1,6 @@
 """`neo-desktop simulate`: its JSON, its table, and its errors."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from neo_desktop.app.cli import main
 from neo_desktop.app.simulate.answer import answer
 from neo_desktop.app.simulate.options import SimulationOptions, UsageError
+from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.app.simulate.run import run_simulation
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -22,7 +21,6 @@ from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.shapes import SHAPES
 
-PROGRAM = Path(sys.executable).parent / "neo-desktop"
 SMALL = SimulationOptions(gpu="t4", model="llama-2-7b", input_tokens=300, output_tokens=20, num_requests=30)
 
 
@@ -35,16 +33,13 @@ def simulated(options: SimulationOptions) -> dict[str, Any]:
     return figures
 
 
-def test_the_program_prints_a_table_and_writes_the_figures(tmp_path: Path) -> None:
+def test_the_program_prints_a_table_and_writes_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "report.json"
-    result = subprocess.run(
-        [PROGRAM, "simulate", "--gpu", "T4", "--input", "300", "--output", "20", "--json", report],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    lengths = ("--input", "300", "--output", "20", "--requests", "20")
+    assert exit_code(monkeypatch, "--gpu", "T4", *lengths, "--json", report) == 0
+    printed = capsys.readouterr().out
     written = json.loads(report.read_text(encoding="utf-8"))
     assert list(written) == ["policies"]
     assert list(written["policies"]) == list(POLICIES)
@@ -54,9 +49,9 @@ def test_the_program_prints_a_table_and_writes_the_figures(tmp_path: Path) -> No
         for key in ("output_tokens_per_s", "tpot_ms", "mean_batch"):
             assert isinstance(figures[key], float)
             assert figures[key] > 0
-        assert figures["num_finished"] == 100
-        assert name in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
+        assert figures["num_finished"] == 20
+        assert name in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> object:
@@ -169,9 +164,8 @@ def test_progress_runs_from_0_to_1_and_names_the_policy() -> None:
     assert seen
 
 
-def told(options: SimulationOptions) -> str:
+def told(report: SimulationReport) -> str:
     """Return the terminal's output, joined into one line."""
-    report = run_simulation(options, ignore)
     console = Console(width=80, record=True, file=StringIO())
     report.print(console)
     text = console.export_text()
@@ -181,7 +175,7 @@ def told(options: SimulationOptions) -> str:
 
 @pytest.mark.parametrize("gpu", ["rtx-3060", "gtx-1650", "rtx-5090", "h100"])
 def test_a_gpu_is_all_that_must_be_named(gpu: str) -> None:
-    text = told(SimulationOptions(gpu=gpu, num_requests=8))
+    text = told(run_simulation(SimulationOptions(gpu=gpu, num_requests=8), ignore))
     assert text.startswith("On a")
     for assumed in ("(vendor's datasheet)", "--cpu takes another", "--model takes another", "--input"):
         assert assumed in text
@@ -189,17 +183,17 @@ def test_a_gpu_is_all_that_must_be_named(gpu: str) -> None:
 
 def test_the_price_stands_beside_the_gain() -> None:
     options = SimulationOptions(
-        gpu="t4", model="llama-2-7b", input_tokens=400, output_tokens=50, num_requests=200
+        gpu="t4", model="llama-2-7b", input_tokens=400, output_tokens=50, num_requests=100
     )
     report = run_simulation(options, ignore)
     figures = report.to_json()["policies"]
     gain = figures["auto"]["output_tokens_per_s"] / figures["gpu-only"]["output_tokens_per_s"]
     assert gain > 2
     said = answer(report)
-    assert f"offloading makes llama-2-7b {gain:.1f}x as fast when 200 chats come at once" in said
+    assert f"offloading makes llama-2-7b {gain:.1f}x as fast when 100 chats come at once" in said
     slow, quick = (figures[name]["tpot_ms"] for name in ("auto", "gpu-only"))
     assert f"Each chat gets its tokens at {slow:.0f} ms instead of {quick:.0f} ms" in said
-    row = next(line for line in told(options).split("auto ")[1:])
+    row = next(line for line in told(report).split("auto ")[1:])
     assert f"{slow / quick:.2f}x" in row
     share = figures["auto"]["bound_share"]
     assert 0.5 < share <= 1
@@ -213,7 +207,7 @@ def test_where_all_fits_the_answer_says_so() -> None:
 
 
 def test_what_no_place_can_hold_is_named() -> None:
-    text = told(replace(SMALL, input_tokens=5000))
+    text = told(run_simulation(replace(SMALL, input_tokens=5000), ignore))
     assert "llama-2-7b cannot run this, with or without offloading" in text
     assert "do not fit llama-2-7b's context of 4,096" in text
 

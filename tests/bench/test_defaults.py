@@ -5,8 +5,9 @@ import torch
 
 from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.run import default_model, suite_options
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.app.bench.load.suite import Workload
+from neo_desktop.app.bench.options import BenchOptions
+from neo_desktop.app.bench.run import default_model
 from neo_desktop.engine.profiling.hardware import HostMemory
 
 GIB = 1 << 30
@@ -59,10 +60,23 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
     assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in chosen.note.replace(".0 GB", " GB")
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_slice_is_for_every_suite_that_uses_the_gpu(quick: bool) -> None:
-    model = EngineOptions(device="cpu", gpu_slice=16)
-    options = suite_options(model, quick=quick, throughput={}, load={"rates": (1.0,)})
-    suites = (options, options.hardware, options.throughput, options.load)
-    assert [suite.gpu_slice for suite in suites] == [16] * 4
-    assert options.load.rates == (1.0,)
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_suite_hardware_gets_the_slice_and_its_time(
+    is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(run, "run_hardware", lambda options, progress: seen.append(options) or iter(()))
+    options = BenchOptions(device="cpu", gpu_slice=16, is_quick=is_quick)
+    list(run.SUITES["hardware"](options, lambda share, what: None))
+    assert [(each.gpu_slice, each.seconds) for each in seen] == [(16, 15.0 if is_quick else 45.0)]
+
+
+@pytest.mark.parametrize(("is_quick", "tokens", "seconds"), [(False, (256, 64), 6.0), (True, (96, 32), 8.0)])
+def test_a_quick_run_on_a_cpu_has_shorter_requests(
+    is_quick: bool, tokens: tuple[int, int], seconds: float
+) -> None:
+    workload = Workload(BenchOptions(device="cpu", is_quick=is_quick))
+    assert workload.description.startswith(f"{tokens[0]} tokens in and {tokens[1]} out")
+    assert workload.seconds == seconds
+    given = Workload(BenchOptions(device="cpu", is_quick=is_quick, input_tokens=7))
+    assert given.description.startswith(f"7 tokens in and {tokens[1]} out")

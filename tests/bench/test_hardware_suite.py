@@ -15,12 +15,12 @@ from neo_desktop.app.bench.hardware import suite
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.suite import (
     LEAST_ROUNDS,
-    HardwareOptions,
     Measurement,
     doubling,
     rounds,
     run_hardware,
 )
+from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import Section, Spread
 from neo_desktop.app.words import binary_size, number
 from neo_desktop.engine.cuda.streams import WholeDevice

@@ -9,12 +9,13 @@ import pytest
 from neo_desktop.app.bench.load import suite
 from neo_desktop.app.bench.load.metrics import LoadCurve
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.load.suite import LoadOptions, run_load
+from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.workload import OUT_OF_TIME, run
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.sampling_params import SamplingParams
 
-SMALL = LoadOptions(
+SMALL = BenchOptions(
     shape="tiny",
     device="cpu",
     dtype="float32",
@@ -26,7 +27,6 @@ SMALL = LoadOptions(
     seconds=0.1,
     load_shares=(0.5, 1.0),
     drain_seconds=60.0,  # a busy machine must not lose requests
-    warm_up=1,
 )
 
 
@@ -34,7 +34,7 @@ def ignore(share: float, what: str) -> None:
     pass
 
 
-def last(options: LoadOptions) -> LoadReport:
+def last(options: BenchOptions) -> LoadReport:
     return list(run_load(options, ignore))[-1]
 
 

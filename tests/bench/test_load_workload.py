@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from neo_desktop.app.bench.load.suite import LoadOptions, Workload, poisson, run_load
+from neo_desktop.app.bench.load.suite import Workload, poisson, run_load
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.engine.simulation.workload import WorkloadError, synthetic
 
 
@@ -33,9 +34,9 @@ def test_one_request_comes_at_once() -> None:
 def test_a_trace_gives_lengths_and_begins_again_when_it_ends(tmp_path: Path) -> None:
     trace = tmp_path / "lengths.json"
     trace.write_text('[{"prompt": 3, "max_tokens": 5}, {"prompt": 30, "max_tokens": 7}]')
-    workload = Workload(LoadOptions(trace=trace))
+    workload = Workload(BenchOptions(trace=trace))
     assert [request.prompt_tokens for request in workload.take(5)] == [3, 30, 3, 30, 3]
     assert "lengths.json" in workload.description
     trace.write_text("nothing")
     with pytest.raises(WorkloadError, match=r"lengths\.json"):
-        next(run_load(LoadOptions(trace=trace), ignore))
+        next(run_load(BenchOptions(trace=trace), ignore))

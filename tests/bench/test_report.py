@@ -13,36 +13,48 @@ from suites import ignore
 from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.hardware.report import HardwareReport
-from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
+from neo_desktop.app.bench.hardware.suite import run_hardware
 from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.page.content import headline, machine_lines
-from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
+from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
+from neo_desktop.app.bench.page.html import headline, html, machine_lines, write_files
 from neo_desktop.app.bench.report import Failure, Report
-from neo_desktop.app.bench.run import SuiteOptions, run_suites
+from neo_desktop.app.bench.run import run_suites
 from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.suite import ThroughputOptions
 from neo_desktop.app.bench.workload import Record
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.progress import Progress
 
-CACHES = {"shape": "tiny", "device": "cpu", "gpu_cache_tokens": 256, "cpu_cache_tokens": 4096}
-OPTIONS = SuiteOptions(
+OPTIONS = BenchOptions(
     hardware=HardwareOptions(seconds=0.01, threads=(1, 2), memory_bytes=8 << 20, cpu_matrix_size=64),
-    throughput=ThroughputOptions(  # type: ignore[arg-type]
-        **CACHES,
-        input_tokens=30,
-        output_tokens=8,
-        num_requests=6,
-        repeats=1,
-        policies=("gpu-only", "neo", "auto"),
-    ),
+    shape="tiny",
+    device="cpu",
+    gpu_cache_tokens=256,
+    cpu_cache_tokens=4096,
+    input_tokens=30,
+    output_tokens=8,
+    num_requests=6,
+    repeats=1,
+    policies=["gpu-only", "neo", "auto"],
 )
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
-    return run_suites(["hardware", "throughput"], ignore, OPTIONS)
+def shares() -> list[float]:
+    """Progress of the run that `report` is of."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(shares: list[float]) -> Report:
+    return run_suites(["hardware", "throughput"], lambda share, what: shares.append(share), OPTIONS)
+
+
+@pytest.fixture
+def known_computer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing between the suites."""
+    monkeypatch.setattr(run.Prober, "__init__", lambda self: None)
+    monkeypatch.setattr(run.Prober, "probe", lambda self: Probe(1.0, 1.0))
 
 
 def throughput(report: Report, **changes: object) -> Report:
@@ -53,8 +65,7 @@ def throughput(report: Report, **changes: object) -> Report:
 
 
 def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> None:
-    prepare_folder(tmp_path / "new" / "folder")
-    page = write_files(report, tmp_path / "new" / "folder")
+    page = write_files(report, tmp_path)
     written = page.read_text()
     assert not re.search(r'(src|href)="(?!data:|#)|url\((?!#)|@import|<script', written)
     for section in written.split("<section>")[1:]:
@@ -79,7 +90,6 @@ def test_plots_take_the_pages_colours_in_light_and_dark(report: Report) -> None:
 
 def test_the_page_says_which_model_was_chosen(report: Report, tmp_path: Path) -> None:
     chosen = replace(report, model_note="Measured with random weights in the shape of smollm2-135m.")
-    prepare_folder(tmp_path)
     page = write_files(chosen, tmp_path)
     assert chosen.model_note in page.read_text()
 
@@ -92,13 +102,13 @@ def test_a_librarys_error_does_not_fill_the_top_of_the_page(report: Report) -> N
 
 def test_names_from_outside_cannot_break_the_page(report: Report, tmp_path: Path) -> None:
     evil = throughput(report, model="<script>alert(1)</script> | **x**")
-    prepare_folder(tmp_path)
     page = write_files(evil, tmp_path)
     assert "<script>" not in page.read_text()
 
 
+@pytest.mark.usefixtures("known_computer")
 def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(options: SuiteOptions, progress: Progress) -> Iterator[HardwareReport]:
+    def interrupted(options: BenchOptions, progress: Progress) -> Iterator[HardwareReport]:
         yield next(iter(run_hardware(options.hardware, progress)))
         raise KeyboardInterrupt
 
@@ -107,12 +117,12 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report.interrupted == "hardware"
     (suite,) = report.suites
     assert suite.suite == "hardware"
-    prepare_folder(tmp_path)
     assert "ended during hardware" in write_files(report, tmp_path).read_text()
 
 
+@pytest.mark.usefixtures("known_computer")
 def test_a_suite_that_cannot_run_is_said_and_the_next_one_runs() -> None:
-    options = replace(OPTIONS, throughput=replace(OPTIONS.throughput, gpu_cache_tokens=10**12))
+    options = replace(OPTIONS, gpu_cache_tokens=10**12)
     report = run_suites(["throughput", "hardware"], ignore, options)
     (failure,) = report.failures
     assert failure.suite == "throughput"
@@ -126,9 +136,8 @@ def test_unknown_suite_is_refused() -> None:
         run_suites(["golf"], ignore)
 
 
-def test_progress_never_goes_back() -> None:
-    shares: list[float] = []
-    run_suites(["hardware", "throughput"], lambda share, what: shares.append(share), OPTIONS)
+@pytest.mark.usefixtures("report")
+def test_progress_never_goes_back(shares: list[float]) -> None:
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
 

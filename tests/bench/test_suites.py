@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from suites import ignore
 
-from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
-from neo_desktop.app.bench.load.suite import LoadOptions, run_load
-from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.hardware.suite import run_hardware
+from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
+from neo_desktop.app.bench.throughput.suite import run_throughput
 
 MIB = 1 << 20
 TINY = {"shape": "tiny", "device": "cpu", "dtype": "float32"}
@@ -19,8 +20,8 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "hardware": lambda: next(
         run_hardware(HardwareOptions(seconds=0.01, memory_bytes=8 * MIB, cpu_matrix_size=64), ignore)
     ),
-    "throughput": lambda: next(run_throughput(ThroughputOptions(**TINY, **SHORT, repeats=1), ignore)),  # type: ignore[arg-type]
-    "load": lambda: next(run_load(LoadOptions(**TINY, **SHORT, seconds=0.1), ignore)),  # type: ignore[arg-type]
+    "throughput": lambda: next(run_throughput(BenchOptions(**TINY, **SHORT, repeats=1), ignore)),  # type: ignore[arg-type]
+    "load": lambda: next(run_load(BenchOptions(**TINY, **SHORT, seconds=0.1), ignore)),  # type: ignore[arg-type]
 }
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from suites import ignore, last, shown
 
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.throughput import suite
 from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.suite import ThroughputOptions, lengths, run_throughput
+from neo_desktop.app.bench.throughput.suite import lengths, run_throughput
 from neo_desktop.app.bench.workload import (
     TOLERANCES,
     Answer,
@@ -25,7 +26,7 @@ from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.schedule.policies import POLICIES
 
-SMALL = ThroughputOptions(
+SMALL = BenchOptions(
     shape="tiny",
     device="cpu",
     dtype="float32",

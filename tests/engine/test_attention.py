@@ -7,6 +7,7 @@ import pytest
 import torch
 from executors import carry_out_copies
 from kv_pools import spoiled
+from seeds import seeds
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy
@@ -36,7 +37,7 @@ def make_storage(
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One move frees a block, and a later move may fill it again."""
     monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])

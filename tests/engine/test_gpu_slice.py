@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.device_limit import DeviceOptions, run_device_limit
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run as bench_run
-from neo_desktop.app.bench.run import SuiteOptions, run_suites
+from neo_desktop.app.bench.options import BenchOptions
+from neo_desktop.app.bench.run import run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
@@ -252,7 +253,7 @@ def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(bench_run, "open_streams", lambda *_: streams)
     monkeypatch.setattr(bench_run, "SUITES", dict.fromkeys(("a", "b"), suite))
-    assert run_suites(["a", "b"], ignore, SuiteOptions(gpu_slice=3)).gpu_slice_sms == 8
+    assert run_suites(["a", "b"], ignore, BenchOptions(gpu_slice=3)).gpu_slice_sms == 8
     assert run_suites(["a"], ignore).gpu_slice_sms is None
     assert seen == [True] * 3
 

@@ -10,6 +10,7 @@ from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
 from expert_models import expert_model, experts_config
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, tiny_model
+from seeds import seeds
 from split_models import host_model, split_model
 from torch_layer import TorchLayer
 
@@ -42,7 +43,7 @@ def make_executor(model: Decoder, hook: Hook | None = None, timeline: Timeline |
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(6, 16))
 def test_random_plans_give_the_unsplit_models_tokens(whole: Decoder, seed: int) -> None:
     """Plans mix prompts, decodes of both tiers, moves and one or two sub-batches; matrices split anywhere."""
     rng = random.Random(seed)
@@ -127,7 +128,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) 
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, 12))
 def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

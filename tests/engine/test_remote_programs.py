@@ -15,6 +15,7 @@ from pipeline_case import (
     tiny_config,
     tiny_model,
 )
+from seeds import seeds
 from workers import connected, connected_by_heads, running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
@@ -66,7 +67,7 @@ def model_with_sinks() -> Decoder:
     [((KVTier.DEVICE,), 1), ((), 2), (MEASURED_TIERS, 2)],
     ids=["one", "only", "all"],
 )
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     stack: ExitStack,
     model: Decoder,
@@ -109,7 +110,7 @@ def test_random_plans_with_heads_divided_among_workers(
 
 
 @pytest.mark.parametrize("local", [(KVTier.DEVICE,), MEASURED_TIERS], ids=["workers", "and the CPU"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(
     stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[KVTier, ...]
 ) -> None:

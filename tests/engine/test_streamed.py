@@ -11,7 +11,6 @@ import torch
 from executors import Hook, HookedLanes, carry_out_copies, thread_executor
 from hypothesis import HealthCheck, given, settings
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
-from tiny_engine import engine, tokens_of
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy, IterationPlan, IterationTiming, ScheduledSequence, SubBatch
@@ -22,7 +21,6 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.streamed import WINDOW, StreamedPool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.models.decoder import Decoder
 
 WINDOWS = (None, 11, None, 3, None, None)  # six layers, so the prefetch buffer's slots are reused
@@ -151,6 +149,7 @@ def test_any_number_of_layers_may_stay_on_the_device(model: Decoder, num_residen
     executor.close()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("source", "target"), list(permutations(ALL, 2)), ids=str)
 @pytest.mark.parametrize("slow", [Lane.DEVICE, Lane.SWAP, Lane.HOST_SWAP, Lane.SWAP_IN])
 def test_requests_decode_in_the_iteration_that_moves_them(
@@ -392,22 +391,3 @@ def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder, way: tuple
         found = torch.empty(shape)
         storage[home].rows_at(slots).read(layer, found)
         assert torch.equal(found, each)
-
-
-@pytest.mark.parametrize("tiers", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
-def test_an_engine_gives_the_same_tokens_whichever_places_it_has(
-    monkeypatch: pytest.MonkeyPatch, tiers: tuple[KVTier, ...]
-) -> None:
-    monkeypatch.setitem(POLICIES, "with swapped KV", Policy("with swapped KV", tiers))
-    with engine("gpu-only", "cpu") as made:
-        expected = tokens_of(made)
-    with engine("with swapped KV", "cpu", tiers) as made:
-        assert tokens_of(made) == expected
-
-
-@pytest.mark.parametrize("policy", ["pie", "auto"])
-def test_policies_that_swap_give_the_same_tokens(policy: str) -> None:
-    with engine("gpu-only", "cpu") as made:
-        expected = tokens_of(made)
-    with engine(policy, "cpu") as made:
-        assert tokens_of(made) == expected

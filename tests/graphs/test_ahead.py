@@ -12,6 +12,7 @@ import torch
 from graph_case import make_executor
 from imitated_streams import ImitatedBackend
 from pipeline_case import tiny_model
+from seeds import seeds
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
@@ -145,7 +146,7 @@ def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, 8))
 def test_tokens_are_those_of_iterations_one_after_the_other(
     model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def model_in(folder: Path, device: str) -> Decoder:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.usefixtures("kernels")
 def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
     model, backend = model_in(folder, "cpu"), ImitatedBackend(1, num_queues=2)
     executor, _ = make_executor(model, backend=backend)

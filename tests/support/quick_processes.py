@@ -30,14 +30,16 @@ from typing import Any
 
 PROGRAM = Path(sys.executable).with_name("neo-desktop")
 _PRELOADED = (
-    "torch", "neo_desktop.app.engines.child", "neo_desktop.app.engines.service", "fastapi", "gradio", "h11",
-    "jinja2", "typer", "uvicorn",
+    "gradio", "neo_desktop.app.bench.run", "neo_desktop.app.cli", "neo_desktop.app.commands.doctor_command",
+    "neo_desktop.app.commands.serve_command", "neo_desktop.app.engines.child", "torch",
 )  # fmt: skip
 # Libraries read these at import.
 _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
     "TRITON",
 )  # fmt: skip
+_OF_THE_PAGE = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY")  # which the page sets anew in every process
+_PROFILE_S = 0.2  # predictions change the speed, never an answer
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
 
@@ -52,7 +54,8 @@ class _Program:
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    return {name: value for name, value in early.items() if name not in _OF_THE_PAGE}
 
 
 class _Server:
@@ -133,6 +136,13 @@ def _program_of(given: dict[str, Any]) -> _Program | None:
     return _Program(arguments, code, folder, environment, bool(given["start_new_session"]))
 
 
+def profile_briefly() -> None:
+    """Let engines of small models measure this computer for less time than usual."""
+    from neo_desktop.engine.profiling import profiler  # noqa: PLC0415 - not before the environment is set
+
+    profiler.MIN_SECONDS = _PROFILE_S
+
+
 @contextmanager
 def quick_processes() -> Iterator[None]:
     """Start programs of this project as described above."""
@@ -177,6 +187,7 @@ def main() -> None:
     """Run the server; in a child, run its program."""
     for name in _PRELOADED:
         __import__(name)
+    profile_briefly()
     assert threading.active_count() == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()

@@ -11,6 +11,7 @@ import torch
 from neo_desktop import native
 from neo_desktop.app.bench.computer import bytes_beyond_caches
 from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
+from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import Spread
 from neo_desktop.app.bench.words import many
 from neo_desktop.app.words import binary_size
@@ -31,28 +32,12 @@ from neo_desktop.engine.profiling.host_rates import Host, native_dtypes
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.progress import Progress
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_ROUNDS = 3
 _OFFLOADS = {
     "graph": "hand-off in a graph (decodes)",
     "streams": "hand-off on streams (with prompts)",
     "threads": "hand-off, imitated by threads",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HardwareOptions:
-    """The measurements, their memory and their time."""
-
-    seconds: float = 45.0  # for all repetitions together; each measurement is made three times at least
-    threads: tuple[int, ...] = ()  # of host measurements; empty: 1, 2, 4, ... and all usable cores
-    memory_bytes: int | None = None  # read on the host; None: beyond its caches
-    cpu_matrix_size: int = 2048  # rows and columns
-    gpu_memory_bytes: int = GIB  # read on the GPU, within a quarter of what is free
-    gpu_matrix_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    transfer_bytes: tuple[int, ...] = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
-    gpu_slice: int | None = None  # multiprocessors of the GPU; None: every one
-    offload_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
 
 
 def doubling(cores: int) -> tuple[int, ...]:

@@ -3,17 +3,17 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
+from typing import NamedTuple
 
 from neo_desktop.app.bench.load.metrics import Limits, LoadCurve, LoadMetrics, LoadPoint, summarise
 from neo_desktop.app.bench.load.report import LoadReport
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.workload import run
 from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.setup import set_up, take_memory
@@ -22,46 +22,50 @@ from neo_desktop.engine.unused_memory import return_memory
 
 FIRST_BURST, MOST_BURST = 4, 512
 BURST_GAIN = 1.1  # what a burst twice as large has to bring
+WARM_UP = 2  # requests sent first, and not counted
 MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
 _CAPACITY_SHARE = 0.2  # of a policy's progress
 
 Load = tuple[float, float | None]  # requests per second, and their share of the capacity
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions(EngineOptions):
-    """Settings. A run takes about `seconds` and a drain per rate and policy, and as much again before."""
+class _Usual(NamedTuple):
+    """Settings where none are given."""
 
-    trace: Path | None = None  # lengths from a file, see engine/simulation/workload.py
-    input_tokens: int = 256  # without a trace: lengths uniform in 0.9 to 1.1 of these
-    output_tokens: int = 64
-    num_requests: int | None = None  # per rate; None: as many as come in `seconds`
-    rates: Sequence[float] | None = None  # requests per second; None: `load_shares` of the capacity
-    load_shares: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)
-    seconds: float = 6.0  # in which the requests of a rate come
-    drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
-    warm_up: int = 2  # requests sent first, and not counted
-    seed: int = 0
-    ttft_limit_ms: float = 2000.0  # what a request must keep to count for goodput
-    tpot_limit_ms: float = 200.0
-    policies: Sequence[str] | None = None  # None: see `policies`
+    input_tokens: int  # without a trace: lengths uniform in 0.9 to 1.1 of these
+    output_tokens: int
+    seconds: float  # in which the requests of a rate come
+    load_shares: tuple[float, ...]  # rates, as shares of the capacity
+
+
+_USUAL = _Usual(256, 64, 6.0, (0.25, 0.5, 0.75, 0.9, 1.1))
+_QUICK = {  # a CPU alone takes a second for a hundred tokens of a prompt
+    "cuda": _Usual(256, 64, 3.0, (0.5, 0.75, 1.0)),
+    "cpu": _Usual(96, 32, 8.0, (0.5, 0.75, 1.0)),
+}
 
 
 class Workload:
-    """The lengths of requests, as many as are wanted: always the same ones, the first ones first."""
+    """The lengths of requests, as many as are wanted, always the same ones; and the time for each rate."""
 
-    def __init__(self, options: LoadOptions) -> None:
-        self._options = options
+    def __init__(self, options: BenchOptions) -> None:
+        usual = _QUICK[choose_device(options.device).type] if options.is_quick else _USUAL
+        self._seed = options.seed
         self._trace = None if options.trace is None else load_trace(options.trace)
-        self.description = f"{options.input_tokens} tokens in and {options.output_tokens} out, within 10 %"
+        self._tokens = (
+            options.input_tokens or usual.input_tokens,
+            options.output_tokens or usual.output_tokens,
+        )
+        self.seconds = options.seconds or usual.seconds
+        self.load_shares = options.load_shares or usual.load_shares
+        self.description = "{} tokens in and {} out, within 10 %".format(*self._tokens)
         if options.trace is not None:
             self.description = f"the lengths of {options.trace.name}, but not its arrival times"
 
     def take(self, count: int) -> list[WorkloadRequest]:
         """Return the first requests, again from the beginning where a trace is too short, all at once."""
-        options = self._options
         if self._trace is None:
-            return synthetic(count, options.input_tokens, options.output_tokens, options.seed)
+            return synthetic(count, *self._tokens, self._seed)
         return [replace(request, arrival_ms=0.0) for request in islice(cycle(self._trace), count)]
 
     def typical(self) -> WorkloadRequest:
@@ -82,7 +86,7 @@ def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float, seed: int) -
     return [replace(request, arrival_ms=stretch * request.arrival_ms) for request in arriving]
 
 
-def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
+def run_load(options: BenchOptions, progress: Progress) -> Iterator[LoadReport]:
     """Measure, and yield what is known after every run.
 
     Raises:
@@ -115,7 +119,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
     progress(1.0, "done")
 
 
-def policies(options: LoadOptions) -> tuple[str, ...]:
+def policies(options: BenchOptions) -> tuple[str, ...]:
     """Return those to compare: with and without the CPU-cache, where there are two tiers to choose from.
 
     Without a GPU its cache is imitated; it counts as a place of its own if its size was asked for.
@@ -127,7 +131,7 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
     return ("auto", "gpu-only") if options.cpu_cache_tokens != 0 and has_device else ("auto",)
 
 
-def _open(options: LoadOptions, model: LoadedModel | None, name: str, progress: Progress) -> Engine:
+def _open(options: BenchOptions, model: LoadedModel | None, name: str, progress: Progress) -> Engine:
     """Return the engine to measure; `model` is None where it is not loaded yet."""
     return_memory()  # the engine before this one is gone, and counts as free
     own = replace(options, policy=name)
@@ -145,7 +149,7 @@ class _Measurement:
         self,
         engine: Engine,
         name: str,
-        options: LoadOptions,
+        options: BenchOptions,
         workload: Workload,
         limits: Limits,
         progress: Progress,
@@ -158,9 +162,9 @@ class _Measurement:
         """Yield the curve as it grows; without `loads`, they are chosen."""
         options, typical = self.options, self.workload.typical()
         self.progress(0.0, "warming up")
-        self._send([typical] * options.warm_up)
+        self._send([typical] * WARM_UP)
         alone = LoadPoint(0.0, None, self._answered([typical]), "one alone")
-        drain_s = options.drain_seconds or max(options.seconds, 5 * alone.metrics.duration_s)
+        drain_s = options.drain_seconds or max(self.workload.seconds, 5 * alone.metrics.duration_s)
         curve = LoadCurve(self.name, self.engine.model_name, alone, None, (), drain_s)
         yield curve
         if options.rates is None:
@@ -169,7 +173,7 @@ class _Measurement:
         loads = loads or self._loads(curve.capacity)
         for done, (rate, share) in enumerate(loads):
             start = _CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * done / len(loads)
-            count = options.num_requests or math.ceil(rate * options.seconds)
+            count = options.num_requests or math.ceil(rate * self.workload.seconds)
             requests = poisson(self.workload.take(count), rate, options.seed)
             metrics = self._send(requests, f"{number(rate)} requests/s", start, drain_s)
             curve = replace(curve, points=(*curve.points, LoadPoint(rate, share, metrics)))
@@ -179,7 +183,7 @@ class _Measurement:
         if capacity is None:
             return [(rate, None) for rate in sorted(self.options.rates or ())]
         per_s = capacity.metrics.finished_per_s
-        return [(share * per_s, share) for share in sorted(self.options.load_shares)]
+        return [(share * per_s, share) for share in sorted(self.workload.load_shares)]
 
     def _capacity(self) -> LoadPoint:
         """Send more and more requests at once, until more requests bring no gain, or take too long."""
@@ -190,7 +194,7 @@ class _Measurement:
             best_per_s = max((each.finished_per_s for each in found), default=0.0)
             stalls = 0 if metrics.finished_per_s > BURST_GAIN * best_per_s else stalls + 1
             found.append(metrics)
-            took_long = metrics.duration_s > self.options.seconds / 2
+            took_long = metrics.duration_s > self.workload.seconds / 2
             if stalls == MOST_STALLS or took_long or metrics.failures or 2 * burst > MOST_BURST:
                 break
             burst *= 2

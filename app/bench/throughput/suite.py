@@ -4,8 +4,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.bench.workload import (
@@ -24,7 +24,6 @@ from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
@@ -40,23 +39,11 @@ MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
+_REPEATS = 3
+_SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughputOptions(EngineOptions):
-    """Model, requests and policies."""
-
-    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
-    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 times this; None: see LENGTHS
-    output_tokens: int | None = None  # the same for answers
-    num_requests: int | None = None  # None: the runs together take about `seconds`
-    seed: int = 0
-    repeats: int = 3
-    policies: Sequence[str] | None = None  # None: those that differ on this machine
-    seconds: float = 60.0  # for all runs together, if the number of requests is free
-
-
-def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
+def lengths(options: BenchOptions, device: str) -> list[WorkloadRequest]:
     """Return as many requests as could be asked for; raises what `load_trace` raises.
 
     Args:
@@ -84,7 +71,7 @@ class _Policy:
     shares: list[tuple[float, float, float]] = field(default_factory=list)  # per run: see `_busy_shares`
 
 
-def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
+def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
     """Let the policies take turns; raises what the engine and the reader of a trace raise."""
     requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
@@ -105,92 +92,159 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
         model.config.max_context_tokens,
         *(sum(parts.num_blocks[tier] for tier in get_policy(name).tiers) * BLOCK_SIZE for name in names),
     )
-    workload = fitting(requests, most_tokens)
-    notes = say(
-        "throughput-notes",
-        on_gpu=on_gpu,
-        only_baseline=names == (BASELINE,),
-        cpu_cache_dtype=options.cpu_cache_dtype,
-        num_left_out=workload.num_left_out,
-        most_tokens=most_tokens,
-    )
-    policies = [_policy(name, parts, tables) for name in names]
+    suite = _Suite(options, parts, tables, names, fitting(requests, most_tokens))
     try:
         if options.num_requests is None:
-            workload = _sized(workload, policies[0], options, len(policies))
-        yield from _measure(policies, workload, options, tables, notes, progress)
+            suite.choose_number()
+        yield from suite.measure(progress, most_tokens)
     finally:
-        for policy in policies:
+        for policy in suite.policies:
             policy.engine.close()
 
 
-def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
-    """Make an engine for a policy; they use the same memory, one after the other."""
-    tiers = get_policy(name).tiers
-    own = replace(parts, num_blocks={tier: parts.num_blocks[tier] for tier in tiers})
-    timeline = Timeline()
-    return _Policy(name, own, timeline, Engine.from_parts(own, name, cost_model=tables, timeline=timeline))
+class _Suite:
+    """The policies, which use the same memory, one after the other, and their requests."""
 
+    def __init__(
+        self,
+        options: BenchOptions,
+        parts: EngineParts,
+        tables: TableCostModel,
+        names: Sequence[str],
+        workload: Workload,
+    ) -> None:
+        self.options, self.parts, self.tables, self.workload = options, parts, tables, workload
+        self.repeats = options.repeats or _REPEATS
+        self.vocab_size = parts.model.config.vocab_size
+        self.policies = [self._policy(name) for name in names]
 
-def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs_per_turn: int) -> Workload:
-    """Choose the number of requests so that the runs together last about `seconds`.
+    def _policy(self, name: str) -> _Policy:
+        own_blocks = {tier: self.parts.num_blocks[tier] for tier in get_policy(name).tiers}
+        own, timeline = replace(self.parts, num_blocks=own_blocks), Timeline()
+        engine = Engine.from_parts(own, name, cost_model=self.tables, timeline=timeline)
+        return _Policy(name, own, timeline, engine)
 
-    A few requests take longer each than many at once: the runs become shorter than that, not longer.
-    """
-    requests = workload.requests
-    pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
-    prompts = pilot.prompts(options.seed, -1, policy.parts.model.config.vocab_size)
-    seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
-    num_runs = (options.repeats + 1) * runs_per_turn
-    count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
-    return replace(workload, requests=requests[: max(count, _LEAST_REQUESTS)])
+    def choose_number(self) -> None:
+        """Choose the number of requests so that the runs together last about as long as wanted.
 
+        A few requests take longer each than many at once: the runs become shorter than that, not longer.
+        """
+        options, requests = self.options, self.workload.requests
+        pilot = replace(self.workload, requests=requests[:_PILOT_REQUESTS])
+        prompts = pilot.prompts(options.seed, -1, self.vocab_size)
+        seconds = run(self.policies[0].engine, prompts, pilot.params(), lambda share: None).seconds
+        num_runs = (self.repeats + 1) * len(self.policies)
+        wanted_s = options.seconds or (_QUICK_SECONDS if options.is_quick else _SECONDS)
+        count = round(wanted_s / num_runs / (seconds / len(pilot.requests)))
+        self.workload = replace(self.workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
-def _measure(
-    policies: Sequence[_Policy],
-    workload: Workload,
-    options: ThroughputOptions,
-    tables: TableCostModel,
-    notes: tuple[str, ...],
-    progress: Progress,
-) -> Iterator[ThroughputReport]:
-    """Let every policy answer once, then take turns; a report after each timed run."""
-    vocab_size = policies[0].parts.model.config.vocab_size
-    num_runs = (options.repeats + 1) * len(policies)
-    done = 0
+    def measure(self, progress: Progress, most_tokens: int) -> Iterator[ThroughputReport]:
+        """Let every policy answer once, then take turns; a report after each timed run."""
+        options, workload, done = self.options, self.workload, 0
+        num_runs = (self.repeats + 1) * len(self.policies)
 
-    def step(name: str) -> Callable[[float], None]:
-        what = f"{name}: {len(workload.requests)} requests"
-        return lambda share: progress(
-            _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / num_runs, 1.0), what
+        def step(name: str) -> Callable[[float], None]:
+            what = f"{name}: {len(workload.requests)} requests"
+            return lambda share: progress(
+                _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / num_runs, 1.0), what
+            )
+
+        tolerance = TOLERANCES[self.parts.model.decoder.dtype]
+        prompts = workload.prompts(options.seed, 0, self.vocab_size)
+        for policy in self.policies:
+            first = run(policy.engine, prompts, workload.params(TOP_LOGPROBS), step(policy.name))
+            policy.answers = first.answers
+            found = compare(first.answers, self.policies[0].answers, tolerance)
+            if options.cpu_cache_dtype != "auto":
+                found = Comparison(found.identical, found.near_ties + found.changed, 0)
+            policy.comparison = found
+            done += 1
+        for turn in range(1, self.repeats + 1):
+            prompts = workload.prompts(options.seed, turn, self.vocab_size)
+            for policy in self.policies:
+                policy.timeline.take()
+                policy.runs.append(run(policy.engine, prompts, workload.params(), step(policy.name)))
+                policy.shares.append(_busy_shares(policy.timeline.take()))
+                done += 1
+                yield self._report(most_tokens)
+        progress(1.0, "done")
+
+    def _report(self, most_tokens: int) -> ThroughputReport:
+        policies = [each for each in self.policies if each.runs]
+        requests, decoder = self.workload.requests, self.parts.model.decoder
+        on_gpu = decoder.device.type == "cuda"
+        names = [each.name for each in self.policies]
+
+        def tokens(host_memory: bool) -> int:
+            return max(policy.parts.tokens_in(host_memory) for policy in policies)
+
+        return ThroughputReport(
+            model=self.parts.model.name,
+            device=decoder.device.type,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            gpu_cache_tokens=tokens(host_memory=False),
+            cpu_cache_tokens=tokens(host_memory=True),
+            imitated=not on_gpu and any(policy.name != BASELINE for policy in policies),
+            num_requests=len(requests),
+            prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
+            output_tokens=statistics.fmean(request.output_tokens for request in requests),
+            policies=tuple(map(self._result, policies)),
+            notes=say(
+                "throughput-notes",
+                on_gpu=on_gpu,
+                only_baseline=names == [BASELINE],
+                cpu_cache_dtype=self.options.cpu_cache_dtype,
+                num_left_out=self.workload.num_left_out,
+                most_tokens=most_tokens,
+            ),
         )
 
-    tolerance = TOLERANCES[policies[0].parts.model.decoder.dtype]
-    prompts = workload.prompts(options.seed, 0, vocab_size)
-    for policy in policies:
-        first = run(policy.engine, prompts, workload.params(TOP_LOGPROBS), step(policy.name))
-        policy.answers = first.answers
-        found = compare(first.answers, policies[0].answers, tolerance)
-        if options.cpu_cache_dtype != "auto":
-            found = Comparison(found.identical, found.near_ties + found.changed, 0)
-        policy.comparison = found
-        done += 1
-    for turn in range(1, options.repeats + 1):
-        prompts = workload.prompts(options.seed, turn, vocab_size)
-        for policy in policies:
-            _run_turn(policy, prompts, workload, step(policy.name))
-            done += 1
-            measured = [each for each in policies if each.runs]
-            yield _report(measured, workload, options, tables, notes)
-    progress(1.0, "done")
+    def _result(self, policy: _Policy) -> PolicyResult:
+        runs = policy.runs
+        speeds = [each.output_tokens / each.seconds for each in runs]
+        device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
+        outputs = sum(each.output_tokens for each in runs)
+        records = [record for each in runs for record in each.records]
 
+        def total(counter: str) -> float:
+            return sum(each.counted(counter) for each in runs)
 
-def _run_turn(
-    policy: _Policy, prompts: list[list[int]], workload: Workload, progress: Callable[[float], None]
-) -> None:
-    policy.timeline.take()
-    policy.runs.append(run(policy.engine, prompts, workload.params(), progress))
-    policy.shares.append(_busy_shares(policy.timeline.take()))
+        iterations = max(total("num_iterations"), 1)
+        return PolicyResult(
+            policy=policy.name,
+            output_tokens_per_s=statistics.median(speeds),
+            lowest_output_tokens_per_s=min(speeds),
+            highest_output_tokens_per_s=max(speeds),
+            seconds=statistics.median(each.seconds for each in runs),
+            ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
+            tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
+            turns=len(runs),
+            tokens_per_iteration=outputs / iterations,
+            cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
+            double_iteration_share=total("num_double_iterations") / iterations,
+            outside_ms=total("outside_s") / iterations * 1e3,
+            num_preemptions=statistics.median(each.counted("num_preemptions") for each in runs),
+            device_busy_share=device,
+            cpu_busy_share=cpu,
+            overlap_share=both,
+            bound_output_tokens_per_s=self._bound(policy),
+            identical_answers=policy.comparison.identical,
+            near_tie_answers=policy.comparison.near_ties,
+            changed_answers=policy.comparison.changed,
+            errors=dict(Counter(each.error for each in records if each.error)),
+        )
+
+    def _bound(self, policy: _Policy) -> float:
+        """Return the most output tokens per second under this policy."""
+        tiers = get_policy(policy.name).tiers
+        gpu_tokens, cpu_tokens = (
+            BLOCK_SIZE
+            * sum(n for tier, n in policy.parts.num_blocks.items() if tier.host_attends is host_attends)
+            for host_attends in (False, True)
+        )
+        bound = Bound(self.tables, self.workload.requests, Room(gpu_tokens, cpu_tokens))
+        attends = {tier.host_attends for tier in tiers}
+        return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
 
 
 def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
@@ -203,83 +257,6 @@ def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
     return device, cpu, both
 
 
-def _report(
-    policies: Sequence[_Policy],
-    workload: Workload,
-    options: ThroughputOptions,
-    tables: TableCostModel,
-    notes: tuple[str, ...],
-) -> ThroughputReport:
-    parts, requests = policies[0].parts, workload.requests
-    decoder = parts.model.decoder
-
-    def tokens(host_memory: bool) -> int:
-        return max(policy.parts.tokens_in(host_memory) for policy in policies)
-
-    return ThroughputReport(
-        model=parts.model.name,
-        device=decoder.device.type,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        gpu_cache_tokens=tokens(host_memory=False),
-        cpu_cache_tokens=tokens(host_memory=True),
-        imitated=decoder.device.type != "cuda" and any(policy.name != BASELINE for policy in policies),
-        num_requests=len(requests),
-        prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
-        output_tokens=statistics.fmean(request.output_tokens for request in requests),
-        policies=tuple(_result(policy, workload, tables) for policy in policies),
-        notes=notes,
-    )
-
-
-def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> PolicyResult:
-    runs = policy.runs
-    speeds = [each.output_tokens / each.seconds for each in runs]
-    device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
-    outputs = sum(each.output_tokens for each in runs)
-    records = [record for each in runs for record in each.records]
-
-    def total(counter: str) -> float:
-        return sum(each.counted(counter) for each in runs)
-
-    iterations = max(total("num_iterations"), 1)
-    return PolicyResult(
-        policy=policy.name,
-        output_tokens_per_s=statistics.median(speeds),
-        lowest_output_tokens_per_s=min(speeds),
-        highest_output_tokens_per_s=max(speeds),
-        seconds=statistics.median(each.seconds for each in runs),
-        ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
-        tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
-        turns=len(runs),
-        tokens_per_iteration=outputs / iterations,
-        cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
-        double_iteration_share=total("num_double_iterations") / iterations,
-        outside_ms=total("outside_s") / iterations * 1e3,
-        num_preemptions=statistics.median(each.counted("num_preemptions") for each in runs),
-        device_busy_share=device,
-        cpu_busy_share=cpu,
-        overlap_share=both,
-        bound_output_tokens_per_s=_bound(policy, workload, tables),
-        identical_answers=policy.comparison.identical,
-        near_tie_answers=policy.comparison.near_ties,
-        changed_answers=policy.comparison.changed,
-        errors=dict(Counter(each.error for each in records if each.error)),
-    )
-
-
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
-
-
-def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
-    """Return the most output tokens per second under this policy."""
-    tiers = get_policy(policy.name).tiers
-    gpu_tokens, cpu_tokens = (
-        BLOCK_SIZE
-        * sum(n for tier, n in policy.parts.num_blocks.items() if tier.host_attends is host_attends)
-        for host_attends in (False, True)
-    )
-    bound = Bound(tables, workload.requests, Room(gpu_tokens, cpu_tokens))
-    attends = {tier.host_attends for tier in tiers}
-    return bound.output_tokens_per_s(float(False not in attends), float(True in attends))

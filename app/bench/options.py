@@ -1,0 +1,113 @@
+"""The options of the self-test. Nothing heavy is imported: `neo-desktop --help` must not wait for torch."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neo_desktop.engine.options import EngineOptions
+
+KIB, GIB = 1 << 10, 1 << 30
+_requests = partial(typer.Option, rich_help_panel="Suites throughput and load")
+_throughput = partial(typer.Option, rich_help_panel="Suite throughput")
+_load = partial(typer.Option, rich_help_panel="Suite load")
+
+
+class SuiteName(StrEnum):
+    """A part of the self-test, in the order in which they run."""
+
+    ALL = "all"
+    HARDWARE = "hardware"
+    THROUGHPUT = "throughput"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareOptions:
+    """The measurements of the suite hardware, their memory and their time."""
+
+    seconds: float = 45.0  # for all repetitions together; each measurement is made three times at least
+    threads: tuple[int, ...] = ()  # of host measurements; empty: 1, 2, 4, ... and all usable cores
+    memory_bytes: int | None = None  # read on the host; None: beyond its caches
+    cpu_matrix_size: int = 2048  # rows and columns
+    gpu_memory_bytes: int = GIB  # read on the GPU, within a quarter of what is free
+    gpu_matrix_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    transfer_bytes: tuple[int, ...] = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
+    gpu_slice: int | None = None  # multiprocessors of the GPU; None: every one
+    offload_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions(EngineOptions):
+    """The engine, the requests that it gets, and what each suite measures."""
+
+    policies: Annotated[
+        list[str] | None,
+        _requests(
+            "--policy",
+            metavar="NAME",
+            help="Policies to set side by side; repeatable. Default: gpu-only and auto, where they differ.",
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        _requests(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON "
+            'list of {"prompt": tokens, "max_tokens": tokens} (all at once).',
+        ),
+    ] = None
+    input_tokens: Annotated[
+        int | None,
+        _requests("--input", min=1, help="Tokens of synthetic prompts, within 10 %."),
+    ] = None
+    output_tokens: Annotated[
+        int | None,
+        _requests("--output", min=1, help="Tokens of synthetic answers, within 10 %."),
+    ] = None
+    num_requests: Annotated[
+        int | None,
+        _requests("--requests", min=1, help="Number of requests. Default: as many as the time allows."),
+    ] = None
+    seed: Annotated[
+        int,
+        _requests(help="Seed of synthetic lengths and Poisson arrivals."),
+    ] = 0
+    repeats: Annotated[int | None, _throughput(min=1, help="Timed runs of each policy. Default: 3.")] = None
+    rates: Annotated[
+        list[float] | None,
+        _load(
+            "--rate",
+            min=0.01,
+            help="Requests per second; repeatable. Default: shares of the measured capacity.",
+        ),
+    ] = None
+    ttft_limit_ms: Annotated[
+        float,
+        _load("--ttft-limit", min=0, metavar="MS", help="The longest time to the first token, for goodput."),
+    ] = 2000.0
+    tpot_limit_ms: Annotated[
+        float,
+        _load("--tpot-limit", min=0, metavar="MS", help="The longest time per further token, for goodput."),
+    ] = 200.0
+    is_quick: bool = False  # a whole self-test in a few minutes
+    seconds: float | None = None  # of each suite, if the number of requests is free; None: its own
+    load_shares: tuple[float, ...] | None = None  # rates as shares of the capacity; None: the suite's own
+    drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
+    hardware: HardwareOptions = field(default_factory=HardwareOptions)
+
+
+# Fields without a flag, and those that mean something to some suites only.
+WITHOUT_FLAG = ("is_quick", "seconds", "load_shares", "drain_seconds", "hardware")
+_OF_REQUESTS = ("policies", "trace", "input_tokens", "output_tokens", "num_requests", "seed")
+SUITES_OF = {
+    **dict.fromkeys(_OF_REQUESTS, (SuiteName.THROUGHPUT, SuiteName.LOAD)),
+    "repeats": (SuiteName.THROUGHPUT,),
+    **dict.fromkeys(("rates", "ttft_limit_ms", "tpot_limit_ms"), (SuiteName.LOAD,)),
+}

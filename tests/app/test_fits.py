@@ -1,0 +1,261 @@
+"""Predicted memory and speed of models; the engine takes what was predicted."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+
+from neo_desktop import Engine
+from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
+from neo_desktop.app.bench.section import Spread
+from neo_desktop.app.commands.models_command import _fit_rows
+from neo_desktop.app.shelf import fits
+from neo_desktop.app.shelf.fits import Fit, fit
+from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.profiling.budget import GIB, FreeMemory
+from neo_desktop.engine.profiling.hardware import cpu_name
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import uniform_form
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_tables_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("saved") / "tiny-llama", "llama")
+
+
+SMALL = {"gpu_memory_gib": 0.01, "cpu_memory_gib": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("auto", "float32"), ("neo", "bfloat16"), ("gpu-only", "auto")]
+)
+def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtype: str) -> None:
+    options = EngineOptions(dtype=dtype, device="cpu", policy=policy, **SMALL)  # type: ignore[arg-type]
+    config = ModelConfig.from_pretrained(checkpoint)
+    found = fit(config, options, FreeMemory.now(CPU), "nothing is known")
+    with Engine.from_options(replace(options, model=checkpoint)) as engine:
+        stats = engine.stats()
+        pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
+        assert stats.dtype == found.dtype
+    assert found.gpu_tokens == pools[KVTier.DEVICE]
+    assert found.cpu_tokens == pools.get(KVTier.HOST, 0)
+    assert found.gpu_tokens > 0
+
+
+def of_gpu(
+    gpu_gib: float,
+    host_gib: float,
+    name: str = "llama-3.1-8b",
+    policy: str = "auto",
+    known: MachineFigures | str = "nothing is known",
+) -> Fit:
+    """Return the fit of a model on a computer with this GPU and host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+        free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
+        return fit(shape(name), EngineOptions(policy=policy), free, known)
+
+
+def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
+    found = of_gpu(20, 64)
+    assert found.reason is None
+    assert not found.is_imitated
+    assert found.weights_bytes == shape("llama-3.1-8b").weight_bytes(torch.bfloat16)
+    assert 0 < found.gpu_chats < 10 < found.chats
+    assert found.gpu_chats == found.gpu_tokens // 4096
+    assert found.kv_bytes_per_1000_tokens == 131_072_000
+    alone = of_gpu(20, 64, policy="gpu-only")
+    assert (alone.gpu_chats, alone.chats) == (found.gpu_chats, found.gpu_chats)
+
+
+def test_what_fits_nowhere_says_how_much_it_needs() -> None:
+    found = of_gpu(8, 8)
+    assert found.chats == 0
+    assert found.host_weights_bytes == 0
+    assert "of 16.1 GB of weights" in (found.reason or "")
+    assert "7.7 GB of host memory" in (found.reason or "")
+
+
+def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
+    gpu = get_gpu("rtx-3060-8gb")
+    known = MachineFigures(gpu, get_host(gpu.host), True, "a datasheet")
+    found = of_gpu(8, 64, known=known)
+    assert found.reason is None
+    assert 0.4 < found.host_weights_bytes / found.weights_bytes < 0.8
+    assert set(found.resident_shares) == {"qkv", "output", "gate_up", "down"}
+    assert all(0 < share < 1 for share in found.resident_shares.values())
+    assert found.chats > 0
+    assert found.speed is not None
+    rows = dict(_fit_rows(found))
+    assert "in host memory, computed by CPU and GPU together" in rows["Weights"]
+    assert "% of gate_up" in rows["On the GPU"]
+    with_room = of_gpu(24, 64, known=known)
+    assert (with_room.host_weights_bytes, with_room.resident_shares) == (0, {})
+    assert with_room.speed is not None
+    # CPU and bus together read the weights in host memory; the GPU reads faster.
+    assert 41e9 / found.host_weights_bytes * 0.7 < found.speed.one_chat_tokens_per_s
+    assert found.speed.one_chat_tokens_per_s < min(
+        41e9 / found.host_weights_bytes, with_room.speed.one_chat_tokens_per_s
+    )
+
+
+def figures(read: float) -> MachineFigures:
+    return _cpu_figures(read * 1e9, 500e9, "what somebody measured")
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3.1-8b"])
+def test_predictions_follow_the_memory_and_never_prefer_a_slower_batch(name: str) -> None:
+    config, chats = shape(name), tuple(zip(MEASURED_TIERS, (4, 9), strict=True))
+    slow, fast = (predict(figures(read), config, torch.bfloat16, chats, 4096) for read in (20, 80))
+    assert slow.one_chat_tokens_per_s < fast.one_chat_tokens_per_s
+    for each in (slow, fast):
+        assert each.best_tokens_per_s >= each.one_chat_tokens_per_s
+        assert 1 <= each.best_chats <= 13
+        assert each.best_tokens_per_s == pytest.approx(each.best_chats / each.best_ms_per_token * 1e3)
+        assert "what somebody measured" in each.assumption
+    if name == "llama-3.1-8b":  # bound by reading the weights
+        assert slow.one_chat_tokens_per_s < 20e9 / config.weight_bytes(torch.bfloat16)
+
+
+def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> None:
+    config = shape("llama-3.1-8b")
+
+    def of(form: WeightFormat) -> Fit:
+        free = FreeMemory(64 * GIB, None)
+        return fit(config, EngineOptions(device="cpu", dtype="bfloat16"), free, figures(20), form)
+
+    dense, quantised = of(DENSE), of(uniform_form(config, "Q4_K"))
+    assert dense.weights_bytes == config.weight_bytes(torch.bfloat16)
+    assert quantised.weights_bytes == pytest.approx(dense.weights_bytes * 4.6 / 16, rel=0.05)
+    assert (dense.weights_become, quantised.weights_become) == ("bfloat16", "kept as they are")
+    assert quantised.chats > dense.chats
+    assert quantised.speed is not None
+    assert dense.speed is not None
+    assert not quantised.speed.is_measured
+    assert quantised.speed.one_chat_tokens_per_s > 2.5 * dense.speed.one_chat_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("type_name", "on_cpu", "on_gpu"),
+    [
+        ("Q4_K", "kept as they are", "kept as they are"),
+        ("Q3_K", "Q3_K in 6 bits, others kept as they are", "Q3_K in 4 bits, others kept as they are"),
+        ("Q5_0", "kept as they are", "Q5_0 in 8 bits, others kept as they are"),
+        ("IQ4_XS", "IQ4_XS in 8 bits, others kept as they are", "dequantised to float16"),
+        ("MXFP4", "kept as they are", "MXFP4 in 8 bits, others kept as they are"),
+    ],
+)
+def test_what_becomes_of_quantised_weights_is_told_for_the_device_that_is_there(
+    type_name: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = shape("llama-3.1-8b")
+    form = uniform_form(config, type_name)
+
+    def told(free: FreeMemory) -> str:
+        return fit(config, EngineOptions(dtype="float16"), free, figures(20), form).weights_become
+
+    assert told(FreeMemory(64 * GIB, None)) == on_cpu
+    monkeypatch.setattr(fits, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(fallbacks, "level", lambda ladder_name: "triton")
+    monkeypatch.setattr(fits, "find_tables", lambda *args: None)
+    assert told(FreeMemory(64 * GIB, 24 * GIB)) == on_gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Tesla T4", "t4"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx-3060-laptop"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # not the same card as the 4070
+    ],
+)
+def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, name: str, preset: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    found = find_figures(torch.device("cuda"))
+    if preset is None:
+        assert isinstance(found, str)
+        assert name in found
+    else:
+        assert isinstance(found, MachineFigures)
+        assert found.gpu.name == preset
+        assert (
+            predict(
+                found,
+                shape("llama-3.1-8b"),
+                torch.float16,
+                tuple(zip(MEASURED_TIERS, (3, 20), strict=True)),
+                4096,
+            ).best_chats
+            >= 3
+        )
+
+
+def test_what_the_self_test_measured_here_comes_before_any_datasheet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Unknown 9000")
+    measured = {
+        "host reads": (20.0, 40.0),
+        "CPU matrix products, float32": (500.0,),
+        "GPU reads": (400.0,),
+        "GPU matrix products, float16": (80_000.0,),
+        "host to GPU": (12.0,),
+        "GPU to host": (13.0,),
+    }
+    hardware = HardwareReport(
+        rounds=3,
+        memory_bytes=GIB,
+        last_level_cache_bytes=0,
+        huge_pages=True,
+        isa="avx2",
+        torch_threads=2,
+        gpu_name="NVIDIA Unknown 9000",
+        gpu_note="",
+        gpu_memory_bytes=GIB,
+        figures=tuple(
+            Figure(what, "", 1.0, "", Spread.of([value]))
+            for what, values in measured.items()
+            for value in values
+        ),
+        notes=(),
+    )
+    report = {"machine": {"cpu": cpu_name()}, "started": "2026-11-22T20:00:00", "suites": [asdict(hardware)]}
+    for name, text in (
+        ("2026-1", json.dumps(report)),
+        ("2026-2", "{"),
+        ("2026-3", json.dumps({"suites": 3})),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(text)
+    for device in ("cuda", "cpu"):
+        found = find_figures(torch.device(device), tmp_path)
+        assert isinstance(found, MachineFigures)
+        assert "the self-test measured on this computer on 2026-11-22" in found.source
+        assert found.host.memory_bytes_per_s == 40e9
+        assert found.gpu.memory_bytes_per_s == (400e9 if device == "cuda" else 40e9)
+    report["machine"]["cpu"] = "another one"  # type: ignore[index]
+    (tmp_path / "2026-1" / "report.json").write_text(json.dumps(report))
+    assert isinstance(find_figures(torch.device("cuda"), tmp_path), str)
