@@ -27,6 +27,12 @@ class _Owned:
     planned: deque[StateSlots] = field(default_factory=deque)  # of iterations without a result
     mark: tuple[int, BlockHash] | None = None
 
+    @property
+    def num_chained(self) -> int:
+        """Slots of its planned iterations, and of the state after them."""
+        chain = self.current, *(slots.source for slots in self.planned)
+        return sum(slot != NO_SLOT for slot in chain)
+
 
 class StateCache:
     """Reference-counted slots `0 .. num_slots - 1`.
@@ -45,7 +51,9 @@ class StateCache:
     @property
     def has_room(self) -> bool:
         """True if another request can be admitted."""
-        return (len(self._owned) + 1) * SLOTS_PER_REQUEST <= self.num_slots
+        pending = (slots.checkpoint for each in self._owned.values() for slots in each.planned)
+        num_pending = sum(slot != NO_SLOT for slot in pending)
+        return (len(self._owned) + 1) * SLOTS_PER_REQUEST + num_pending <= self.num_slots
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
         """Return the number of leading blocks that end at a checkpoint."""
@@ -145,7 +153,7 @@ class StateCache:
     @property
     def _has_spare(self) -> bool:
         """True if a slot can be taken beside those that the requests are sure to need."""
-        needed = sum(max(SLOTS_PER_REQUEST - len(each.planned) - 1, 0) for each in self._owned.values())
+        needed = sum(max(SLOTS_PER_REQUEST - each.num_chained, 0) for each in self._owned.values())
         evictable = sum(not self._references[slot] for slot in self._checkpoints.values())
         return len(self._free) + evictable > needed
 
