@@ -61,6 +61,7 @@ PARTS: Mapping[str, list[tuple[Any, str, Any]]] = {
     "`SURPLUS` 1.25, now 1": [(policies, "SURPLUS", 1.0)],
     "`FILLING_ITERATIONS` 32, now none": [(policies, "FILLING_ITERATIONS", NEVER)],
     "`MAX_READING_SHARE` 0.15, now no bound": [(policies, "MAX_READING_SHARE", float(NEVER))],
+    "`SMALLEST_CHUNK_TOKENS` 64, now 1": [(policies, "SMALLEST_CHUNK_TOKENS", 1)],
     "`USED_SHARE` 0.95, now 1": [(workload_stats, "USED_SHARE", 1.0)],
     "`TIMEOUT` 128, now none": [(iteration_builder, "TIMEOUT", NEVER)],
     "`MOST_WAITS` 16, now none": [(scheduler, "MOST_WAITS", NEVER)],

@@ -19,6 +19,7 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder
 from neo_desktop.engine.schedule.partition import CandidateGenerator, Objective, Partition
 from neo_desktop.engine.schedule.steady_state import Kind, SteadyState
 
+SMALLEST_CHUNK_TOKENS = 64  # smallest prefill budget beside CPU decodes;
 SURPLUS = 1.25  # admitted requests, relative to the steady state's, in host memory;
 FILLING_ITERATIONS = 32  # iterations in which prompts fill the device's free memory
 MAX_READING_SHARE = 0.15  # time per token may exceed a full iteration's by this share, for weight reads
@@ -179,7 +180,7 @@ class Fastest(Policy):
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
             return builder.budget, None
-        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, 1)
+        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
