@@ -7,8 +7,8 @@ import pytest
 import torch
 from checkpoints import save_tokenizer, transformers_greedy
 from safetensors.torch import load_file, save_file
-from traced_models import SIZES
-from transformers import AutoModelForCausalLM
+from traced_models import GEMMA_4, SIZES, YARN
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neo_desktop.engine.engine import Engine
@@ -27,6 +27,13 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+VISION_4 = {key: value for key, value in VISION.items() if key != "image_size"} | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 1,
+    "position_embedding_size": 16,
 }
 SOUND = {
     "hidden_size": 16,
@@ -50,6 +57,26 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("vision_tower", "multi_modal_projector"),
     ),
+    "gemma4": (
+        {
+            "text_config": TEXT | GEMMA_4 | {"vocab_size_per_layer_input": 304},
+            "vision_config": VISION_4,
+            "audio_config": None,
+            "image_token_id": 290,
+            "video_token_id": 291,
+            "audio_token_id": 292,
+        },
+        ("vision_tower", "embed_vision"),
+    ),
+    "mistral3": (
+        {
+            "text_config": {"model_type": "ministral3", **TEXT, "rope_parameters": YARN},
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+            "image_token_index": 7,
+            "vision_feature_layer": -1,
+        },
+        ("vision_tower", "multi_modal_projector"),
+    ),
     "got_ocr2": (
         {
             "text_config": {"model_type": "qwen2", **TEXT},
@@ -70,7 +97,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
     """Return a folder, and the number of parameters that its text model needs."""
     torch.manual_seed(0)
     changes, others = MULTIMODAL[request.param]
-    model: Any = AutoModelForCausalLM
+    model: Any = AutoModelForImageTextToText if request.param == "mistral3" else AutoModelForCausalLM
     model = model.from_config(CONFIG_MAPPING[request.param](**changes))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     of_text = {name: size for name, size in sizes.items() if not set(others) & set(name.split("."))}

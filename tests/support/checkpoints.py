@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -156,7 +158,10 @@ def _greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int, attention: s
 
 @lru_cache(1)
 def _model(folder: Path, attention: str | None) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    config = AutoConfig.from_pretrained(folder)
+    reads_images = config.model_type == "mistral3"  # not among the causal models
+    of_kind: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    return of_kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
 def save_tokenizer(folder: Path, with_template: bool = True) -> None:

@@ -258,7 +258,7 @@ class RandomIterations:
             request.tier,
             IntArray(request.blocks).view(),
             sampling_input(context_len) if is_sampled else None,
-            states=self._states.plan(request.name, start, count, is_last=self._rng.random() < 0.5),
+            states=self._states.plan(request.name, start, count, is_last=is_sampled),
         )
 
     def _split(self, sequences: list[ScheduledSequence]) -> tuple[SubBatch, ...]:

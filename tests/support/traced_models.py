@@ -37,6 +37,24 @@ SWA = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Two sizes of heads, and layers with different numbers of KV heads; keys are values in layers without window.
+GEMMA_4 = SWA | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gemma2": (  # query_pre_attn_scalar and softcaps have effects here
@@ -89,6 +107,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         EXPERTS | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
     ),
+    "gemma4": ("gemma4_text", GEMMA_4),
+    "gemma4-odd": (  # heads that are padded with zeros
+        "gemma4_text",
+        GEMMA_4
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24, "global_head_dim": 40}
+        | {"num_global_key_value_heads": 1},
+    ),
+    "gemma4-moe": (  # experts with GELU beside a dense network
+        "gemma4_text",
+        GEMMA_4
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    ),
+    "gemma4-e": (  # embeddings per layer; the last layers read earlier layers' keys and values
+        "gemma4_text",
+        GEMMA_4
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "num_key_value_heads": 2,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": 300,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    "olmo3": ("olmo3", SWA | {"rope_parameters": YARN}),
+    "ministral3": (  # queries are scaled by position
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        EXPERTS
+        | {"head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", EXPERTS | LATENT | {"n_group": 1, "topk_group": 1}),
     # Router biases in float32 in checkpoints.
     "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
 }
@@ -107,6 +164,9 @@ def save(folder: Path, model_type: str, changes: dict[str, Any], seed: int = 0) 
             torch.nn.init.normal_(parameter, std=0.2)
         else:
             torch.nn.init.normal_(parameter, mean=0.8, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.0)
     model.eval().save_pretrained(folder)
     save_tokenizer(folder)
     return folder
