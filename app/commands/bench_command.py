@@ -171,7 +171,9 @@ def _discard(folder: Path) -> None:
 def _chosen(suites: Sequence[SuiteName] | None, options: BenchOptions) -> list[SuiteName]:
     """Return the suites to run, in their order; refuse options that mean nothing to them."""
     wanted = set(suites or [SuiteName.ALL])
-    chosen = [each for each in SuiteName if each is not SuiteName.ALL and wanted & {each, SuiteName.ALL}]
+    chosen: list[SuiteName] = [
+        each for each in SuiteName if each is not SuiteName.ALL and wanted & {each, SuiteName.ALL}
+    ]
     for name in given(options):
         belongs = SUITES_OF.get(name, tuple(SuiteName))
         if not set(belongs) & set(chosen):

@@ -83,10 +83,8 @@ class GGUFCheckpoint:
     def weights(self) -> Weights:
         config = self.config()
         if isinstance(config, TracedConfig):
-            tensors = read_traced_tensors(self.files, config)
-        else:
-            tensors = read_tensors(self.files, config.head_dim)
-        return Weights(self.path, "metadata", dict(tensors))
+            return Weights(self.path, "metadata", {**read_traced_tensors(self.files, config)})
+        return Weights(self.path, "metadata", {**read_tensors(self.files, config.head_dim)})
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

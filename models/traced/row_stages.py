@@ -96,9 +96,11 @@ class RowStage:
                 part.run([*given, *views] if views else given)
                 continue
             out, *inputs = (
-                tensors[columns.buffer - len(GIVEN)]
-                .narrow(1, columns.first, torch.Size(shape).numel())
-                .unflatten(1, shape)
+                torch.unflatten(
+                    tensors[columns.buffer - len(GIVEN)].narrow(1, columns.first, torch.Size(shape).numel()),
+                    1,
+                    shape,
+                )
                 for columns, shape in (part.into, *part.inputs)
             )
             part.function(batch, out, *inputs)

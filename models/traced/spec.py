@@ -69,7 +69,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
-                known = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+                known: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
                 if known is not None and known.__name__ in (config.architectures or ()):
                     make = AutoModelForImageTextToText
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
@@ -99,7 +99,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
 def _transpose(groups: int, heads: int, _: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
     """Sort the input of a linear layer; see `Source.transposed`."""
     (x,) = given
-    return x.unflatten(-1, (groups, heads, -1)).transpose(-3, -2).flatten(-3)
+    return torch.unflatten(x, -1, (groups, heads, -1)).transpose(-3, -2).flatten(-3)
 
 
 def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
