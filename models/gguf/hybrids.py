@@ -215,7 +215,7 @@ def _split_orders(values: Mapping[str, Any]) -> Orders:
 
     def in_groups(*widths: int) -> list[Tensor]:
         rows = torch.arange(key_heads * sum(widths)).view(key_heads, sum(widths))
-        return [part.flatten() for part in torch.split(rows, widths, dim=1)]
+        return [part.flatten() for part in torch.split(rows, list(widths), dim=1)]
 
     b, a = in_groups(per_key, per_key)
     key_dim = keys // key_heads // 2
