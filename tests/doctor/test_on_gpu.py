@@ -6,7 +6,7 @@ import pytest
 import torch
 from imitated_device import imitated_device
 
-from neo_desktop.engine import parts
+from neo_desktop.engine import setup
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.profiling import warm_up
@@ -29,7 +29,7 @@ def test_a_gpu_that_works_passes_all_checks(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(answers, "ANSWER_TOKENS", 4)
         monkeypatch.setattr(answers, "CACHE_TOKENS", 256)
         monkeypatch.setattr(answers, "MAX_REQUESTS", 2)
-        monkeypatch.setattr(parts, "MAX_BATCH_TOKENS", {"cuda": 64})
+        monkeypatch.setattr(setup, "MAX_BATCH_TOKENS", {"cuda": 64})
         monkeypatch.setattr(warm_up, "NUM_BLOCKS", 16)
     failed, names = {}, []
     with fallbacks.at_levels({}):

@@ -50,8 +50,8 @@ def test_scans_equal_the_native_kernel(
         torch.zeros_like(v, device=device),
         torch.zeros_like(v),
     )
-    there = (None if x is None else x.to(device) for x in (q, k, v, decay, beta))
-    scan_state(*there, after, spans_of(spans, device), out)  # type: ignore[arg-type]
+    there = q.to(device), k.to(device), v.to(device), decay.to(device)
+    scan_state(*there, None if beta is None else beta.to(device), after, spans_of(spans, device), out)
     native_operators.scan_state(q, k, v, decay, beta, state, spans_of(spans), expected)
     check(out, expected)
     torch.testing.assert_close(after[:5].cpu(), state[:5], rtol=1e-4, atol=1e-4)

@@ -120,9 +120,9 @@ def _by_number(end: str, x: Tensor, config: Any) -> Tensor:
     if not end.startswith("linear_attn") or end.endswith("norm.weight"):
         return x
     if end.endswith("out_proj.weight"):
-        return x.unflatten(1, (groups, heads // groups, -1)).transpose(1, 2).flatten(1)
+        return torch.unflatten(x, 1, (groups, heads // groups, -1)).transpose(1, 2).flatten(1)
     kept, sorted_ = (x[:first], x[first:]) if "qkv" in end or "conv1d" in end else (x[:0], x)
-    by_head = sorted_.unflatten(0, (groups, heads // groups, -1)).transpose(0, 1)
+    by_head = torch.unflatten(sorted_, 0, (groups, heads // groups, -1)).transpose(0, 1)
     return torch.cat((kept, by_head.flatten(0, 2)))
 
 
@@ -131,7 +131,7 @@ def _qkvz(block: str, x: Tensor, config: Any, *, is_old: bool) -> dict[str, Tens
         return {f"{block}ssm_in.weight": x}
     groups, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     value_dim = config.linear_num_value_heads // groups * config.linear_value_head_dim
-    parts = x.unflatten(0, (groups, -1)).split([key_dim, key_dim, value_dim, value_dim], dim=1)
+    parts = torch.split(torch.unflatten(x, 0, (groups, -1)), [key_dim, key_dim, value_dim, value_dim], dim=1)
     q, k, v, z = (part.flatten(0, 1) for part in parts)
     return {f"{block}attn_qkv.weight": torch.cat((q, k, v)), f"{block}attn_gate.weight": z}
 

@@ -45,7 +45,7 @@ def per_row(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def per_matrix(weight: Tensor) -> tuple[Tensors, Tensor]:
-    tensors, exact = fp8(weight, weight.shape, "scale")
+    tensors, exact = fp8(weight, (weight.shape[0], weight.shape[1]), "scale")
     return tensors | {"weight_scale": tensors["weight_scale"].view(()), "input_scale": torch.ones(1)}, exact
 
 
