@@ -210,6 +210,13 @@ FAMILIES = {
         frozenset(("attention.sliding_window", "rope.scaling.original_context_length")),
         is_partly_rotated=True,
     ),
+    "smollm3": _Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _RMS,
+        lambda _: {"no_rope_layer_interval": 4},  # fixed in llama.cpp
+        rotates_neighbours=True,
+    ),
     "stablelm": _Family(
         "stablelm",
         "StableLmForCausalLM",
