@@ -294,19 +294,19 @@ class Weights:
         unread = config.of_model.unread if isinstance(config, TracedConfig) else frozenset[str]()
         if skipped := unread & self.tensors.keys():
             self.notes.append(f"skips {len(skipped)} weights that text does not need")
-        for name, stored in list(self.tensors.items()):
-            is_spare = name.endswith(".bias") and stored.type_name in FLOATS
-            if name not in expected and (
-                name in unread or is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
-            ):
-                del self.tensors[name]
-        unknown = [name for name in self.tensors if name not in expected]
+        unknown = [name for name in self.tensors if name not in expected and name not in unread]
         names, layers = predicting_layers(unknown, config.num_layers)
         for name in names:
             del self.tensors[name]
         if layers:
             count = f"{layers} layer{'s' if layers > 1 else ''}"
             self.notes.append(f"skips {count} of multi-token prediction, which this engine does not use yet")
+        for name, stored in list(self.tensors.items()):
+            is_spare = name.endswith(".bias") and stored.type_name in FLOATS
+            if name not in expected and (
+                name in unread or is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
+            ):
+                del self.tensors[name]
 
     def load_into(
         self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: BytesRead | None

@@ -149,6 +149,13 @@ FAMILIES = {
         frozenset(("attention.sliding_window", "rope.scaling.original_context_length")),
         is_partly_rotated=True,
     ),
+    "smollm3": Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _RMS,
+        lambda _: {"no_rope_layer_interval": 4},  # fixed in llama.cpp
+        rotates_neighbours=True,
+    ),
     "stablelm": Family(
         "stablelm",
         "StableLmForCausalLM",

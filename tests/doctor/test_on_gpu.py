@@ -6,10 +6,9 @@ import pytest
 import torch
 from imitated_device import imitated_device
 
-from neo_desktop.engine import setup
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.profiling import warm_up
+from neo_desktop.engine.profiling import budget, warm_up
 from neo_desktop.engine.selfcheck import answers, kernel_checks, kv_checks, offload_checks
 from neo_desktop.engine.selfcheck.__main__ import checks_of
 
@@ -29,7 +28,7 @@ def test_a_gpu_that_works_passes_all_checks(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(answers, "ANSWER_TOKENS", 4)
         monkeypatch.setattr(answers, "CACHE_TOKENS", 256)
         monkeypatch.setattr(answers, "MAX_REQUESTS", 2)
-        monkeypatch.setattr(setup, "MAX_BATCH_TOKENS", {"cuda": 64})
+        monkeypatch.setattr(budget, "MAX_BATCH_TOKENS", {"cuda": 64})
         monkeypatch.setattr(warm_up, "NUM_BLOCKS", 16)
     failed, names = {}, []
     with fallbacks.at_levels({}):

@@ -70,7 +70,11 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "mistral3": (
         {
-            "text_config": {"model_type": "ministral3", **TEXT, "rope_parameters": YARN},
+            "text_config": {
+                "model_type": "ministral3",
+                **TEXT,
+                "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1},
+            },
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
             "image_token_index": 7,
             "vision_feature_layer": -1,
@@ -99,7 +103,8 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
     changes, others = MULTIMODAL[request.param]
     model: Any = AutoModelForImageTextToText if request.param == "mistral3" else AutoModelForCausalLM
     model = model.from_config(CONFIG_MAPPING[request.param](**changes))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    scalars = [(name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar")]
+    sizes = {name: each.numel() for name, each in (*model.named_parameters(), *scalars)}
     of_text = {name: size for name, size in sizes.items() if not set(others) & set(name.split("."))}
     assert len(of_text) < len(sizes)
     for parameter in model.parameters():

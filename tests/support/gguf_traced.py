@@ -113,6 +113,11 @@ WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
     "granite tied": ("granite", _granite, {"tie_word_embeddings": True}),
     "olmo2": ("olmo2", _rms, {}),
     "phi3": ("phi3", _phi3, {}),
+    "smollm3": (
+        "smollm3",
+        _rms,
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    ),  # the last layer has no rotation
     "phi3 partly rotated": (
         "phi3",
         _phi3,
@@ -183,7 +188,7 @@ def _write(writer: Any, name: str, value: Tensor, type_name: str, architecture: 
         add_tensor(writer, name, value + 1, "F32")
         return
     kind = type_name if value.ndim == 2 else "F32"
-    is_permuted = architecture == "granite" and name.split(".")[-2] in ("attn_q", "attn_k")
+    is_permuted = architecture in ("granite", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k")
     half = config.hidden_size // config.num_attention_heads // 2
     add_tensor(writer, name, permuted(value, 2 * half) if is_permuted else value, kind)
     if kind != "F32":
