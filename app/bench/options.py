@@ -97,7 +97,7 @@ class BenchOptions(EngineOptions):
         _load("--tpot-limit", min=0, metavar="MS", help="The longest time per further token, for goodput."),
     ] = 200.0
     is_quick: bool = False  # a whole self-test in a few minutes
-    seconds: float | None = None  # of each suite, if the number of requests is free; None: its own
+    seconds: float | None = None  # per suite, if the number of requests is free; None: its own
     load_shares: tuple[float, ...] | None = None  # rates as shares of the capacity; None: the suite's own
     drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
     hardware: HardwareOptions = field(default_factory=HardwareOptions)

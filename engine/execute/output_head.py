@@ -98,7 +98,7 @@ class OutputHead:
         """Return each sub-batch, its stage, and the target of its rows' hidden states.
 
         Args:
-            out: of all rows; None: the workspace's.
+            out: the target for every row; None: the workspace's.
         """
         counts = [each.memory.rows.count for each in self._passes]
         outs = torch.split(self._workspace.last_hidden[: sum(counts)] if out is None else out, counts)
@@ -116,7 +116,7 @@ class OutputHead:
             build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
 
     def _end_all(self, stream: WeightStream | None, launcher: Launcher) -> None:
-        """Compute the last hidden states of all rows, and keep the needed ones."""
+        """Compute the last hidden state of every row, and keep the needed ones."""
         counts = [each.memory.rows.count for each in self._passes]
         hidden = self._passes[0].memory.state.residual.new_empty(sum(counts), self._config.hidden_size)
         for number, (each, stage, out) in enumerate(self._all_rows(hidden)):

@@ -29,7 +29,7 @@ def num_slots(config: ModelConfig, max_requests: int, free_bytes: int) -> int:
 
 
 def allocate_states(config: ModelConfig, num_slots: int, device: torch.device) -> list[Tensor]:
-    """Return memory for the states of all recurrent operators, with one more slot for scratch."""
+    """Return memory for the states, per recurrent operator, with one more slot for scratch."""
     return [torch.zeros(num_slots + 1, *shape, device=device) for shape in config.state_shapes]
 
 

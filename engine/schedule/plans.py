@@ -23,7 +23,7 @@ class Scheduled(NamedTuple):
 def plan_of(
     decision: Decision[Request], queues: RequestQueues[Request], *, is_ahead: bool
 ) -> tuple[IterationPlan, list[Scheduled]]:
-    """Return the plan of a decision, and each request's share of it.
+    """Return the plan of a decision, and each request's share in the plan.
 
     Args:
         is_ahead: the iteration starts before the previous one ends.

@@ -208,7 +208,7 @@ def _tiled_orders(values: Mapping[str, Any]) -> Orders:
 def _split_orders(values: Mapping[str, Any]) -> Orders:
     """Return the rows of Qwen3-Next's matrices, which transformers has in the form of Qwen3.5.
 
-    The converter splits one of them; older files have the whole matrix, as `ssm_in`. Its rows are grouped by
+    The converter splits one matrix; older files have the whole matrix, as `ssm_in`. Its rows are grouped by
     key heads.
     """
     key_heads, per_key, head_dim, keys = _delta_sizes(values)

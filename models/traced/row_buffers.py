@@ -37,7 +37,7 @@ class RowBuffers:
         self.overwritten: dict[int, Tensor] = {}  # buffer -> step at which each column was overwritten
 
     def stage(self) -> RowStage:
-        """Return the stage of all steps and calls."""
+        """Return the stage with every step and call."""
         parts: list[Sequence[Step] | Call] = []
         first = 0
         for end, call in self.calls:

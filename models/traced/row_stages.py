@@ -26,7 +26,7 @@ class Call:
 
     Args:
         function: writes to its second argument; the others are inputs.
-        inputs: columns of each input, with its shape per row.
+        inputs: columns per input, with its shape per row.
         into: columns of the output, with its shape per row.
     """
 
@@ -49,7 +49,7 @@ class RowStage:
     """A stage of row programs and calls.
 
     Args:
-        buffers: of all parts; the first are given, see `given_rows`.
+        buffers: every buffer; the first are given, see `given_rows`.
         parts: in order.
     """
 

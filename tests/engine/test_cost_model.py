@@ -339,7 +339,7 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
 
 @pytest.mark.parametrize("loss", [0.0, 0.5, 1.5])
 def test_predictions_follow_a_machine_on_which_overlapping_loses_time(loss: float) -> None:
-    """As where launches are slow: every stage takes the predicted time, the iteration does not."""
+    """Every stage takes the predicted time, but the iteration takes longer, as with slow launches."""
     corrected, true = CorrectedCostModel.of(machine()), CorrectedCostModel.of(machine())
     true.correction.overlap_loss = loss
     alone = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)})
