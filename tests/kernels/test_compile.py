@@ -81,7 +81,7 @@ def test_programs_fit_into_shared_memory(kernels: list[dict[str, Any]]) -> None:
 def test_memory_is_read_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
     """Decode attention has more wide loads than its queries need: K and V use them."""
     for kernel in kernels:
-        if kernel["kernel"] in ("_choose", "_find_blocks"):  # these read a few expert numbers
+        if kernel["kernel"] in ("_choose", "_find_blocks", "_convolve"):  # these read few numbers
             continue
         assert kernel["wide_loads"] >= (4 if "attend" in kernel["kernel"] else 1), kernel
 
