@@ -29,7 +29,7 @@ class _Heads(Protocol):
 
 
 def common_shape(layers: Iterable[_Heads]) -> HeadShape:
-    """Return the smallest shape that holds the heads of all layers."""
+    """Return the smallest shape that holds every layer's heads."""
     sizes = {(each.kv_heads, each.head_dim) for each in layers}
     widest = -(-max(dim for _, dim in sizes) // HEAD_UNIT) * HEAD_UNIT
     return HeadShape(lcm(*(count // _together(count, dim, widest) for count, dim in sizes)), widest)

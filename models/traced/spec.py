@@ -69,7 +69,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
-                known = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+                known: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
                 if known is not None and known.__name__ in (config.architectures or ()):
                     make = AutoModelForImageTextToText
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
