@@ -103,8 +103,10 @@ std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, 
       } else if (experts.gelu) {
         const auto& operators = kernels_for(isa).operators;
         const auto dtype = static_cast<int>(x.dtype()), length = static_cast<int>(intermediate);
-        operators.unary[static_cast<int>(Unary::kGeluTanh)][dtype](gate_up.view().data, gated.view().data, length);
-        operators.binary[static_cast<int>(Binary::kTimes)][dtype](gated.view().data, up.data, gated.view().data, length);
+        operators.unary[static_cast<int>(Unary::kGeluTanh)][dtype](gate_up.view().data, gated.view().data,
+                                                                   length);
+        operators.binary[static_cast<int>(Binary::kTimes)][dtype](gated.view().data, up.data,
+                                                                  gated.view().data, length);
       } else {
         silu_mul(gate_up.view(), gated.view(), 1, isa);
       }
@@ -137,7 +139,8 @@ void test_experts(Random& random, Report& report) {
   const Weights down = matrix(hidden, intermediate);
   std::optional<ClampedGate> clamped;
   if (random.chance(0.3)) clamped = {1.702f, random.pick({0.1f, 7.0f})};
-  const PackedExperts experts = packed_experts(count, gate.matrix, up.matrix, down.matrix, clamped, random.chance(0.3));
+  const PackedExperts experts =
+      packed_experts(count, gate.matrix, up.matrix, down.matrix, clamped, random.chance(0.3));
   const Tensor x = numbers("x", dtype, {n, hidden}, random);
   const Tensor weights = numbers("weights", DType::kFloat32, {n, per_row}, random);
   const Tensor ids("ids", DType::kInt32, {n, per_row}, {per_row, 1}, random);
