@@ -117,15 +117,8 @@ class State:
         return self._seen
 
     def first(self, rows: int) -> "State":
-        return State(
-            self.residual[:rows],
-            self.x[:rows],
-            self.qkv[:rows],
-            self.attention[:rows],
-            self.cos[:rows],
-            self.sin[:rows],
-            self.scratch.first(rows),
-        )
+        tensors = self.residual, self.x, self.qkv, self.attention, self.cos, self.sin
+        return State(*(tensor[:rows] for tensor in tensors), self.scratch.first(rows))
 
     def select(self, rows: Tensor, into: "State", first_row: int) -> None:
         """Copy some rows of the tensors that later stages read.

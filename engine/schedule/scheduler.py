@@ -225,9 +225,9 @@ class Scheduler(Generic[R]):
                 gained.append(request)
             has_news = sequence.context_len // block_size > sequence.start // block_size  # a block is full
             is_kept = request.num_preemptions == num_preemptions
-            if is_kept and self._kv.states is not None:
-                hashes = request.block_hashes(block_size)
-                self._kv.states.settle(request.request_id, hashes, sequence.start, len(sequence.token_ids))
+            if is_kept and (states := self._kv.states) is not None:
+                hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
+                states.settle(request.request_id, hashes, sequence.start, count)
             is_there = is_kept and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)

@@ -13,31 +13,16 @@ from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
 from neo_desktop.models.traced.patterns import Rope as RopePattern
 from neo_desktop.models.traced.recurrences import Convolution, Scan
-from neo_desktop.models.traced.rows import name_of, row_dim, width_of
+from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
 
 Code = Callable[..., Any]
 RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stages
-
-
-class _LookUp(nn.Module):
-    def __init__(self, decoder: TracedDecoder) -> None:
-        super().__init__()
-        self._decoder = decoder
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        rows, width = (
-            token_ids.flatten(),
-            self._decoder.spec.parameters[self._decoder.spec.embedding][1],
-        )
-        out = torch.empty(len(rows), width, dtype=self._decoder.dtype, device=token_ids.device)
-        self._decoder.embed(rows, out)
-        return out.view(*token_ids.shape, width)
 
 
 class Builder:
@@ -185,7 +170,7 @@ class Builder:
         if piece is self._cut.pieces[-1]:
             results: tuple[Any, ...] = (known[self._cut.normed],)
         else:
-            carried = tuple(_rows_first(graph, each, known[each]) for each in piece.carried)
+            carried = tuple(rows_first(graph, each, known[each]) for each in piece.carried)
             heads = (
                 () if piece.attends is None else tuple(known[each] for each in _nodes_of(piece.attends)[:3])
             )
@@ -336,7 +321,7 @@ class Builder:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""
         name, given = name_of(node), _nodes_of(node)
         if name == "embedding" and self._graph.parameters.get(given[0]) == self._spec.embedding:
-            return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
+            return self._attribute("look_up", LookUp(self._decoder)), given[1:2]
         if name == "convolve":
             weight, bias, has_silu, index = given[1:]
             bias = None if bias is None else self._constants[bias]
@@ -408,13 +393,6 @@ class Builder:
 
 def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:
     return [each for each in patterns if isinstance(each, RopePattern)]
-
-
-def _rows_first(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    dim = row_dim(node)
-    if dim is None or node.meta["val"].shape[:dim].numel() == 1:
-        return value
-    return graph.call_function(torch.movedim, (value, dim, 0))
 
 
 def _nodes_of(node: fx.Node) -> list[Any]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from neo_desktop import native
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.traced.decoder import TracedDecoder
 
 
 class Product(nn.Module):
@@ -132,3 +133,20 @@ class Rope(nn.Module):
                 heads = heads.clone(memory_format=torch.contiguous_format)
             native.rope(heads, cos, sin, self.weight, self.eps)
         return heads.transpose(0, 1)[None]
+
+
+class LookUp(nn.Module):
+    """The token embedding."""
+
+    def __init__(self, decoder: TracedDecoder) -> None:
+        super().__init__()
+        self._decoder = decoder
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows, width = (
+            token_ids.flatten(),
+            self._decoder.spec.parameters[self._decoder.spec.embedding][1],
+        )
+        out = torch.empty(len(rows), width, dtype=self._decoder.dtype, device=token_ids.device)
+        self._decoder.embed(rows, out)
+        return out.view(*token_ids.shape, width)

@@ -91,6 +91,14 @@ def row_dim(node: fx.Node) -> int | None:
     return dims[0]
 
 
+def rows_first(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    """Return a node's value with its rows before the dimensions larger than 1."""
+    dim = row_dim(node)
+    if dim is None or node.meta["val"].shape[:dim].numel() == 1:
+        return value
+    return graph.call_function(torch.movedim, (value, dim, 0))
+
+
 def width_of(node: fx.Node) -> int:
     """Return the numbers per row of a node's value; a complex number counts as two."""
     value, dim = node.meta["val"], row_dim(node)
