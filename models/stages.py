@@ -117,8 +117,9 @@ class State:
         return self._seen
 
     def first(self, rows: int) -> "State":
-        tensors = self.residual, self.x, self.qkv, self.attention, self.cos, self.sin
-        return State(*(tensor[:rows] for tensor in tensors), self.scratch.first(rows))
+        x, qkv, attention, scratch = self.x[:rows], self.qkv[:rows], self.attention[:rows], self.scratch
+        angles = self.cos[:rows], self.sin[:rows]
+        return State(self.residual[:rows], x, qkv, attention, *angles, scratch.first(rows))
 
     def select(self, rows: Tensor, into: "State", first_row: int) -> None:
         """Copy some rows of the tensors that later stages read.
