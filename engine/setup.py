@@ -231,7 +231,6 @@ def take_memory(
         member.join(decoder.dtype, decoder.device)
     free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
     num_states = num_slots(loaded.config, limits.max_batch_requests, free.device_bytes)
-    state_bytes = num_states * loaded.config.state_bytes
     if num_states:  # a token of an async decode would pass the recurrent layers of later tokens
         limits = replace(limits, max_token_ms=0.0)
     fitting = pool_blocks(
@@ -242,8 +241,8 @@ def take_memory(
         cache_tokens_of(options),
         MemoryCaps.of(options),
         cpu_cache_dtype,
-        free.without(state_bytes),
-        decoder.memory()[decoder.device] + state_bytes,
+        free,
+        decoder.memory()[decoder.device],
         tiers,
         bus_share,
     )

@@ -19,6 +19,7 @@ import torch
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, kernel_on
+from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
@@ -117,8 +118,8 @@ def pool_blocks(
 ) -> dict[KVTier, int]:
     """Return `tier -> blocks` for the memory that is free after the weights are loaded.
 
-    No tier gets more than the maximum number of requests with the longest contexts can use. Blocks come in
-    whole runs, the unit of allocation in host memory.
+    States of recurrent layers come first. No tier gets more than the maximum number of requests with the
+    longest contexts can use. Blocks come in whole runs, the unit of allocation in host memory.
 
     Args:
         cache_tokens: `tier -> requested tokens`; None: as many as fit.
@@ -133,8 +134,10 @@ def pool_blocks(
         MemoryError: the GPU has no room for one iteration, or a request exceeds the free memory.
     """
     free = free or FreeMemory.now(device)
-    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes, device)
-    weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
+    states = num_slots(config, limits.max_batch_requests, free.device_bytes) * config.state_bytes
+    free = free.without(states)
+    weights = states + (config.weight_bytes(dtype) if weight_bytes is None else weight_bytes)
+    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weights, device)
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for tier in tiers:
