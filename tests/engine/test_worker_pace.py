@@ -274,7 +274,7 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
 ) -> None:
     cost = far(round_trip_ms)
     measured = ({tier: cost.attention[tier] for tier in WORKERS}, dict(cost.networks))
-    monkeypatch.setattr("neo_desktop.engine.engine.measured_workers", lambda *_: measured)
+    monkeypatch.setattr("neo_desktop.engine.setup.measured_workers", lambda *_: measured)
     monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans stay those of that machine
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, policy=policy))

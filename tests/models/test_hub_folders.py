@@ -320,17 +320,8 @@ def test_more_is_computed_by_the_code_of_transformers(
 
 MLX = {"group_size": 64, "bits": 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "deltanet": (
-        "qwen3_next",
-        {},
-        "has Gated DeltaNet layers, which .* yet: a GGUF",
-    ),
-    "short convolutions": (
-        "lfm2",
-        {"layer_types": ["conv", "full_attention", "conv"]},
-        "has short",
-    ),
-    "mamba": ("mamba", {}, "has Mamba layers"),
+    "mamba": ("mamba", {}, "has Mamba layers .*, which .* yet: a GGUF"),
+    "mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 16}, "has only Mamba layers"),
     "hybrid": ("jamba", {}, "has Mamba layers"),
     "rwkv": ("rwkv", {}, "has RWKV's recurrent layers"),
     "alibi": ("bloom", {}, "has ALiBi"),

@@ -104,7 +104,7 @@ def test_only_what_leaves_rows_apart_is_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_act": "gelu"}, "gates are not SiLU"),
+        ({"hidden_act": "gelu"}, "gates are neither SiLU nor GELU by tanh"),
         ({"intermediate_size": 96}, "not multiples of 64"),
     ],
 )

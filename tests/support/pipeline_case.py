@@ -132,7 +132,7 @@ class Request:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     is_async: bool = False  # an async decode in progress
-    num_settled: int = 0  # tokens of iterations with a result
+    planned: tuple[int, int] | None = None  # first token, and number of tokens, of the current iteration
 
 
 class RandomIterations:
@@ -185,10 +185,9 @@ class RandomIterations:
     def take_in(self, result: IterationResult) -> None:
         """Append the sampled tokens to requests without unread tokens."""
         for request in self._requests:
-            if request.num_computed > request.num_settled:
-                count = request.num_computed - request.num_settled
-                self._states.settle(request.name, (), request.num_settled, count)
-                request.num_settled = request.num_computed
+            if request.planned is not None:
+                self._states.settle(request.name, (), *request.planned)
+                request.planned = None
             if request.num_computed == len(request.token_ids) and request.name in result.sampled:
                 request.token_ids.append(result.sampled[request.name].token_id)
 
@@ -250,6 +249,7 @@ class RandomIterations:
         if count == 0 or request.is_async or not self._take_blocks(request, context_len):
             return None
         start, request.num_computed = request.num_computed, context_len
+        request.planned = start, count
         is_sampled = context_len == len(request.token_ids) or self._rng.random() < 0.5
         return ScheduledSequence(
             request.name,
