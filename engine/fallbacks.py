@@ -122,6 +122,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     )
 }
 
+# Mechanisms with a Triton kernel.
+KERNELS = tuple(name for name, mechanism in MECHANISMS.items() if mechanism.levels[0].name == "triton")
+
 # mechanism -> required levels of others; if one is lower, the mechanism uses its lowest level.
 NEEDS: Mapping[str, Mapping[str, str]] = {"graphs": {"host_memory": "pinned"}}
 

@@ -65,7 +65,7 @@ def scan_state(
     """
     shared, heads = v.shape[1] // k.shape[1], v.shape[1]
     now = _sources(state, spans.table)
-    for rows, is_in in _tokens(spans, len(v)):
+    for rows, is_in in _tokens(spans):
         key, query = (x[rows].float().repeat_interleave(shared, 1, output_size=heads) for x in (k, q))
         decayed = now * decay[rows].exp()[:, :, None, None]
         delta = v[rows].float()
@@ -99,7 +99,7 @@ def short_convolution(
         spans: as in `scan_state`.
     """
     now = _sources(state, spans.table)
-    for rows, is_in in _tokens(spans, len(x)):
+    for rows, is_in in _tokens(spans):
         inputs = torch.cat((now, x[rows].float()[:, None]), dim=1)
         sums = (inputs * weight).sum(1) if bias is None else (inputs * weight).sum(1) + bias
         result = (silu(sums) if has_silu else sums).to(out.dtype)
@@ -120,10 +120,10 @@ def _keep(now: Tensor, state: Tensor, table: Tensor) -> None:
     state[torch.where(target < 0, len(state) - 1, target)] = now
 
 
-def _tokens(spans: Spans, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _tokens(spans: Spans) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows [spans] of the next token of every span, and True for spans that have one."""
     first, end = spans.table[:, 0].long(), spans.table[:, 1].long()
     for step in range(spans.longest):
         is_in = first + step < end
-        # Spans without a further token use the last row of their own, or a row that no other span writes.
-        yield torch.where(is_in, first + step, (end - 1).clamp(min=0, max=count - 1)), is_in
+        # Spans are not empty: those without a further token name their own last row.
+        yield torch.where(is_in, first + step, end - 1), is_in

@@ -22,21 +22,11 @@ import torch
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
-from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
+from neo_desktop.engine.fallbacks import KERNELS, MECHANISMS, fallbacks
 from neo_desktop.engine.processes import is_alive, this_process
 
 logger = logging.getLogger(__name__)
 
-KERNELS = (
-    "paged_decode",
-    "rope_append",
-    "norm",
-    "activation",
-    "row_copy",
-    "quantised",
-    "experts",
-    "recurrent",
-)
 _numbers = itertools.count()
 
 Step = Mapping[str, str]  # mechanism -> level

@@ -14,17 +14,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.fallbacks import KERNELS, fallbacks
 
-KERNELS = (
-    "paged_decode",
-    "rope_append",
-    "norm",
-    "activation",
-    "row_copy",
-    "quantised",
-    "experts",
-)  # mechanisms with fallbacks
 _GAIN = "which is faster and multiplies weights of 4 bits as they are, in a third of the GPU's memory"
 TIMEOUT_S = 60.0  # for the compiler on a busy computer
 PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return Py_IsInitialized(); }\n"

@@ -57,7 +57,7 @@ class Packing:
 
     def keys(self, x: Tensor) -> Tensor:
         """Return keys or values [1, kv_heads, rows, head_dim] in the cache's shape."""
-        together = _unflatten(x, 1, self._wide, self._together).transpose(2, 3).flatten(3)
+        together = torch.unflatten(x, 1, (self._wide, self._together)).transpose(2, 3).flatten(3)
         missing = self._shape.head_dim - together.shape[-1]
         if missing:
             zeros = _zeros(x, missing).expand(-1, self._wide, -1, -1)
@@ -67,7 +67,7 @@ class Packing:
 
     def queries(self, x: Tensor) -> Tensor:
         """Return queries [1, heads, rows, head_dim] in the cache's shape."""
-        each = _unflatten(x, 1, self._wide, self._together, self._group)
+        each = torch.unflatten(x, 1, (self._wide, self._together, self._group))
         parts = []
         for index in range(self._together):
             own, before = each[:, :, index], index * self._dim
@@ -80,17 +80,12 @@ class Packing:
 
     def results(self, x: Tensor) -> Tensor:
         """Return the layer's part of attention's output: [1, rows, heads, head_dim]."""
-        each = _unflatten(x, 2, self._wide, self._together, self._group)
+        each = torch.unflatten(x, 2, (self._wide, self._together, self._group))
         parts = [
             each[:, :, :, index, :, index * self._dim : (index + 1) * self._dim]
             for index in range(self._together)
         ]
         return torch.stack(parts, dim=3).flatten(2, 4)
-
-
-def _unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
-    divided: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    return divided
 
 
 def _zeros(x: Tensor, width: int) -> Tensor:

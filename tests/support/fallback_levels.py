@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from neo_desktop.engine.fallbacks import Fallbacks, fallbacks
+from neo_desktop.engine.fallbacks import KERNELS, Fallbacks, fallbacks
 
 
 class Levels:
@@ -14,18 +14,6 @@ class Levels:
     def __call__(self, **levels: str) -> None:
         """Set levels until the test ends or a mechanism is limited further."""
         fallbacks.put(levels)
-
-
-KERNELS = (
-    "paged_decode",
-    "rope_append",
-    "norm",
-    "activation",
-    "row_copy",
-    "quantised",
-    "experts",
-    "recurrent",
-)
 
 
 @contextmanager
