@@ -17,7 +17,7 @@ from neo_desktop.engine.kernels.dispatch import programs_per_sm
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
-from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few
+from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_packed
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
@@ -184,16 +184,16 @@ def product_cases(
             weight.fill(torch.Generator(device).manual_seed(len(name)))
         floats = torch.empty(rows, columns, dtype=torch.float32, device=device)
         grouped.dequantise(weights[0], 0, floats)
-        for count in (1, 4, 16):
+        for count in (1, 2, 4, 8, 16):
             x = (torch.randn(count, columns, device=device) / 64).to(dtype)  # float16 holds the sums
             outs = torch.empty(MATRICES, count, rows, dtype=dtype, device=device)
             yield Case(
                 f"product of {count} rows and a matrix of {rows} x {columns} in {name}",
                 lambda weights=weights, x=x, outs=outs: [
-                    multiply_few(x, weight, None, out) for weight, out in zip(weights, outs, strict=True)
+                    multiply_packed(x, [weight], None, out) for weight, out in zip(weights, outs, strict=True)
                 ],
                 (outs[0],),
-                (x.float() @ floats.T,),
+                (grouped.rounded(x) @ floats.T,),
                 sum(weight.nbytes for weight in weights) + MATRICES * (x.nbytes + outs[0].nbytes),
             )
         found = torch.empty(rows, columns, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
 """Fallbacks: mechanisms that may fail on some computers, and their replacements.
 
-All levels produce the same tokens; lower ones are slower, or take more memory. The level of a mechanism
+Levels produce the same tokens, except that "quantised" rounds differently; lower ones are slower, or take
+more memory. The level of a mechanism
 applies to the whole process, like the GPU and its driver:
 
     forced        NEO_DESKTOP_LEVEL_<MECHANISM>=<level> in the environment
@@ -79,7 +80,15 @@ MECHANISMS: Mapping[str, Mechanism] = {
         _kernel("norm", "Residual and normalisation"),
         _kernel("activation", "Gated activation"),
         _kernel("row_copy", "KV cache reads and writes"),
-        _kernel("quantised", "Matmuls with quantised weights"),
+        Mechanism(
+            "quantised",
+            "Matmuls with quantised weights",
+            (
+                Level("integers", "a Triton kernel that rounds inputs to 8 bits"),
+                Level("exact", "a Triton kernel that multiplies floats"),
+                Level("torch", "torch's operators, on any card"),
+            ),
+        ),
         _kernel("experts", "MoE layers"),
         _kernel("recurrent", "Recurrent layers"),
         Mechanism(
@@ -123,7 +132,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
 }
 
 # Mechanisms with a Triton kernel.
-KERNELS = tuple(name for name, mechanism in MECHANISMS.items() if mechanism.levels[0].name == "triton")
+KERNELS = tuple(name for name, mechanism in MECHANISMS.items() if mechanism.levels[-1].name == "torch")
 
 # mechanism -> required levels of others; if one is lower, the mechanism uses its lowest level.
 NEEDS: Mapping[str, Mapping[str, str]] = {"graphs": {"host_memory": "pinned"}}

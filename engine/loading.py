@@ -96,6 +96,12 @@ def load(
     plan = plan or partial(_plan, options, rank)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
+    if options.weights_dtype == "exact":
+        if device.type == "cpu":
+            raise ValueError(
+                "weights_dtype 'exact' needs a GPU: a CPU's kernels round inputs to 8 bits; choose float32"
+            )
+        fallbacks.limit("quantised", "exact", "weights_dtype 'exact' asks for it", is_told=True)
     if options.shape is not None:
         config = config_of_rank(published_shape(options.shape), rank)
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
@@ -118,7 +124,7 @@ def load(
     stored = stored_form(weights, config)
     form = kept_form(stored, options, device, config)
     dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
-    if device.type == "cuda" and isinstance(stored, StoredForm) and fallbacks.level("quantised") != "triton":
+    if device.type == "cuda" and isinstance(stored, StoredForm) and fallbacks.level("quantised") == "torch":
         _tell_of_no_kernels(stored, form, config, dtype)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
@@ -232,12 +238,12 @@ def kept_form(
     Args:
         gpu_bytes: free memory of the GPU; None: query it.
     """
-    if options.weights_dtype != "auto" or not isinstance(stored, StoredForm):
+    if not options.keeps_weights or not isinstance(stored, StoredForm):
         return DENSE
     if device.type == "cpu":
         return stored
     packed = stored.on_gpu(dispatch)
-    if fallbacks.level("quantised") == "triton":
+    if fallbacks.level("quantised") != "torch":
         return packed
     dtype = choose_dtype(asked_dtype(options), config, device)
     free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
@@ -261,7 +267,7 @@ def _tell_of_no_kernels(
 
 def asked_dtype(options: EngineOptions) -> str:
     """Return the requested dtype, of weights or in general; or "auto"."""
-    return options.dtype if options.weights_dtype == "auto" else options.weights_dtype
+    return options.dtype if options.keeps_weights else options.weights_dtype
 
 
 def choose_dtype(

@@ -125,9 +125,10 @@ class EngineOptions:
         str,
         Option(
             flag="--weights-dtype",
-            fixed_choices=("auto", "float32", "float16", "bfloat16"),
+            fixed_choices=("auto", "exact", "float32", "float16", "bfloat16"),
             help="Number format of quantised weights in memory: as stored, if the device has "
-            "a kernel for it (auto), or dequantised to this format, which KV then uses as well.",
+            "a kernel for it (auto), or dequantised to this format, which KV then uses as well. exact: as "
+            "auto, but a GPU's kernels do not round the inputs of matmuls to 8 bits, which is slower.",
         ),
     ] = "auto"
     gpu_cache_tokens: Annotated[
@@ -293,6 +294,11 @@ class EngineOptions:
         ),
     ] = MAX_TOKEN_MS
 
+    @property
+    def keeps_weights(self) -> bool:
+        """True if quantised weights stay as stored where the device has kernels for them."""
+        return self.weights_dtype in ("auto", "exact")
+
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
@@ -301,7 +307,7 @@ class EngineOptions:
             value = stated(name, _KINDS[name], value, option.choices)
             object.__setattr__(self, name, value)
             option.check(name, value)
-        if self.weights_dtype not in ("auto", self.dtype) and self.dtype != "auto":
+        if not self.keeps_weights and self.dtype not in ("auto", self.weights_dtype):
             raise ValueError(
                 f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of "
                 "them out"

@@ -1,7 +1,7 @@
 """The kernels in Triton or torch, selected by the fallback level. The module implements `Operators`.
 
-If a Triton kernel cannot be compiled or launched, torch's operators replace it for good, and the log says so.
-They also serve the failed call. Launches before the failure are harmless: both compute the same result.
+If a Triton kernel cannot be compiled or launched, the next level replaces it for good, and the log says so.
+It also serves the failed call. Launches before the failure are harmless: both compute the same result.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,16 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
 
     @wraps(in_torch)
     def serve(*arguments: P.args, **named: P.kwargs) -> None:
-        if fallbacks.level(mechanism) == "triton":
+        level = fallbacks.level(mechanism)
+        if level != "torch":
             try:
                 _in_triton(module or mechanism, in_torch.__name__)(*arguments, **named)
                 return
             except Exception as error:  # compilers, linkers and drivers raise many types
                 _give_up(mechanism, error)
+            if fallbacks.level(mechanism) not in (level, "torch"):
+                serve(*arguments, **named)
+                return
         in_torch(*arguments, **named)
 
     return serve
@@ -59,7 +63,7 @@ choose_experts = _kernel("experts", operators.choose_experts)
 multiply_experts = _kernel("experts", operators.multiply_experts)
 scan_state = _kernel("recurrent", operators.scan_state)
 short_convolution = _kernel("recurrent", operators.short_convolution)
-multiply_few = _kernel("quantised", grouped.multiply_few)
+multiply_packed = _kernel("quantised", grouped.multiply_packed)
 dequantise = _kernel("quantised", grouped.dequantise)
 unpack_quantised = _kernel("quantised", unpack.unpack_quantised, "host_tiles")
 
@@ -100,10 +104,10 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
 
 
 def _give_up(mechanism: str, error: Exception) -> None:
-    """Switch to torch from now on if that can help against the error; otherwise raise the error."""
+    """Switch to the next level from now on if that can help against the error; otherwise raise the error."""
     if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
         raise error
-    fallbacks.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
+    fallbacks.descend(mechanism, f"the Triton kernel cannot be used: {_first_line(error)}")
 
 
 @cache

@@ -288,7 +288,7 @@ def smaller_form(
         free: bytes for weights and KV.
         needed: bytes of the model without further quantisation.
     """
-    if device.type == "cuda" and fallbacks.level("quantised") != "triton":
+    if device.type == "cuda" and fallbacks.level("quantised") == "torch":
         return ""
     for name, type_name in QUANTISATIONS.items():
         form = uniform_form(config, type_name)

@@ -47,6 +47,7 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.shares import StreamedShares
+from neo_desktop.models.recurrent import decode_batch, fresh_batch
 from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Scratch, State
 
@@ -320,7 +321,11 @@ class StageTimer:
 
     def _state(self, tokens: int) -> State:
         of = self._config, tokens, self._decoder.dtype, self._decoder.device
-        return State.empty(*of, Scratch.empty(*of))
+        state, shapes = State.empty(*of, Scratch.empty(*of)), self._config.state_shapes
+        if shapes:
+            batch = decode_batch if tokens <= MAX_DECODES else fresh_batch
+            state.recurrent = batch(tokens, shapes, self._decoder.device)
+        return state
 
     def _fill(self, state: State, tokens: int) -> None:
         positions = torch.arange(tokens, dtype=torch.int32, device=self._decoder.device)

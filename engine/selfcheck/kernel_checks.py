@@ -11,11 +11,11 @@ from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
-from neo_desktop.engine.fallbacks import MECHANISMS
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.kernels.dispatch import (
     add_rms_norm,
     dequantise,
-    multiply_few,
+    multiply_packed,
     rope_append,
     silu_mul,
     unpack_quantised,
@@ -194,8 +194,10 @@ def check_quantised(rig: Rig) -> Figures:
             given, bias = _random(rig, count, hidden), _random(rig, rows)
             x, offset = given.to(rig.device), bias.to(rig.device)
             out = torch.empty(count, rows, dtype=rig.dtype, device=rig.device)
-            work = partial(multiply_few, x, weight, offset, out)
+            work = partial(multiply_packed, x, [weight], offset, out)
             work()
+            if fallbacks.level("quantised") == "integers":
+                given = grouped.rounded(given)
             errors.append(error_of(out.cpu(), given.double() @ exact.double().T + bias.double()))
         unpacked = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
         dequantise(weight, 0, unpacked)

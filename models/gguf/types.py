@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Elements to dequantise at once: intermediate results should stay in the processor's caches.
 PIECE_ELEMENTS = 2**20
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
 
 
@@ -145,15 +145,20 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _scaled(_looked_up(unpacked(blocks[:, 2:], 4, 16), _IQ4), _half(blocks, 0))
+    return _scaled(_looked_up(unpacked(blocks[:, 2:], 4, 16), IQ4), _half(blocks, 0))
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
+def iq4_scales(blocks: Tensor) -> Tensor:
+    """Return the scales of IQ4_XS, eight int8 per block."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, 2:4, None] >> shifts) & 3
     low = (blocks[:, 4:8, None] >> shifts[:3:2]) & 15
-    scales = _half(blocks, 0) * ((low.flatten(1) | (high.flatten(1) << 4)).view(torch.int8) - 32)
-    return _scaled(_looked_up(unpacked(blocks[:, 8:], 4, 16), _IQ4), scales)
+    return (low.flatten(1) | (high.flatten(1) << 4)).view(torch.int8) - 32
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    scales = _half(blocks, 0) * iq4_scales(blocks)
+    return _scaled(_looked_up(unpacked(blocks[:, 8:], 4, 16), IQ4), scales)
 
 
 def fp4_scales(blocks: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Matrices of 4 or 8 bits on a GPU, with a scale for each group of 16 or 32 numbers.
+"""Matrices of 2, 4 or 8 bits on a GPU, with a scale for each group of 16 or 32 numbers.
 
-A number is `(code - centre) * scale + minimum`. Codes are packed into words of 32 bits, the first in the
-lowest bits. 64 rows are interleaved, so that neighbouring threads read neighbouring words:
+A number is `(code - centre) * scale + minimum`. Codes are packed into words of 32 bits, see `Coding.shifts`.
+64 rows are interleaved, so that neighbouring threads read neighbouring words:
 
     words             [tiles of 64 rows, columns / numbers of a word, 64] int32
     scales, minima    [tiles, columns / numbers of a group, 64] float16; 8-bit integers for K types,
@@ -11,7 +11,7 @@ lowest bits. 64 rows are interleaved, so that neighbouring threads read neighbou
 These operators use torch; `engine.kernels` has faster ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
-MOST_ROWS = 16  # of inputs of a matmul with packed weights
+MOST_ROWS = 16  # of inputs of a kernel that multiplies packed weights
 LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a file
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
 WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
@@ -102,9 +102,14 @@ class Grouped:
         count, device = len(raw), self.words.device
         blocks = raw.to(device).reshape(-1, _TYPES[self.type_name].nbytes)
         codes, *others = decode(self.type_name, blocks)
-        if self.coding.bits == 4:
-            pairs = codes.view(len(codes), -1, 2)
-            codes = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+        bits = self.coding.bits
+        if bits < 8:
+            parts = (
+                codes.view(-1, 4, 2).unbind(2)
+                if self.coding.table
+                else codes.view(-1, 8 // bits, 4).unbind(1)
+            )
+            codes = sum(part << (bits * place) for place, part in enumerate(parts))
         rows = torch.arange(row, row + count, device=device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
         self.words[at] = codes.reshape(count, -1).contiguous().view(torch.int32)
@@ -142,10 +147,12 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     if isinstance(rows, int):
         rows = torch.arange(rows, rows + len(out), device=out.device)
     at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
-    bits, group = weight.coding.bits, weight.coding.group
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=out.device)
-    codes = (weight.words[at][:, :, None] >> shifts) & (2**bits - 1)
-    numbers = (codes - weight.coding.centre).float().view(len(out), -1, group)
+    coding, device = weight.coding, out.device
+    shifts = torch.tensor(coding.shifts, dtype=torch.int32, device=device)
+    codes = (weight.words[at][:, :, None] >> shifts) & (2**coding.bits - 1)
+    if coding.table:
+        codes = torch.tensor(coding.table, dtype=torch.int32, device=device)[codes]
+    numbers = (codes - coding.centre).float().view(len(out), -1, coding.group)
     scales, minima = weight.scales_of(at)
     numbers *= scales
     if minima is not None:
@@ -153,29 +160,47 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     out.copy_(numbers.view_as(out))
 
 
-def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
-    """Write `x @ weight.T + bias` to `out`.
+def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
+    """Write `x @ torch.cat(weights).T + bias` to `out`.
 
     Args:
-        x: [n, columns], n from 1 to 16; a row is contiguous.
-        weight: the matrix.
+        x: [n, columns]; a row is contiguous.
+        weights: matrices with the same columns.
         bias: [rows]
         out: [n, rows], in x's dtype; a row is contiguous.
     """
-    multiply_many(x, weight, bias, out, dequantise)
+    multiply_many(x, weights, bias, out, dequantise)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return inputs as kernels that multiply integers round them: to 8 bits per block of 32, in float32."""
+    blocks = x.float().view(len(x), -1, 32)
+    scales = blocks.abs().amax(2, keepdim=True) / 127.0
+    return ((blocks * scales.clamp(min=1e-38).reciprocal()).round() * scales).view(x.shape)
+
+
+def parts_of(
+    weights: Sequence[Grouped], bias: Tensor | None, out: Tensor
+) -> Iterator[tuple[Grouped, Tensor | None, Tensor]]:
+    """Yield matrices with their parts of the bias and of the output."""
+    first = 0
+    for weight in weights:
+        rows = slice(first, first := first + weight.rows)
+        yield weight, None if bias is None else bias[rows], out[:, rows]
 
 
 def multiply_many(
-    x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor, dequantise: Dequantise
+    x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor, dequantise: Dequantise
 ) -> None:
-    """Do the same for any n; dequantise one piece of the matrix after the other to x's dtype."""
-    step = max(PIECE_BYTES // (weight.columns * x.element_size()) // TILE_ROWS, 1) * TILE_ROWS
-    room = x.new_empty(min(step, weight.rows), weight.columns)
-    for first in range(0, weight.rows, step):
-        rows = slice(first, min(first + step, weight.rows))
-        piece = room[: rows.stop - first]
-        dequantise(weight, first, piece)
-        if bias is None:
-            torch.mm(x, piece.t(), out=out[:, rows])
-        else:
-            torch.addmm(bias[rows], x, piece.t(), out=out[:, rows])
+    """Do the same; dequantise one piece of a matrix after the other to x's dtype."""
+    for weight, offset, target in parts_of(weights, bias, out):
+        step = max(PIECE_BYTES // (weight.columns * x.element_size()) // TILE_ROWS, 1) * TILE_ROWS
+        room = x.new_empty(min(step, weight.rows), weight.columns)
+        for first in range(0, weight.rows, step):
+            rows = slice(first, min(first + step, weight.rows))
+            piece = room[: rows.stop - first]
+            dequantise(weight, first, piece)
+            if offset is None:
+                torch.mm(x, piece.t(), out=target[:, rows])
+            else:
+                torch.addmm(offset[rows], x, piece.t(), out=target[:, rows])

@@ -1,7 +1,7 @@
-"""Weights of a GPU that stay in 4 or 8 bits.
+"""Weights of a GPU that stay in 2, 4 or 8 bits.
 
-Few rows are multiplied with the packed weights. For more rows the weights are dequantised to the model's
-dtype, piece by piece. Neither weights nor inputs are rounded further.
+Kernels multiply few rows by packed weights, and may round inputs to 8 bits as on a CPU. For more rows they
+dequantise the weights to the model's dtype, piece by piece.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.gguf.types import PIECE_ELEMENTS
-from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped, multiply_many
+from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped
 from neo_desktop.models.linear.quantised import PartShape
 
 
@@ -23,8 +23,10 @@ class Kernels(Protocol):
     def dequantise(self) -> Dequantise:
         """Counterpart of `grouped.dequantise`."""
 
-    def multiply_few(self, x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor, /) -> None:
-        """Write `x @ weight.T + bias` to `out`, see `grouped.multiply_few`."""
+    def multiply_packed(
+        self, x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor, /
+    ) -> None:
+        """Write `x @ torch.cat(weights).T + bias` to `out`, see `grouped.multiply_packed`."""
 
 
 def merged(parts: Sequence[PartShape]) -> Sequence[PartShape]:
@@ -96,7 +98,7 @@ class QuantisedOnGPU:
         """Launch all kernels of matmuls and lookups once, so that no iteration waits for a compiler."""
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
         x, out = (torch.zeros(MOST_ROWS, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
-        for count in (1, 2, MOST_ROWS):  # each selects another kernel
+        for count in (1, 2, 4, 8, MOST_ROWS):  # each selects another kernel
             self.multiply(x[:count], out[:count])
         for part in self.parts:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
@@ -110,15 +112,7 @@ class QuantisedOnGPU:
         return torch.cat(pieces)
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        first = 0
-        for part in self.parts:
-            rows = slice(first, first + part.rows)
-            bias = None if self.bias is None else self.bias[rows]
-            if len(x) <= MOST_ROWS:
-                self._kernels.multiply_few(x, part, bias, out[:, rows])
-            else:
-                multiply_many(x, part, bias, out[:, rows], self._kernels.dequantise)
-            first = rows.stop
+        self._kernels.multiply_packed(x, self.parts, self.bias, out)
         return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:

@@ -116,7 +116,7 @@ def test_a_kernel_that_is_a_little_wrong_fails(
         "activation": (kernel_checks, "silu_mul", 1),
         "paged_decode": (device_layer, "paged_decode", 5),
         "row_copy": (device_layer, "read_rows", 0),
-        "quantised": (kernel_checks, "multiply_few", 3),
+        "quantised": (kernel_checks, "multiply_packed", 3),
         "experts": (expert_checks, "multiply_experts", 5),
         "recurrent": (recurrent_checks, "scan_state", 7),
     }[kernel]

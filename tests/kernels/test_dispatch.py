@@ -18,7 +18,7 @@ FUNCTIONS = {
     "norm": ("add_rms_norm",),
     "activation": ("silu_mul",),
     "row_copy": ("write_rows", "read_rows"),
-    "quantised": ("multiply_few", "dequantise"),
+    "quantised": ("multiply_packed", "dequantise"),
     "experts": ("choose_experts", "multiply_experts"),
     "recurrent": ("scan_state", "short_convolution"),
 }
@@ -59,7 +59,7 @@ def test_a_kernel_that_fails_is_given_up_for_torch(
         def __getitem__(self, grid: object) -> object:
             raise error
 
-    monkeypatch.setattr(activation, "_silu_mul", Kernel())
+    monkeypatch.setattr(activation, "_gated", Kernel())
     assert silu()
     assert silu()
     assert fallbacks.limits() == {"activation": "torch"}
@@ -75,7 +75,7 @@ def test_no_memory_is_no_reason_to_give_up(error: Exception, monkeypatch: pytest
         def __getitem__(self, grid: object) -> object:
             raise error
 
-    monkeypatch.setattr(activation, "_silu_mul", Kernel())
+    monkeypatch.setattr(activation, "_gated", Kernel())
     with pytest.raises(RuntimeError) as raised:
         silu()
     assert raised.value is error

@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.dispatch import add_rms_norm, silu_mul
-from neo_desktop.models import operators
+from neo_desktop.engine.kernels.dispatch import add_rms_norm
+from neo_desktop.engine.kernels.in_triton.activation import gated
+from neo_desktop.models import expert_operators, operators
+from neo_desktop.models.experts_config import ClampedGate, Gating
 
 pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
 
 
-def check(found: Tensor, expected: Tensor) -> None:
+def check(found: Tensor, expected: Tensor, most_changed: float = 0.005) -> None:
     found = found.cpu()
     if found.dtype is torch.float16:  # rounding at any other place would change many more
-        assert (found != expected).float().mean() < 0.005
+        assert (found != expected).float().mean() < most_changed
     # For bf16 up to three units in the last place: the interpreter truncates, a GPU rounds.
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3 * 2**-7}[found.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -46,14 +48,16 @@ def test_norm_may_overwrite_what_was_added(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # intended: 1 / inf is 0
-@pytest.mark.parametrize("intermediate", [96, 1024, 1536])
+@pytest.mark.parametrize("intermediate", [96, 1024])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_silu_equals_the_decoder(intermediate: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("how", ["silu", "gelu", ClampedGate(limit=1.5)], ids=str)
+def test_gates_equal_the_decoder(
+    how: Gating, intermediate: int, dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(5, 2 * intermediate)).to(dtype)
     gate_up[0, :2] = torch.tensor([-1e4, 1e4], dtype=dtype)
     out = torch.empty(5, intermediate, dtype=dtype, device=device)
-    silu_mul(gate_up.to(device, copy=True), out)
-    expected = torch.empty_like(out, device="cpu")
-    operators.silu_mul(gate_up, expected)
-    check(out, expected)
+    gated(gate_up.to(device, copy=True), how, out)
+    expected = expert_operators.gated(*gate_up.chunk(2, dim=1), how)
+    check(out, expected, most_changed=0.1 if how == "gelu" else 0.005)  # torch's 1 + tanh loses digits

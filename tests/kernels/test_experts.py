@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from fallback_levels import Levels
 from gguf_files import STORED, small_rows
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_triton import experts as in_triton
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
@@ -107,6 +109,9 @@ def check(
     expected, allowed = expected_of(exact, x, ids, weights, experts.gating), DTYPES[dtype]
     if misses:
         expected += there.double()
+    if not isinstance(weight, Tensor) and fallbacks.level("quantised") == "integers":  # rounds inputs
+        assert (out.cpu().double() - expected).norm() <= 0.02 * expected.norm()
+        return
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
 
 
@@ -137,10 +142,12 @@ def test_gates_with_gelu(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("type_name", "dtype"),
-    [("Q8_0", torch.float32), ("Q4_1", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
+    [("Q8_0", torch.float32), ("MXFP4", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
 )
 @pytest.mark.parametrize(("n", "k", "has_cores"), [(1, 2, True), (2, 2, True), (5, 2, True), (5, 2, False)])
+@pytest.mark.parametrize("products", ["integers", "exact"])
 def test_experts_that_stay_quantised(
+    products: str,
     type_name: str,
     n: int,
     k: int,
@@ -148,7 +155,10 @@ def test_experts_that_stay_quantised(
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
+    levels: Levels,
 ) -> None:
+    if fallbacks.level("quantised") != "torch":
+        levels(quantised=products)
     monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: has_cores)
     check(*made(4, type_name, dtype, device, has_bias=n == 2), n, k, dtype)
 

@@ -20,16 +20,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.experts import add_up, choose_experts, in_blocks, multiply_floats
 from neo_desktop.engine.kernels.in_triton.host_tiles import unpack_quantised
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
-from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few, multiply_pairs
+from neo_desktop.engine.kernels.in_triton.quantised import (
+    dequantise,
+    multiply_packed,
+    multiply_pairs,
+    rounded,
+)
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_state, short_convolution
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
+from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked
@@ -119,8 +126,8 @@ def norm(dtype: torch.dtype, hidden: int) -> None:
     add_rms_norm(rows, rows, empty(hidden, dtype=dtype), 1e-6, rows)
 
 
-def silu(dtype: torch.dtype) -> None:
-    silu_mul(empty(4, 2 * 14336, dtype=dtype), empty(4, 14336, dtype=dtype))
+def gates(dtype: torch.dtype, how: Gating = "silu") -> None:
+    gated(empty(4, 2 * 14336, dtype=dtype), how, empty(4, 14336, dtype=dtype))
 
 
 def copy(dtype: torch.dtype) -> None:
@@ -130,9 +137,15 @@ def copy(dtype: torch.dtype) -> None:
     read_rows(rows[0], rows[1], cache, cache, slots)
 
 
-def product(type_name: str, dtype: torch.dtype, count: int) -> None:
-    weight = Grouped(type_name, 14336, 4096, torch.device("meta"))
-    multiply_few(empty(count, 4096, dtype=dtype), weight, None, empty(count, 14336, dtype=dtype))
+def product(type_name: str, dtype: torch.dtype, count: int, *, rows: int = 14336) -> None:
+    weight = Grouped(type_name, rows, 4096, torch.device("meta"))
+    multiply_packed(empty(count, 4096, dtype=dtype), [weight], None, empty(count, rows, dtype=dtype))
+
+
+def exact(launch: Callable[..., None], *arguments: Any) -> None:
+    """Compile the kernels that multiply floats."""
+    with fallbacks.at_levels({"quantised": "exact"}):
+        launch(*arguments)
 
 
 def floats(type_name: str, dtype: torch.dtype) -> None:
@@ -177,7 +190,8 @@ def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> Non
         multiply_floats(x, 1, Stacked(weight, None, rows), weight, ids, places, out)
     else:
         grouped = Grouped(type_name, 128 * rows, columns, torch.device("meta"))
-        multiply_pairs(x, 1, grouped, None, rows, ids, places, out)
+        inputs = rounded(x) if fallbacks.level("quantised") == "integers" else x
+        multiply_pairs(inputs, 1, grouped, None, rows, ids, places, out)
 
 
 ATTENTION = ("_attend", "attend_plain")
@@ -220,26 +234,29 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "norm fp16": (lambda: norm(FP16, 4096), FP16_GPUS),
     "norm fp16, hidden 16384": (lambda: norm(FP16, 16384), (75,)),
     "norm bf16": (lambda: norm(BF16, 4096), (80,)),
-    "silu fp16": (lambda: silu(FP16), FP16_GPUS),
-    "silu bf16": (lambda: silu(BF16), (80,)),
+    "silu fp16": (lambda: gates(FP16), FP16_GPUS),
+    "clamped gate bf16": (lambda: gates(BF16, ClampedGate()), (80,)),
     "copy fp16": (lambda: copy(FP16), FP16_GPUS),
     "copy fp32": (lambda: copy(FP32), (75,)),
-    "1 row fp16, Q4_0": (lambda: product("Q4_0", FP16, 1), FP16_GPUS),
-    "1 row fp16, Q4_1": (lambda: product("Q4_1", FP16, 1), (75, 86)),
-    "1 row fp16, Q8_0": (lambda: product("Q8_0", FP16, 1), FP16_GPUS),
-    "1 row bf16, Q4_1": (lambda: product("Q4_1", BF16, 1), (80,)),
     "1 row fp16, Q4_K": (lambda: product("Q4_K", FP16, 1), FP16_GPUS),
+    "1 row fp16, Q4_K, few rows": (lambda: product("Q4_K", FP16, 1, rows=1024), (75, 90)),
+    "1 row fp16, Q4_0": (lambda: product("Q4_0", FP16, 1), (75, 86)),
+    "1 row bf16, Q8_0": (lambda: product("Q8_0", BF16, 1), (80,)),
     "1 row fp16, Q6_K": (lambda: product("Q6_K", FP16, 1), (75, 86)),
-    "4 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 4), (75, 86)),
-    "16 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 16), FP16_GPUS),
-    "16 rows fp16, Q6_K": (lambda: product("Q6_K", FP16, 16), (75, 86)),
+    "1 row fp16, MXFP4": (lambda: product("MXFP4", FP16, 1), FP16_GPUS),
+    "1 row fp16, IQ4_XS": (lambda: product("IQ4_XS", FP16, 1), (75, 86)),
+    "1 row fp16, Q2_K": (lambda: product("Q2_K", FP16, 1), (75, 86)),
+    "4 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 4), (75, 86, 90, 120)),
+    "4 rows fp16, Q6_K": (lambda: product("Q6_K", FP16, 4), (86,)),
+    "4 rows fp16, MXFP4": (lambda: product("MXFP4", FP16, 4), (75,)),
+    "16 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 16), (75, 86, 90)),
+    "16 rows bf16, Q8_0": (lambda: product("Q8_0", BF16, 16), (89,)),
+    "16 rows fp16, MXFP4": (lambda: product("MXFP4", FP16, 16), (86,)),
+    "exact, 1 row fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 1), FP16_GPUS),
+    "exact, 1 row bf16, Q4_1": (lambda: exact(product, "Q4_1", BF16, 1), (80,)),
+    "exact, 16 rows fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 16), FP16_GPUS),
+    "exact, 16 rows fp32, Q4_1": (lambda: exact(product, "Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_K": (lambda: floats("Q4_K", FP16), (75, 86)),
-    "4 rows fp16, Q4_1": (lambda: product("Q4_1", FP16, 4), FP16_GPUS),
-    "4 rows fp16, Q8_0": (lambda: product("Q8_0", FP16, 4), (75, 86)),
-    "16 rows fp16, Q4_0": (lambda: product("Q4_0", FP16, 16), FP16_GPUS),
-    "16 rows fp16, Q4_1": (lambda: product("Q4_1", FP16, 16), (75, 86)),
-    "16 rows bf16, Q8_0": (lambda: product("Q8_0", BF16, 16), BF16_GPUS),
-    "16 rows fp32, Q4_1": (lambda: product("Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
     "recurrent fp16, decodes": (lambda: recurrent(FP16, 1), FP16_GPUS),
@@ -249,10 +266,9 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "experts fp16, 64 pairs": (lambda: experts(FP16, 64), BF16_GPUS),
     "experts bf16, 64 pairs": (lambda: experts(BF16, 64), (80, 90)),
     "experts fp32, 16 pairs": (lambda: experts(FP32, 16), (75, 86)),
-    "experts fp16, 1 pair, Q4_K": (lambda: experts(FP16, 1, "Q4_K"), FP16_GPUS),
-    "experts fp16, 4 pairs, Q4_K": (lambda: experts(FP16, 4, "Q4_K"), FP16_GPUS),
-    "experts fp16, 16 pairs, Q4_K": (lambda: experts(FP16, 16, "Q4_K"), BF16_GPUS),
-    "experts bf16, 16 pairs, Q8_0": (lambda: experts(BF16, 16, "Q8_0"), (80, 90)),
+    "experts fp16, 1 pair, MXFP4": (lambda: experts(FP16, 1, "MXFP4"), FP16_GPUS),
+    "experts fp16, 4 pairs, Q4_K": (lambda: experts(FP16, 4, "Q4_K"), (75, 90)),
+    "exact, experts fp16, 16 pairs, Q4_K": (lambda: exact(experts, FP16, 16, "Q4_K"), BF16_GPUS),
     "host tiles fp16, Q4_K": (lambda: host_tiles("Q4_K", FP16), FP16_GPUS),
     "host tiles fp16, Q6_K": (lambda: host_tiles("Q6_K", FP16), (75, 86)),
     "host tiles fp16, Q8_0": (lambda: host_tiles("Q8_0", FP16), (75, 86)),

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from neo_desktop.engine.fallbacks import KERNELS, Fallbacks, fallbacks
+from neo_desktop.engine.fallbacks import KERNELS, MECHANISMS, Fallbacks, fallbacks
 
 
 class Levels:
@@ -18,14 +18,18 @@ class Levels:
 
 @contextmanager
 def kernels_on(level: str) -> Iterator[None]:
-    """Put all kernels on a level; a fallback to a lower level fails the test."""
+    """Put all kernels that have a level on it, others on their highest; a fallback fails the test."""
 
     def given_up(self: Fallbacks, mechanism: str, lower: str, reason: str) -> bool:
         assert mechanism not in KERNELS, f"{mechanism}: {reason}"
         return limit(self, mechanism, lower, reason)
 
     limit = Fallbacks.limit
-    with pytest.MonkeyPatch.context() as patch, fallbacks.at_levels(dict.fromkeys(KERNELS, level)):
+    levels = dict[str, str]()
+    for name in KERNELS:
+        known = [each.name for each in MECHANISMS[name].levels]
+        levels[name] = level if level in known else known[0]
+    with pytest.MonkeyPatch.context() as patch, fallbacks.at_levels(levels):
         patch.setattr(Fallbacks, "limit", given_up)
         yield
 

@@ -6,15 +6,18 @@ rows of its expert's matrix. It reads the expert's ID from device memory, so the
 routing, and CUDA graphs can capture the launch. The number of blocks follows from shapes alone.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
-from neo_desktop.engine.kernels.in_triton.quantised import PLAIN_ROWS, multiply_pairs
-from neo_desktop.models.expert_operators import ExpertScratch, gated
+from neo_desktop.engine.kernels.in_triton.quantised import PLAIN_ROWS, multiply_pairs, rounded
+from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.linear.grouped import MOST_ROWS
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
@@ -63,6 +66,7 @@ def multiply_experts(
     assert out.stride(1) == 1
     gate_up, inner, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
     blocks: dict[int, Tensor] = {}
+    inputs = cache(rounded)  # gates and ups share theirs
 
     def multiply(given: Tensor, per_row: int, matrix: Stacked, into: Tensor) -> None:
         count = pairs_of_block(given, pairs, len(x), experts.count, matrix)
@@ -71,15 +75,12 @@ def multiply_experts(
         if isinstance(matrix.weight, Tensor):
             multiply_floats(given, per_row, matrix, matrix.weight, ids, blocks[count], into)
         else:
-            multiply_pairs(given, per_row, matrix.weight, matrix.bias, matrix.rows, ids, blocks[count], into)
+            rows = inputs(given) if fallbacks.level("quantised") == "integers" else given
+            multiply_pairs(rows, per_row, matrix.weight, matrix.bias, matrix.rows, ids, blocks[count], into)
 
     multiply(x, k, experts.gate, gate_up[:, :intermediate])
     multiply(x, k, experts.up, gate_up[:, intermediate:])
-    if experts.gating == "silu":
-        silu_mul(gate_up, inner)
-    else:
-        gates, ups = gate_up.chunk(2, dim=1)
-        inner.copy_(gated(gates, ups, experts.gating))
+    gated(gate_up, experts.gating, inner)
     multiply(inner, 1, experts.down, products)
     add_up(products, ids, weights, out, adds=adds)
 
@@ -116,6 +117,8 @@ def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stack
         return LARGE_BLOCK if uses_cores and pairs >= LARGE_BLOCK * experts // 2 else BLOCK
     if rows == 1:  # all experts of a row are different
         return 1
+    if fallbacks.level("quantised") == "integers":  # at least twice the mean, as experts differ
+        return next((count for count in (PLAIN_ROWS, 8) if 2 * pairs <= count * experts), MOST_ROWS)
     return MOST_ROWS if uses_cores and pairs > experts else PLAIN_ROWS
 
 

@@ -1,12 +1,20 @@
-"""Matmuls of few rows with a matrix of 4 or 8 bits, and dequantisation of its rows.
+"""Matmuls of few rows with a matrix of 2, 4 or 8 bits, and dequantisation of its rows.
 
-With few rows, a matmul should take as long as reading the matrix. Neither weights nor inputs are rounded.
+With few rows, a matmul should take as long as reading the matrix. At the level "integers" inputs are rounded
+to 8 bits per block of 32, as on a CPU; at "exact" neither weights nor inputs are rounded.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels.in_triton.integer_products import _multiply_integers, _round
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
 from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
     _dequantise,
@@ -14,71 +22,105 @@ from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
     _multiply_tiles,
 )
 from neo_desktop.models.linear.codes import UNIT
-from neo_desktop.models.linear.grouped import MOST_ROWS, TILE_ROWS, Grouped
+from neo_desktop.models.linear.grouped import (
+    MOST_ROWS,
+    PIECE_BYTES,
+    TILE_ROWS,
+    Grouped,
+    multiply_many,
+    parts_of,
+)
 
+SLICED_ROWS = 128  # most rows in slices, if the GPU's cache is small
 PLAIN_ROWS = 4  # most input rows without tensor cores, if the GPU has them.
+COUNTS = (1, 2, 4, 8, MOST_ROWS)  # of inputs, for which kernels with integers are compiled
+ROUNDED = 32  # inputs that share a scale
+ROUNDED_BLOCKS = 16  # blocks per program
 ROWS = 16  # matrix rows per program.
 TILES_ROWS = 32  # matrix rows per program on tensor cores.
 STEP_WORDS = 64  # words of a row per step.
 STEP_COLUMNS_TILES = 256  # columns per step on tensor cores.
 STEP_COLUMNS = 256  # columns per program of the dequantisation.
 NUM_WARPS = 8
+SMS_ELSEWHERE = 64  # multiprocessors, where no GPU is
 
 
-def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
-    """Compute `models.linear.grouped.multiply_few`."""
-    count, coding = len(x), weight.coding
-    assert 0 < count <= MOST_ROWS
-    assert x.shape[1] == weight.columns
+class Rounded(NamedTuple):
+    """Rows of inputs in 8 bits."""
+
+    codes: Tensor  # [n, columns] int8
+    factors: Tensor  # [n, columns / 32, 4] float32: the scale, and its products with sums: all, each half's
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matmul of few rows, or of experts' pairs.
+
+    Args:
+        weight: the matrix, or the experts' matrices.
+        bias: of all rows of the weight.
+        rows: of a matrix.
+        out: a row is contiguous.
+        count: rows of inputs, or pairs per block.
+        pairs: ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix.
+    """
+
+    weight: Grouped
+    bias: Tensor | None
+    rows: int
+    out: Tensor
+    count: int
+    pairs: tuple[Tensor, Tensor, int] | None = None
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        """Return the grid of programs that compute `rows` matrix rows each."""
+        return triton.cdiv(self.rows, rows), 1 if self.pairs is None else len(self.pairs[1])
+
+    @property
+    def tensors(self) -> tuple[Tensor | int, ...]:
+        """The arguments of the kernels; they do not read the stand-ins for missing tensors."""
+        bias = self.out if self.bias is None else self.bias
+        pairs = (self.out, self.out, 1) if self.pairs is None else self.pairs
+        return *_pointers(self.weight), bias, *pairs, self.out, self.count, self.rows
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            **_constants(self.weight),
+            "HAS_BIAS": self.bias is not None,
+            "IS_EXPERT": self.pairs is not None,
+            "enable_fp_fusion": True,
+        }
+
+
+def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
+    """Compute `models.linear.grouped.multiply_packed`; some rows more than a kernel takes are sliced."""
     assert x.stride(1) == out.stride(1) == 1
     assert x.dtype is out.dtype
-    stride = x.stride(0) if count > 1 else weight.columns
-    assert stride % 16 == x.data_ptr() % 16 == 0
-    constants = {
-        **_constants(weight),
-        "HAS_BIAS": bias is not None,
-        "IS_EXPERT": False,
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": True,
-    }
-    stored = (
-        *_pointers(weight),
-        out if bias is None else bias,
-        *(out, out, 1),  # unused: ids, blocks and per_row of experts
-        out,
-        count,
-        weight.rows,
-    )
-    if count > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
-        _multiply_tiles[(triton.cdiv(weight.rows, TILES_ROWS),)](
-            x,
-            *stored,
-            weight.columns // weight.coding.group,
-            stride,
-            out.stride(0),
-            COUNT=MOST_ROWS,
-            ROWS=TILES_ROWS,
-            STEP=STEP_COLUMNS_TILES // coding.group,
-            num_stages=3,
-            **constants,
-        )
+    if len(x) > sliced_rows(out.device):
+        multiply_many(x, weights, bias, out, dequantise)
         return
-    eights = x.view(torch.int64)
-    _multiply_plain[(triton.cdiv(weight.rows, ROWS),)](
-        eights,
-        *stored,
-        weight.words.shape[1],
-        stride * x.element_size() // 8,
-        out.stride(0),
-        COUNT=1 if count == 1 else PLAIN_ROWS if count <= PLAIN_ROWS else MOST_ROWS,
-        ROWS=ROWS,
-        STEP=STEP_WORDS,
-        **constants,
-    )
+    for first in range(0, len(x), MOST_ROWS):
+        rows = slice(first, first + MOST_ROWS)
+        _multiply_few(x[rows], weights, bias, out[rows])
+
+
+def _multiply_few(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
+    inputs = rounded(x) if fallbacks.level("quantised") == "integers" else x
+    for weight, offset, target in parts_of(weights, bias, out):
+        assert x.shape[1] == weight.columns
+        product = Product(weight, offset, weight.rows, target, len(x))
+        if isinstance(inputs, Rounded):
+            _multiply_by_integers(inputs, product, next(each for each in COUNTS if len(x) <= each))
+        elif len(x) > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
+            _multiply_in_tiles(inputs, product, MOST_ROWS)
+        else:
+            most = 1 if len(x) == 1 else PLAIN_ROWS if len(x) <= PLAIN_ROWS else MOST_ROWS
+            _multiply_by_floats(inputs, product, most)
 
 
 def multiply_pairs(
-    x: Tensor,
+    x: Tensor | Rounded,
     per_row: int,
     weight: Grouped,
     bias: Tensor | None,
@@ -96,53 +138,113 @@ def multiply_pairs(
         bias: [experts * rows]
         rows: Matrix rows per expert, a multiple of 64.
         ids: [pairs] int32: the pairs' experts.
-        blocks: [blocks, count] int32: pairs; count is 1, 4 or 16.
+        blocks: [blocks, count] int32: pairs; count is 1, 4, 8 or 16.
         out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
-    count, coding = blocks.shape[1], weight.coding
-    assert x.stride(1) == out.stride(1) == 1
-    stride = x.stride(0) if len(x) > 1 else weight.columns
-    assert stride % 16 == x.data_ptr() % 16 == 0
-    constants = {
-        **_constants(weight),
-        "HAS_BIAS": bias is not None,
-        "IS_EXPERT": True,
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": True,
-    }
-    stored = (
-        *_pointers(weight),
-        out if bias is None else bias,
-        *(ids, blocks, per_row),
-        out,
-        count,
-        rows,
+    count = blocks.shape[1]
+    assert out.stride(1) == 1
+    product = Product(weight, bias, rows, out, count, (ids, blocks, per_row))
+    if isinstance(x, Rounded):
+        _multiply_by_integers(x, product, count)
+    elif count > PLAIN_ROWS:
+        _multiply_in_tiles(x, product, count)
+    else:
+        _multiply_by_floats(x, product, count)
+
+
+def rounded(x: Tensor) -> Rounded:
+    """Round rows; columns are a multiple of 32."""
+    rows, columns = x.shape
+    assert x.stride(1) == 1
+    blocks = columns // ROUNDED
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
+    factors = torch.empty(rows, blocks, 4, dtype=torch.float32, device=x.device)
+    _round[rows, triton.cdiv(blocks, ROUNDED_BLOCKS)](
+        x, codes, factors, blocks, x.stride(0), BLOCKS=ROUNDED_BLOCKS, num_warps=4, enable_fp_fusion=False
     )
-    if count > PLAIN_ROWS:
-        _multiply_tiles[(triton.cdiv(rows, TILES_ROWS), len(blocks))](
-            x,
-            *stored,
-            weight.columns // weight.coding.group,
-            stride,
-            out.stride(0),
-            COUNT=count,
-            ROWS=TILES_ROWS,
-            STEP=STEP_COLUMNS_TILES // coding.group,
-            num_stages=3,
-            **constants,
-        )
-        return
-    _multiply_plain[(triton.cdiv(rows, ROWS), len(blocks))](
+    return Rounded(codes, factors)
+
+
+def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
+    """Multiply rounded inputs; `most`: the rows that the kernel is compiled for."""
+    grid = product.grid(ROWS)
+    programs_per_sm = grid[0] * grid[1] / _num_sms(product.out.device)
+    step, num_warps = 32, 4  # chosen on an H200: few programs need more threads each
+    if most == 1 and programs_per_sm < 4:
+        step, num_warps = 128, 8
+    elif most < MOST_ROWS and programs_per_sm <= 2:
+        step, num_warps = 64, 8
+    _multiply_integers[grid](
+        x.codes.view(torch.int64),
+        x.factors.view(torch.int64),
+        *product.tensors,
+        x.codes.shape[1] // ROUNDED,
+        product.out.stride(0),
+        COUNT=most,
+        ROWS=ROWS,
+        STEP=step,
+        IS_INTERPRETED=product.out.device.type == "cpu",
+        **product.constants,
+        num_warps=num_warps,
+    )
+
+
+def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
+    weight = product.weight
+    _multiply_tiles[product.grid(TILES_ROWS)](
+        x,
+        *product.tensors,
+        weight.columns // weight.coding.group,
+        _stride(x),
+        product.out.stride(0),
+        COUNT=most,
+        ROWS=TILES_ROWS,
+        STEP=STEP_COLUMNS_TILES // weight.coding.group,
+        **product.constants,
+        num_stages=3,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
+    _multiply_plain[product.grid(ROWS)](
         x.view(torch.int64),
-        *stored,
-        weight.words.shape[1],
-        stride * x.element_size() // 8,
-        out.stride(0),
-        COUNT=count,
+        *product.tensors,
+        product.weight.words.shape[1],
+        _stride(x) * x.element_size() // 8,
+        product.out.stride(0),
+        COUNT=most,
         ROWS=ROWS,
         STEP=STEP_WORDS,
-        **constants,
+        **product.constants,
+        num_warps=NUM_WARPS,
     )
+
+
+def _stride(x: Tensor) -> int:
+    stride = x.stride(0) if len(x) > 1 else x.shape[1]
+    assert x.stride(1) == 1
+    assert stride % 16 == x.data_ptr() % 16 == 0
+    return stride
+
+
+@cache
+def sliced_rows(device: torch.device) -> int:
+    """Return the most rows that are cheaper to multiply in slices than with a dequantised matrix.
+
+    That matrix passes through memory, unless a piece fits into the second-level cache.
+    """
+    if device.type != "cuda":
+        return MOST_ROWS
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return SLICED_ROWS if cache_bytes < PIECE_BYTES else 2 * MOST_ROWS
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SMS_ELSEWHERE
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
@@ -176,9 +278,12 @@ def _pointers(weight: Grouped) -> tuple[Tensor, ...]:
 
 def _constants(weight: Grouped) -> dict[str, int]:
     coding = weight.coding
+    table = bytes(number % 256 for number in coding.table)
     return {
         "BITS": coding.bits,
         "CENTRE": coding.centre,
+        "LOW": int.from_bytes(table[:8], "little", signed=True),
+        "HIGH": int.from_bytes(table[8:], "little", signed=True),
         "HAS_MINIMA": coding.has_minima,
         "HAS_UNITS": coding.has_units,
         "TILE_ROWS": TILE_ROWS,

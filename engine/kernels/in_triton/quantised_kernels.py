@@ -1,4 +1,4 @@
-"""The kernels of `quantised`.
+"""The kernels of `quantised` that multiply floats.
 
 `_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the matching inputs, and
 keeps a sum per row and input; one reduction at the end combines the threads. Written into the mantissa of the
@@ -15,6 +15,8 @@ cores, they multiply inputs by codes, exact in 16 bits, and scales are multiplie
 
 import triton
 import triton.language as tl
+
+from neo_desktop.engine.kernels.in_triton.integer_products import looked_up
 
 _VARYING = (
     "bias",
@@ -50,6 +52,8 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     out_stride,
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
     HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -141,7 +145,11 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
                     eights = x + tl.minimum(m, count - 1) * x_stride + column * LOADS + load
                 inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
             for i in tl.static_range(PER_LOAD):
-                number = _code(now, load * PER_LOAD + i, power, BITS) * by + shift
+                if LOW != 0:
+                    code = (now >> (BITS * (load * PER_LOAD + i))) & 15
+                    number = looked_up(code, LOW, HIGH).to(tl.float32) * by
+                else:
+                    number = _code(now, load * PER_LOAD + i, power, BITS) * by + shift
                 added = ()
                 all_met = ()
                 for m in tl.static_range(COUNT):
@@ -173,12 +181,32 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
 @triton.jit
 def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
     """Return 2 ** BITS plus the code at a position in a word, as a float."""
-    UP: tl.constexpr = 23 - BITS - BITS * place
+    UP: tl.constexpr = 23 - BITS - (place % 4 * 8 + place // 4 * BITS)
     if UP >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
         moved = packed << UP
     else:
         moved = packed >> -UP
     return ((moved & ((2**BITS - 1) << (23 - BITS))) | power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _shifts(BITS: tl.constexpr, LOW: tl.constexpr):
+    """Return `Coding.shifts`."""
+    place = tl.arange(0, 32 // BITS)
+    shifts = place % 4 * 8 + place // 4 * BITS
+    if LOW != 0:
+        shifts = BITS * place
+    return shifts
+
+
+@triton.jit
+def _numbers(codes, BITS: tl.constexpr, CENTRE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Return the floats of codes in the lowest bits."""
+    codes &= 2**BITS - 1
+    numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
+    if LOW != 0:
+        numbers = looked_up(codes, LOW, HIGH).to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -220,6 +248,8 @@ def _multiply_tiles(  # noqa: PLR0915
     out_stride,
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
     HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -270,9 +300,8 @@ def _multiply_tiles(  # noqa: PLR0915
             mask=in_row[:, None, None, None],
             other=0,
         )
-        codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, None, :, None]) & (2**BITS - 1)
-        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
-        numbers = numbers.to(dtype).reshape(STEP, GROUP, ROWS)
+        shifts = _shifts(BITS, LOW)[None, None, :, None]
+        numbers = _numbers(packed >> shifts, BITS, CENTRE, LOW, HIGH).to(dtype).reshape(STEP, GROUP, ROWS)
         given = in_row[:, None, None] & is_token[None, :, None]
         inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
         by = group[:, None] * TILE_ROWS + places[None, :]
@@ -308,6 +337,8 @@ def _dequantise(
     IS_FIRST: tl.constexpr,
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
     HAS_UNITS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -330,12 +361,11 @@ def _dequantise(
     in_row = column < words_per_row  # unneeded rows need no mask, since tiles are complete
     group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
     packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
-    codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, :, None]) & (2**BITS - 1)
     group = group * TILE_ROWS + place
     unit = tile * (words_per_row * PER_WORD // UNIT) + column // (UNIT // PER_WORD)
     unit = unit * TILE_ROWS + place
     scale = _scale(scales + group, scale_units + unit, in_row, HAS_UNITS)
-    numbers = ((codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)) * scale
+    numbers = _numbers(packed >> _shifts(BITS, LOW)[None, :, None], BITS, CENTRE, LOW, HIGH) * scale
     if HAS_MINIMA:
         numbers += _scale(minima + group, minimum_units + unit, in_row, HAS_UNITS)
     lines = numbers.to(out.dtype.element_ty).reshape(STEP * PER_WORD, ROWS).trans()

@@ -1,0 +1,246 @@
+"""Kernels of `quantised` that round inputs to 8 bits per block of 32 and multiply integers.
+
+`_multiply_integers`: a thread reads blocks of four neighbouring matrix rows, 16 bytes at once, and keeps a sum
+per row and input. DP4A, of compute capability 6.1 or later, multiplies four codes by four inputs; the
+sum of a group becomes a float once. With x = q * scale and a weight (code - centre) * s + m:
+
+    sum(x * weight) = sum(q * code) * s * scale + sum(q) * scale * (m - centre * s)
+
+PRMT, which selects four of eight bytes, looks up codes with a table: MXFP4's and IQ4's.
+"""
+
+import triton
+import triton.language as tl
+
+_VARYING = ("ids", "pairs", "per_row", "out", "count", "rows", "blocks", "out_stride", "bias")
+_DOT: tl.constexpr = tl.constexpr("dp4a.u32.s32 $0, $1, $2, $3;")
+_SIGNED_DOT: tl.constexpr = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
+_LOOK_UP: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $2, $3, $1; prmt.b32 high, $4, $5, $1;"
+    " prmt.b32 $0, low, high, $6; }"
+)
+
+
+@triton.jit(do_not_specialize=("blocks",))
+def _round(x, codes, factors, blocks, x_stride, BLOCKS: tl.constexpr):
+    """Round rows of inputs; layouts as in `quantised.rounded`."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = tl.arange(0, 32)[None, :]
+    in_row = block < blocks
+    at = block[:, None] * 32 + column
+    value = tl.load(x + row * x_stride + at, mask=in_row[:, None], other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(value), axis=1) / 127.0
+    code = value * tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)[:, None]
+    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: rounds to the nearest integer
+    tl.store(codes + row * blocks * 32 + at, code.to(tl.int8), mask=in_row[:, None])
+    first = tl.sum(tl.where(column < 16, code, 0.0), axis=1) * scale
+    second = tl.sum(tl.where(column < 16, 0.0, code), axis=1) * scale
+    own = factors + (row * blocks + block) * 4
+    tl.store(own, scale, mask=in_row)
+    tl.store(own + 1, first + second, mask=in_row)
+    tl.store(own + 2, first, mask=in_row)
+    tl.store(own + 3, second, mask=in_row)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _multiply_integers(  # noqa: PLR0912, PLR0915
+    codes,  # int64: 8 rounded inputs
+    factors,  # int64: 2 floats
+    words,
+    scales,
+    minima,
+    scale_units,
+    minimum_units,
+    bias,
+    ids,  # ids, pairs, per_row: see `quantised.multiply_pairs`
+    pairs,
+    per_row,
+    out,
+    count,
+    rows,
+    blocks,
+    out_stride,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EXPERT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    GROUPS: tl.constexpr = 32 // GROUP
+    PAIRS: tl.constexpr = 4 // GROUPS  # loads of 8 inputs per group
+    PARTS: tl.constexpr = 8 // BITS  # four codes each, of a word
+    dtype: tl.constexpr = out.dtype.element_ty
+    first = tl.program_id(0) * ROWS
+    tile = (first // TILE_ROWS).to(tl.int64)
+    if IS_EXPERT:
+        own = pairs + tl.program_id(1) * COUNT
+        leader = tl.load(own)
+        if leader < 0:
+            return
+        expert = tl.load(ids + leader).to(tl.int64)
+        tile += expert * (rows // TILE_ROWS)
+        bias += expert * rows
+    x_rows = ()
+    out_rows = ()
+    for m in tl.static_range(COUNT):  # repeat a row if there are fewer
+        if IS_EXPERT:
+            pair = tl.load(own + m)
+            pair = tl.where(pair < 0, leader, pair).to(tl.int64)
+            x_rows = x_rows + (pair // per_row * blocks,)
+            out_rows = out_rows + (pair * out_stride,)
+        else:
+            row = tl.minimum(m, count - 1).to(tl.int64)
+            x_rows = x_rows + (row * blocks,)
+            out_rows = out_rows + (row * out_stride,)
+    places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
+    words += tile * blocks * (BITS * TILE_ROWS)
+    scales += tile * blocks * (GROUPS * TILE_ROWS)
+    minima += tile * blocks * (GROUPS * TILE_ROWS)
+    scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
+    for start in range(0, blocks, STEP):
+        block = start + tl.arange(0, STEP)[:, None]
+        given = block < blocks
+        packed = ()
+        for word in tl.static_range(BITS):
+            at = (block * BITS + word) * TILE_ROWS + places
+            packed = packed + (tl.load(words + at, mask=given, other=0),)
+        unit = block // (UNIT // 32) * TILE_ROWS + places
+        if HAS_UNITS:
+            scale_unit = tl.load(scale_units + unit, mask=given, other=0.0).to(tl.float32)
+            if HAS_MINIMA:
+                minimum_unit = tl.load(minimum_units + unit, mask=given, other=0.0).to(tl.float32)
+        for group in tl.static_range(GROUPS):
+            at = (block * GROUPS + group) * TILE_ROWS + places
+            by = tl.load(scales + at, mask=given, other=0).to(tl.float32)
+            if HAS_UNITS:
+                by *= scale_unit
+            offset = by * -CENTRE
+            if HAS_MINIMA:
+                minimum = tl.load(minima + at, mask=given, other=0).to(tl.float32)
+                if HAS_UNITS:
+                    minimum *= minimum_unit
+                offset += minimum
+            added = ()
+            for m in tl.static_range(COUNT):
+                own_block = x_rows[m] + block
+                total = tl.zeros([STEP, ROWS], tl.int32)
+                for place in tl.static_range(2 * PAIRS * group, 2 * PAIRS * (group + 1), 2):
+                    eight = tl.load(codes + own_block * 4 + place // 2, mask=given, other=0)
+                    four = _four_codes(packed[place // PARTS], place % PARTS, BITS, LOW, HIGH, IS_INTERPRETED)
+                    total = _dot(four, eight.to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                    four = _four_codes(
+                        packed[(place + 1) // PARTS], (place + 1) % PARTS, BITS, LOW, HIGH, IS_INTERPRETED
+                    )
+                    total = _dot(four, (eight >> 32).to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                factor = tl.load(factors + own_block * 2, mask=given, other=0)
+                value = sums[m] + total.to(tl.float32) * by * _low(factor)
+                if HAS_MINIMA or CENTRE != 0:
+                    if GROUPS == 1:
+                        met = _high(factor)
+                    else:
+                        halves = tl.load(factors + own_block * 2 + 1, mask=given, other=0)
+                        met = _low(halves) if group == 0 else _high(halves)
+                    value += offset * met
+                added = added + (value,)
+            sums = added
+
+    row = first + tl.arange(0, ROWS)
+    in_rows = row < rows
+    added_bias = tl.zeros([ROWS], tl.float32)
+    if HAS_BIAS:
+        added_bias += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
+    for m in tl.static_range(COUNT):
+        total = tl.sum(sums[m], axis=0) + added_bias
+        tl.store(out + out_rows[m] + row, total.to(dtype), mask=in_rows)
+
+
+@triton.jit
+def _low(pair):
+    return pair.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pair):
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four_codes(
+    word,
+    part: tl.constexpr,
+    BITS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    """Return four codes of a word, or their numbers, in bytes; `Coding.shifts` draws the layout."""
+    if BITS == 8:
+        four = word
+    elif LOW == 0:
+        four = (word >> (BITS * part)) & ((2**BITS - 1) * 0x01010101)
+    elif IS_INTERPRETED:
+        four = word & 0
+        for i in tl.static_range(4):
+            four |= (looked_up((word >> (16 * part + 4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
+    else:
+        half = word >> (16 * part)
+        four = tl.inline_asm_elementwise(
+            _LOOK_UP,
+            "=r,r,r,r,r,r,r",
+            [
+                half & 0x7777,
+                _of_table(half, LOW),
+                _of_table(half, LOW >> 32),
+                _of_table(half, HIGH),
+                _of_table(half, HIGH >> 32),
+                ((half & 0x8888) >> 1) | 0x3210,  # the position of a number, or 4 + it, of codes from 8
+            ],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return four
+
+
+@triton.jit
+def _of_table(like, four: tl.constexpr):
+    return tl.full(like.shape, four, tl.int64).to(tl.int32)
+
+
+@triton.jit
+def looked_up(code, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Return the numbers of codes from 0 to 15; `LOW` and `HIGH` hold eight signed bytes each."""
+    table = tl.where(code < 8, LOW, HIGH)
+    return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.int32)
+
+
+@triton.jit
+def _dot(codes, inputs, total, IS_SIGNED: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Add the products of four bytes to `total`."""
+    if IS_INTERPRETED:
+        for i in tl.static_range(4):
+            code = (codes >> (8 * i)) & 255
+            if IS_SIGNED:
+                code = codes << (24 - 8 * i) >> 24
+            total += code * (inputs << (24 - 8 * i) >> 24)
+    elif IS_SIGNED:
+        total = tl.inline_asm_elementwise(_SIGNED_DOT, "=r,r,r,r", [codes, inputs, total], tl.int32, True, 1)
+    else:
+        total = tl.inline_asm_elementwise(_DOT, "=r,r,r,r", [codes, inputs, total], tl.int32, True, 1)
+    return total
