@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.dispatch import choose_experts, multiply_experts
 from neo_desktop.engine.selfcheck.kv_checks import BOUNDS, error_of
 from neo_desktop.engine.selfcheck.rig import Rig, require
@@ -19,6 +20,7 @@ EXPERTS, PER_TOKEN = 6, 2
 INTERMEDIATE = 64
 MOST_HIDDEN = 1024  # limit for checks: larger sizes use the same code
 ROWS = (1, 3, 40)
+ROUNDED_BOUND = 0.02  # relative error of products whose inputs are rounded to 8 bits
 KINDS = (None, "Q8_0", "Q4_1")  # weight formats; None: floats
 
 
@@ -37,7 +39,11 @@ def check_experts(rig: Rig) -> Figures:
             there = ids.to(rig.device), weights.to(rig.device)
             work = partial(multiply_experts, experts, x.to(rig.device), *there, room, out)
             work()
-            errors.append(error_of(out.cpu(), _expected(exact, x, ids, weights)))
+            error = error_of(out.cpu(), _expected(exact, x, ids, weights))
+            if kind is not None and fallbacks.level("quantised") == "integers":
+                require(error, ROUNDED_BOUND, figures)
+            else:
+                errors.append(error)
             nbytes = room.gate_up.nbytes + room.gated.nbytes + room.products.nbytes
     assert work is not None
     require(max(errors), BOUNDS[rig.dtype], figures)

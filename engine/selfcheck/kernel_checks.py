@@ -41,7 +41,8 @@ from neo_desktop.models.linear.quantised import packed_bytes
 
 DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
-KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantised weights: one per coding scheme
+# Types of quantised weights, one per coding scheme -> rows of inputs.
+KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, MOST_ROWS), "Q6_K": (3,), "MXFP4": (2,)}
 QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
 
@@ -185,12 +186,12 @@ def check_quantised(rig: Rig) -> Figures:
     figures: dict[str, Figure] = {}
     hidden, rows = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS
     errors, work = [0.0], None
-    for name in KINDS:
+    for name, counts in KINDS.items():
         weight = Grouped(name, rows, hidden, rig.device)
         weight.fill(torch.Generator(rig.device).manual_seed(0))
         exact = torch.empty(rows, hidden)
         grouped.dequantise(weight.to(torch.device("cpu")), 0, exact)
-        for count in (1, 3, MOST_ROWS):
+        for count in counts:
             given, bias = _random(rig, count, hidden), _random(rig, rows)
             x, offset = given.to(rig.device), bias.to(rig.device)
             out = torch.empty(count, rows, dtype=rig.dtype, device=rig.device)

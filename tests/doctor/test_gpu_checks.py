@@ -85,8 +85,9 @@ def checks(rig: Rig) -> dict[str, Check]:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("level", ["triton", "torch"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "level"), [(name, level.name) for name in KERNELS for level in MECHANISMS[name].levels]
+)
 def test_right_kernels_pass(rig: SmallRig, kernel: str, level: str) -> None:
     figures = checks(rig)[f"{kernel}-{level}"].run()
     if kernel != "row_copy":

@@ -234,11 +234,11 @@ def looked_up(code, LOW: tl.constexpr, HIGH: tl.constexpr):
 def _dot(codes, inputs, total, IS_SIGNED: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Add the products of four bytes to `total`."""
     if IS_INTERPRETED:
-        for i in tl.static_range(4):
-            code = (codes >> (8 * i)) & 255
-            if IS_SIGNED:
-                code = codes << (24 - 8 * i) >> 24
-            total += code * (inputs << (24 - 8 * i) >> 24)
+        shifts = 8 * tl.arange(0, 4)[None, None, :]
+        code = (codes[:, :, None] >> shifts) & 255
+        if IS_SIGNED:
+            code = code << 24 >> 24
+        total += tl.sum(code * (inputs[:, :, None] << (24 - shifts) >> 24), axis=2)
     elif IS_SIGNED:
         total = tl.inline_asm_elementwise(_SIGNED_DOT, "=r,r,r,r", [codes, inputs, total], tl.int32, True, 1)
     else:
