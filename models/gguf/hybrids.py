@@ -13,18 +13,18 @@ from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelE
 from neo_desktop.models.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE_SIZE, MAX_LAYERS
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_SIGMOID = 2  # llama.cpp's number of a router's function
+SIGMOID = 2  # llama.cpp's number of a router's function
 _STATES = frozenset(
     f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
 )
-_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
-_SHARED = _EXPERTS | {"expert_shared_feed_forward_length"}
+EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+_SHARED = EXPERTS | {"expert_shared_feed_forward_length"}
 _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 _LAYERS = frozenset(("full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"))
 _DELTA_KEYS = _STATES | _LAYERS | {"rope.dimension_sections"}
 _DELTA_MOE_KEYS = _DELTA_KEYS | _SHARED
 _LFM2_KEYS = frozenset(("shortconv.l_cache",))
-_LFM2_MOE_KEYS = _LFM2_KEYS | _EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
+_LFM2_MOE_KEYS = _LFM2_KEYS | EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
 _MAMBA_KEYS = _STATES
 _NEMOTRON_KEYS = _STATES | {"rope.scaling.finetuned", "expert_group_count", "expert_group_used_count"}
 _GRANITE_KEYS = _STATES | _SHARED | _SCALES | {"rope.scaling.finetuned"}
@@ -56,7 +56,7 @@ def _delta(described: Described) -> dict[str, Any]:
 def _delta_moe(described: Described) -> dict[str, Any]:
     own = described.own
     return _delta(described) | {
-        **_experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        **experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "shared_expert_intermediate_size": own.integer(
             "expert_shared_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
         ),
@@ -68,7 +68,7 @@ def _lfm2(described: Described) -> dict[str, Any]:
     return {
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
         "conv_L_cache": described.own.integer("shortconv.l_cache", maximum=MAX_HEAD_DIM),
-        "conv_bias": _has(described, ".shortconv.conv.bias"),
+        "conv_bias": described.has(".shortconv.conv.bias"),
         "layer_types": [
             _FULL if heads else "conv" for heads in described.per_layer("attention.head_count_kv")
         ],
@@ -77,12 +77,12 @@ def _lfm2(described: Described) -> dict[str, Any]:
 
 def _lfm2_moe(described: Described) -> dict[str, Any]:
     own = described.own
-    if own.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
         raise UnsupportedModelError(f"{own.path} sets expert_gating_func to a value that is not supported.")
     return _lfm2(described) | {
-        **_experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        **experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "num_dense_layers": own.integer("leading_dense_block_count", 0, minimum=0, maximum=MAX_LAYERS),
-        "use_expert_bias": _has(described, ".exp_probs_b.bias"),
+        "use_expert_bias": described.has(".exp_probs_b.bias"),
     }
 
 
@@ -102,10 +102,10 @@ def _nemotron_h(described: Described) -> dict[str, Any]:
         "ssm_state_size": own.integer("ssm.state_size", maximum=MAX_HEAD_DIM),
         "n_groups": own.integer("ssm.group_count", maximum=MAX_HEADS),
         "conv_kernel": own.integer("ssm.conv_kernel", maximum=MAX_HEAD_DIM),
-        "use_conv_bias": _has(described, ".ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(described, ".ssm_in.bias"),
-        "attention_bias": _has(described, ".attn_q.bias"),
-        "mlp_bias": _has(described, ".ffn_up.bias"),
+        "use_conv_bias": described.has(".ssm_conv1d.bias"),
+        "mamba_proj_bias": described.has(".ssm_in.bias"),
+        "attention_bias": described.has(".attn_q.bias"),
+        "mlp_bias": described.has(".ffn_up.bias"),
     }
 
 
@@ -137,7 +137,7 @@ def _falcon_h1(described: Described) -> dict[str, Any]:
     return {
         **_mamba(described),
         "mamba_d_ssm": described.own.integer("ssm.inner_size"),
-        "mamba_rms_norm": _has(described, ".ssm_norm.weight"),
+        "mamba_rms_norm": described.has(".ssm_norm.weight"),
         "mamba_norm_before_gate": False,
     }
 
@@ -151,7 +151,7 @@ def _mamba(described: Described) -> dict[str, Any]:
         "mamba_d_state": own.integer("ssm.state_size", maximum=MAX_HEAD_DIM),
         "mamba_n_groups": own.integer("ssm.group_count", maximum=MAX_HEADS),
         "mamba_d_conv": own.integer("ssm.conv_kernel", maximum=MAX_HEAD_DIM),
-        "mamba_conv_bias": _has(described, ".ssm_conv1d.bias"),
+        "mamba_conv_bias": described.has(".ssm_conv1d.bias"),
     }
 
 
@@ -164,16 +164,13 @@ def _heads(own: JsonFile) -> tuple[int, int]:
     return heads, width // heads
 
 
-def _experts(own: JsonFile, count: str, per_token: str, width: str) -> dict[str, int]:
+def experts(own: JsonFile, count: str, per_token: str, width: str) -> dict[str, int]:
+    """Return the numbers of experts and their width, under three keys of config.json."""
     return {
         count: own.integer("expert_count", maximum=MAX_EXPERTS),
         per_token: own.integer("expert_used_count", maximum=MAX_EXPERTS),
         width: own.integer("expert_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE),
     }
-
-
-def _has(described: Described, end: str) -> bool:
-    return any(name.endswith(end) for name in described.tensors)
 
 
 def decay_logarithm(stored: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""GGUF files of models with recurrent layers, in the format of llama.cpp's converter."""
+"""GGUF files of hybrids and mixtures of experts, in the format of llama.cpp's converter."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_mixtures
 import torch
 from gguf_files import STORED, add, add_tensor, vocabulary
 from gguf_hybrid_tensors import changed, cut, factor_of
@@ -111,6 +113,7 @@ WRITTEN: dict[str, tuple[str, str, Changes]] = {
         },
     ),
 }
+WRITTEN |= gguf_mixtures.WRITTEN
 _OF_ALL = ("hidden_size", "intermediate_size")
 LARGE = {  # widths that are multiples of a K-quant's blocks
     **dict.fromkeys(
@@ -123,7 +126,8 @@ LARGE = {  # widths that are multiples of a K-quant's blocks
     "mamba_head_dim": 64,
     "mamba_d_ssm": 512,
     "head_dim": 64,
-}
+    "q_lora_rank": 256,
+} | gguf_mixtures.WIDE
 _FLOATS = ("conv1d", "shortconv.conv.", "ffn_gate_inp", "ssm_norm", "ssm_a", "ssm_d")
 
 
@@ -138,7 +142,7 @@ def _entries(config: Any, architecture: str) -> Changes:
         "attention.head_count_kv": config.num_key_value_heads,
     }
     rope = getattr(config, "rope_parameters", None)
-    if rope is not None:
+    if rope is not None and "rope_theta" in rope:
         found["rope.freq_base"] = float(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None and architecture != "granitehybrid":
@@ -251,7 +255,7 @@ _OWN: dict[str, Callable[[Any], Changes]] = {
     "nemotron_h": _nemotron,
     "granitehybrid": _granite,
     "falcon-h1": _mamba,
-}
+} | gguf_mixtures.ENTRIES
 
 
 def write_hybrid(
@@ -273,14 +277,16 @@ def write_hybrid(
         sizes: changed sizes in config.json; the family uses its own ones.
         metadata: changed entries, without the prefix; None removes an entry.
         tensors: additional tensors.
-        is_old: Qwen3-Next's joined matrix stays whole, as in the first files.
+        is_old: Qwen3-Next's joined matrix, or DeepSeek's of keys and values, stays whole, as in the first
+            files.
     """
     architecture, model_type, settings = WRITTEN[family]
     own = {key: value for key, value in (sizes or {}).items() if key in settings or key in _OF_ALL}
     save(folder, model_type, settings | {"vocab_size": VOCAB_SIZE} | own)
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32).eval()
-    config = model.config
+    config = deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(None, architecture)
     entries = _entries(config, architecture) | (metadata or {})
     for key, value in ({f"{architecture}.{key}": value for key, value in entries.items()}).items():
@@ -293,7 +299,8 @@ def write_hybrid(
         if name in tied:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
-        for stored, indices in cut(name, places, config, architecture, is_old=is_old).items():
+        cuts = gguf_mixtures.cut if architecture in gguf_mixtures.ENTRIES else cut
+        for stored, indices in cuts(name, places, config, architecture, is_old=is_old).items():
             is_matrix = indices.ndim > 1 and not any(part in stored for part in _FLOATS)
             kind = next((kind for part, kind in (type_names or {}).items() if part in stored), type_name)
             numbers = parameter.detach().flatten()[indices]
@@ -304,7 +311,10 @@ def write_hybrid(
                 raw = torch.from_numpy(writer.tensors[-1][stored].tensor).view(torch.uint8)
                 back = STORED[kind].dequantised(raw.reshape(-1, raw.shape[-1])).view(indices.shape)
                 parameter.view(-1)[indices] = back / factor
-    for name, value in (tensors or {}).items():
+    more = dict(tensors or {})
+    if architecture == "gemma4":
+        more["rope_freqs.weight"] = torch.tensor(gguf_mixtures.factors(config))
+    for name, value in more.items():
         add_tensor(writer, name, value, "F32")
     path = folder / "model.gguf"
     writer.write_header_to_file(path)
