@@ -167,8 +167,10 @@ def _stacks(spec: TracedSpec) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     for moe in spec.moe_layers:
         layer = _LAYER.fullmatch(moe.gate_up)
         number = moe.gate_up.split("layers.")[1].split(".")[0] if layer else "0"
-        gate, up, down = (fused.weights for fused in moe.matrices)
-        of_kind = dict(zip(EXPERTS, ([gate], [up], [down]), strict=True)) | {_GATE_AND_UP: [gate, up]}
+        names = {kind: fused.weights for kind, fused in moe.named().items()}
+        of_kind = {stored: [names[kind]] for stored, kind in EXPERTS.items() if kind in names}
+        if "gate" in names:
+            of_kind[_GATE_AND_UP] = [names["gate"], names["up"]]
         yield from ((f"blk.{number}.{kind}.weight", names) for kind, names in of_kind.items())
 
 

@@ -97,7 +97,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     Args:
         x: [rows, hidden]
         ids: [rows, per token], expert ids; weights: [rows, per token], routing weights.
-        gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate].
+        gate_up: [experts, 2 * intermediate, hidden], or without gates [experts, intermediate, hidden].
+        down: [experts, hidden, intermediate]
 
     Returns:
         [rows, hidden]
@@ -198,17 +199,23 @@ def attend(
     return out.transpose(1, 2)[..., :width]
 
 
+def first_matrix(module: Any) -> Tensor:
+    """Return the experts' gates and ups, or their ups."""
+    matrix: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return matrix
+
+
 def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Record a mixture of experts; the arguments are those of transformers.
 
     Raises:
-        CannotCutError: its matrices are not gate, up and down.
+        CannotCutError: its matrices are neither gate, up and down nor up and down.
     """
-    is_usual = module.has_gate and module.is_concatenated
+    is_usual = module.is_concatenated or not module.has_gate
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
         raise CannotCutError("its experts are of an unsupported kind")
     calls.experts.append(ExpertsCall(module, ids.shape[-1]))
-    out: Tensor = experts(x, ids, weights, module.gate_up_proj, module.down_proj)
+    out: Tensor = experts(x, ids, weights, first_matrix(module), module.down_proj)
     return out
 
 

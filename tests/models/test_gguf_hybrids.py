@@ -104,12 +104,14 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     weights = check_model(checkpoint, config)
     form = stored_form(weights, config)
     assert form.kept_types == {type_name}
-    assert form.without_kernel == ()
-    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
+    of_latents = {name for name in weights.tensors if name.endswith("kv_b_proj.weight")}  # part is transposed
+    assert bool(form.without_kernel) == bool(of_latents)
+    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised} - of_latents
     dense = {name for name, _ in config.each_matrix() if not form.named(name).parts}
     assert not {name.removesuffix(".weight") for name in quantised} & dense
-    # Matmul inputs are rounded to 8 bits, which may change a token's experts.
-    assert_close(logits(path, tokens(20), keep=True), expected, 0.2)
+    # Matmul inputs are rounded to 8 bits, which may change a token's experts, or groups of them.
+    share = 0.4 if family == "deepseek-v3" else 0.2
+    assert_close(logits(path, tokens(20), keep=True), expected, share)
 
 
 def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:

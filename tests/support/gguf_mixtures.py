@@ -15,6 +15,7 @@ def _family(name: str, **changes: Any) -> tuple[str, Changes]:
     return model_type, settings | changes
 
 
+_EMBEDDINGS = {"vocab_size_per_layer_input": 320}
 _ROTATED = {
     "rope_parameters": {
         "full_attention": {
@@ -28,9 +29,9 @@ _ROTATED = {
 _LONG = {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
 WRITTEN: dict[str, tuple[str, str, Changes]] = {
     # name -> architecture, model type of transformers, settings
-    "gemma4": ("gemma4", *_family("gemma4", **_ROTATED)),
-    "gemma4 moe": ("gemma4", *_family("gemma4-moe")),
-    "gemma4 e": ("gemma4", *_family("gemma4-e", vocab_size_per_layer_input=320, **_ROTATED)),
+    "gemma4": ("gemma4", *_family("gemma4", **_EMBEDDINGS, **_ROTATED)),
+    "gemma4 moe": ("gemma4", *_family("gemma4-moe", **_EMBEDDINGS)),
+    "gemma4 e": ("gemma4", *_family("gemma4-e", **_EMBEDDINGS, **_ROTATED)),
     "glm4 moe": ("glm4moe", *_family("glm4-moe")),
     "deepseek-v2": ("deepseek2", *_family("deepseek-v2")),
     "deepseek-v2 lite": (
