@@ -10,7 +10,13 @@ from torch import Tensor
 from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.family import Described, Family, Orders
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
-from neo_desktop.models.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE_SIZE, MAX_LAYERS
+from neo_desktop.models.limits import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 SIGMOID = 2  # llama.cpp's number of a router's function
@@ -18,6 +24,10 @@ _STATES = frozenset(
     f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
 )
 EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+ROUTED = EXPERTS | {
+    *("leading_dense_block_count", "nextn_predict_layers", "expert_shared_count", "expert_gating_func"),
+    *("expert_weights_scale", "expert_weights_norm", "expert_group_count", "expert_group_used_count"),
+}
 _SHARED = EXPERTS | {"expert_shared_feed_forward_length"}
 _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 _LAYERS = frozenset(("full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"))
@@ -27,6 +37,7 @@ _LFM2_KEYS = frozenset(("shortconv.l_cache",))
 _LFM2_MOE_KEYS = _LFM2_KEYS | EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
 _MAMBA_KEYS = _STATES
 _NEMOTRON_KEYS = _STATES | {"rope.scaling.finetuned", "expert_group_count", "expert_group_used_count"}
+_NEMOTRON_MOE_KEYS = _NEMOTRON_KEYS | ROUTED | {"expert_shared_feed_forward_length", "moe_latent_size"}
 _GRANITE_KEYS = _STATES | _SHARED | _SCALES | {"rope.scaling.finetuned"}
 
 PREDICTS_MORE = "nextn_predict_layers"
@@ -109,6 +120,22 @@ def _nemotron_h(described: Described) -> dict[str, Any]:
     }
 
 
+def _nemotron_h_moe(described: Described) -> dict[str, Any]:
+    """A layer with a width, but no KV heads, is a mixture of experts, which may read a narrower state."""
+    own = described.own
+    values = _nemotron_h(described)
+    kinds = ["moe" if kind == "mlp" else kind for kind in values["layers_block_type"]]
+    latent = own.integer("moe_latent_size", 0, minimum=0, maximum=MAX_HIDDEN_SIZE)
+    return values | {
+        **routed(described),
+        "layers_block_type": kinds,
+        "moe_shared_expert_intermediate_size": own.integer(
+            "expert_shared_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
+        ),
+        "moe_latent_size": latent or None,
+    }
+
+
 def _granite_hybrid(described: Described) -> dict[str, Any]:
     """Layers without KV heads are Mamba-2; `rope.scaling.finetuned` says that RoPE is used."""
     own = described.own
@@ -162,6 +189,24 @@ def _heads(own: JsonFile) -> tuple[int, int]:
     if width % heads or width // heads > MAX_HEAD_DIM:
         raise ModelError(f"{own.path} has an ssm.inner_size of {width} for {heads} heads: download it again.")
     return heads, width // heads
+
+
+def routed(described: Described) -> dict[str, Any]:
+    """Return the values of routers that choose among groups of experts, and of experts for all tokens."""
+    own = described.own
+
+    def count(key: str, default: int) -> int:
+        return own.integer(key, default, minimum=0, maximum=MAX_EXPERTS) or default
+
+    return {
+        **experts(own, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "n_shared_experts": own.integer("expert_shared_count", maximum=MAX_EXPERTS),
+        "first_k_dense_replace": own.integer("leading_dense_block_count", 0, minimum=0, maximum=MAX_LAYERS),
+        "routed_scaling_factor": own.number("expert_weights_scale", 1.0, allow_zero=True) or 1.0,
+        "norm_topk_prob": own.boolean("expert_weights_norm", False),
+        "n_group": count("expert_group_count", 1),
+        "topk_group": count("expert_group_used_count", 1),
+    }
 
 
 def experts(own: JsonFile, count: str, per_token: str, width: str) -> dict[str, int]:
@@ -250,6 +295,7 @@ def _granite_orders(_: Mapping[str, Any]) -> Orders:
     return {kind + end: {name: None} for kind, name in of_kind.items() for end in ("", "_shexp")}
 
 
+ROUTER_BIAS = {".e_score_correction_bias": ".e_score_correction.bias"}
 _BIAS = {".dt_bias": ".dt_proj.bias"}
 _RMS, _EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _DELTA = Family(
@@ -273,6 +319,18 @@ _DELTA_MOE = replace(
     others=_delta_moe,
     keys=_DELTA_MOE_KEYS,
 )
+_NEMOTRON = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    (_EPS, "layer_norm_epsilon"),
+    _nemotron_h,
+    _NEMOTRON_KEYS,
+    has_head_dim=True,
+    is_partly_rotated=True,  # no layer rotates, and the entry is hidden size / heads
+    rotates_neighbours=True,
+    renamed={"model.layers.": "backbone.layers."} | _BIAS,
+    is_hybrid=True,
+)
 HYBRIDS = {
     "qwen35": _DELTA,
     "qwen35moe": _DELTA_MOE,
@@ -290,17 +348,12 @@ HYBRIDS = {
         renamed={".expert_bias": ".expert_bias.bias"},
         is_hybrid=True,
     ),
-    "nemotron_h": Family(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        (_EPS, "layer_norm_epsilon"),
-        _nemotron_h,
-        _NEMOTRON_KEYS,
-        has_head_dim=True,
-        is_partly_rotated=True,  # no layer rotates, and the entry is hidden size / heads
-        rotates_neighbours=True,
-        renamed={"model.layers.": "backbone.layers."} | _BIAS,
-        is_hybrid=True,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": replace(
+        _NEMOTRON,
+        others=_nemotron_h_moe,
+        keys=_NEMOTRON_MOE_KEYS,
+        renamed={**_NEMOTRON.renamed, **ROUTER_BIAS},
     ),
     "granitehybrid": Family(
         "granitemoehybrid",

@@ -5,24 +5,20 @@ from typing import Any
 
 from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.family import YARN, Described, Family, HeadPart, Orders
-from neo_desktop.models.gguf.hybrids import EXPERTS, SIGMOID, experts
+from neo_desktop.models.gguf.hybrids import EXPERTS, ROUTED, ROUTER_BIAS, SIGMOID, experts, routed
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.limits import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_LAYERS
 
 _RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 _SOFTMAX = 1
-_ROUTED = EXPERTS | {
-    *("leading_dense_block_count", "nextn_predict_layers", "expert_shared_count", "expert_gating_func"),
-    *("expert_weights_scale", "expert_weights_norm", "expert_group_count", "expert_group_used_count"),
-}
 _GEMMA_4_KEYS = EXPERTS | {
     *("attention.shared_kv_layers", "attention.key_length_swa", "attention.value_length_swa"),
     *("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"),
     *("embedding_length_per_layer_input", "rope.freq_base_swa", "rope.dimension_count_swa"),
 }
 _LATENT_KEYS = (
-    _ROUTED
+    ROUTED
     | YARN
     | {
         *("attention.q_lora_rank", "attention.kv_lora_rank"),
@@ -107,7 +103,7 @@ def _unused_by_gemma4(values: Mapping[str, Any]) -> frozenset[str]:
 def _glm4_moe(described: Described) -> dict[str, Any]:
     if described.own.integer("expert_gating_func", SIGMOID) != SIGMOID:
         raise _unknown_router(described.own)
-    return _routed(described) | {
+    return routed(described) | {
         "use_qk_norm": described.has(".attn_q_norm.weight"),
         "attention_bias": described.has(".attn_q.bias"),
     }
@@ -125,7 +121,7 @@ def _deepseek2(described: Described) -> dict[str, Any]:
     if rotated >= key:
         raise ModelError(f"{own.path} rotates {rotated} of {key} numbers of a key: download it again.")
     q_rank, kv_rank = "attention.q_lora_rank", "attention.kv_lora_rank"
-    values = _routed(described) | {
+    values = routed(described) | {
         "num_key_value_heads": described.values["num_attention_heads"],
         "q_lora_rank": own.integer(q_rank, maximum=MAX_HIDDEN_SIZE) if q_rank in own else None,
         "kv_lora_rank": own.integer(kv_rank, maximum=MAX_HIDDEN_SIZE),
@@ -143,24 +139,6 @@ def _deepseek2(described: Described) -> dict[str, Any]:
         "model_type": "deepseek_v2",
         "architectures": ["DeepseekV2ForCausalLM"],
         "topk_method": "greedy" if values["n_group"] == 1 else "group_limited_greedy",
-    }
-
-
-def _routed(described: Described) -> dict[str, Any]:
-    """Return the values of routers that choose among groups of experts, and of experts for all tokens."""
-    own = described.own
-
-    def count(key: str, default: int) -> int:
-        return own.integer(key, default, minimum=0, maximum=MAX_EXPERTS) or default
-
-    return {
-        **experts(own, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        "n_shared_experts": own.integer("expert_shared_count", maximum=MAX_EXPERTS),
-        "first_k_dense_replace": own.integer("leading_dense_block_count", 0, minimum=0, maximum=MAX_LAYERS),
-        "routed_scaling_factor": own.number("expert_weights_scale", 1.0, allow_zero=True) or 1.0,
-        "norm_topk_prob": own.boolean("expert_weights_norm", False),
-        "n_group": count("expert_group_count", 1),
-        "topk_group": count("expert_group_used_count", 1),
     }
 
 
@@ -183,7 +161,6 @@ def _gemma4_orders(_: Mapping[str, Any]) -> Orders:
 
 
 _KV = "self_attn.kv_b_proj.weight"
-_ROUTER_BIAS = {".e_score_correction_bias": ".e_score_correction.bias"}
 MIXTURES = {
     "gemma4": Family(
         "gemma4_text",
@@ -201,10 +178,10 @@ MIXTURES = {
         "Glm4MoeForCausalLM",
         _RMS,
         _glm4_moe,
-        _ROUTED,
+        ROUTED,
         has_head_dim=True,
         is_partly_rotated=True,
-        renamed=_ROUTER_BIAS,
+        renamed=ROUTER_BIAS,
     ),
     "deepseek2": Family(
         "deepseek_v3",
@@ -213,7 +190,7 @@ MIXTURES = {
         _deepseek2,
         _LATENT_KEYS,
         has_own_heads=True,
-        renamed=_ROUTER_BIAS,
+        renamed=ROUTER_BIAS,
         orders=lambda _: {"attn_kv_b": {_KV: None}},
         by_head={"attn_k_b": HeadPart(_KV, 0, 2, is_transposed=True), "attn_v_b": HeadPart(_KV, 1, 2)},
     ),

@@ -57,6 +57,22 @@ _GRANITE = _MAMBA | {
     "logits_scaling": 2.0,
 }
 _FALCON = _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_norm_before_gate": False}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
+_NEMOTRON_MOE = _NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96,
+}
 WRITTEN: dict[str, tuple[str, str, Changes]] = {
     # name -> architecture, model type of transformers, settings
     "qwen3.5": ("qwen35", "qwen3_5_text", _DELTA),
@@ -69,19 +85,13 @@ WRITTEN: dict[str, tuple[str, str, Changes]] = {
     "qwen3-next": ("qwen3next", "qwen3_next", _DELTA | _SHARED),
     "lfm2": ("lfm2", "lfm2", _LFM2 | {"block_auto_adjust_ff_dim": False}),
     "lfm2 moe": ("lfm2moe", "lfm2_moe", _LFM2 | _EXPERTS | {"num_dense_layers": 1}),
-    "nemotron-h": (
+    "nemotron-h": ("nemotron_h", "nemotron_h", _NEMOTRON),
+    "nemotron-h moe": (
+        "nemotron_h_moe",
         "nemotron_h",
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
-            "head_dim": 32,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 24,
-            "n_groups": 2,
-            "chunk_size": 16,
-        },
+        _NEMOTRON_MOE | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
     ),
+    "nemotron-h moe latent": ("nemotron_h_moe", "nemotron_h", _NEMOTRON_MOE | {"moe_latent_size": 64}),
     "granite-h": ("granitehybrid", "granitemoehybrid", _GRANITE),
     "granite-h moe": (
         "granitehybrid",
@@ -121,6 +131,8 @@ LARGE = {  # widths that are multiples of a K-quant's blocks
     ),
     **dict.fromkeys(("linear_value_head_dim", "linear_key_head_dim"), 64),
     "shared_expert_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 256,
+    "moe_latent_size": 256,
     "linear_num_value_heads": 4,
     "mamba_d_head": 64,
     "mamba_head_dim": 64,
@@ -147,7 +159,7 @@ def _entries(config: Any, architecture: str) -> Changes:
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None and architecture != "granitehybrid":
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if architecture == "nemotron_h":
+    if architecture.startswith("nemotron_h"):
         found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
     else:
         eps = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
@@ -218,6 +230,27 @@ def _nemotron(config: Any) -> Changes:
     }
 
 
+def _nemotron_moe(config: Any) -> Changes:
+    width = [config.moe_intermediate_size * (kind == "moe") for kind in config.layers_block_type]
+    latent = {} if config.moe_latent_size is None else {"moe_latent_size": config.moe_latent_size}
+    return (
+        _nemotron(config)
+        | latent
+        | {
+            "feed_forward_length": width,
+            "expert_count": config.n_routed_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+    )
+
+
 def _mamba(config: Any) -> Changes:
     return {
         "vocab_size": config.vocab_size,
@@ -253,6 +286,7 @@ _OWN: dict[str, Callable[[Any], Changes]] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron_moe,
     "granitehybrid": _granite,
     "falcon-h1": _mamba,
 } | gguf_mixtures.ENTRIES
