@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from neo_desktop.models.limits import HEAD_UNIT
 from neo_desktop.models.traced.heads import HeadShape, Packing
 
 NAME = "neo_desktop"  # name of the attention in the model's configuration
@@ -114,7 +115,8 @@ def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) ->
 class Catching(TorchFunctionMode):
     """Records calls of linear layers and embeddings, and the tensors of the model that are read.
 
-    A matmul with a transposed parameter, as in Falcon, becomes a linear layer.
+    A matmul with a transposed parameter, as in Falcon, becomes a linear layer. A model without attention gets
+    one after its embeddings.
     """
 
     def __init__(self, calls: Calls, model: nn.Module) -> None:
@@ -122,6 +124,7 @@ class Catching(TorchFunctionMode):
         self._calls = calls
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._transposed: list[tuple[Tensor, nn.Parameter]] = []
+        self._attends = has_attention(model)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -143,7 +146,20 @@ class Catching(TorchFunctionMode):
             self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))
         if getattr(func, "__self__", None) is Tensor.T and isinstance(args[0], nn.Parameter):
             self._transposed.append((result, args[0]))
+        if func is functional.embedding and not self._attends and not self._calls.attention:
+            return _with_attention(self._calls, result)
         return result
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Return True if a module is named so."""
+    return any("Attention" in type(module).__name__ for module in model.modules())
+
+
+def _with_attention(calls: Calls, x: Tensor) -> Tensor:
+    """Add an attention without effect, because stages begin and end at attentions; x: [1, rows, hidden]."""
+    head = x[:, None, :, :HEAD_UNIT]
+    return x + 0.0 * attend(calls, head, head, head)[:, 0, :, :1]
 
 
 def attend(

@@ -20,6 +20,7 @@ from neo_desktop.models.traced.capture import (
     Calls,
     CannotCutError,
     Catching,
+    has_attention,
     intercepted,
 )
 from neo_desktop.models.traced.conversions import Conversions
@@ -33,6 +34,7 @@ from neo_desktop.models.traced.source import Source
 # Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _UNKNOWN_CONTEXT = 2048
+_WITHOUT_ATTENTION = 2**20  # recurrent states have no positions
 _CHANGING = ("dynamic", "longrope")  # RoPE types with frequencies that depend on a prompt's length
 ROWS = 5  # of the run; differs from every size of a model
 
@@ -110,7 +112,9 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     """
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise CannotCutError("its code has no parameter for positions")
+        if has_attention(model):
+            raise CannotCutError("its code has no parameter for positions")
+        del given["position_ids"]
     with (
         _quiet(),
         intercepted(calls),
@@ -342,7 +346,8 @@ def description(source: Source, _modified_ns: int) -> Description:
         config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)
-    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    default = _UNKNOWN_CONTEXT if hasattr(text, "num_attention_heads") else _WITHOUT_ATTENTION
+    context = next((each for each in contexts if type(each) is int), default)
     if not 1 <= context <= MAX_CONTEXT_TOKENS:
         raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
 

@@ -321,7 +321,6 @@ def test_more_is_computed_by_the_code_of_transformers(
 MLX = {"group_size": 64, "bits": 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", {}, "has Mamba layers .*, which .* yet: a GGUF"),
-    "mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 16}, "has only Mamba layers"),
     "hybrid": ("jamba", {}, "has Mamba layers"),
     "rwkv": ("rwkv", {}, "has RWKV's recurrent layers"),
     "alibi": ("bloom", {}, "has ALiBi"),
