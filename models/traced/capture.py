@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from neo_desktop.models.limits import HEAD_UNIT
 from neo_desktop.models.traced.heads import HeadShape, Packing
+from neo_desktop.models.traced.latent import keeps_latent, queries, results
 
 NAME = "neo_desktop"  # name of the attention in the model's configuration
 EXPERTS = "batched_mm"  # name of the experts' implementation that is replaced
@@ -262,6 +263,9 @@ def intercepted(calls: Calls) -> Iterator[None]:
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
                 raise CannotCutError(f"its attention takes {name}, which this engine does not support")
+        is_latent = keeps_latent(module)
+        if is_latent:
+            query = queries(module, query)
         out = attend(
             calls,
             query,
@@ -273,6 +277,8 @@ def intercepted(calls: Calls) -> Iterator[None]:
             sinks=s_aux,
             softcap=softcap,
         )
+        if is_latent:
+            out = results(module, out)
         return out.transpose(1, 2), None
 
     def no_mask(*_: object, local_size: int | None = None, device: Any = None, **__: object) -> Tensor:

@@ -26,6 +26,7 @@ from neo_desktop.models.traced.capture import (
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.heads import HeadShape, common_shape
+from neo_desktop.models.traced.latent import kept_latent
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
@@ -120,6 +121,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
         intercepted(calls),
         recurrences_recorded(calls, model),
         Catching(calls, model),
+        kept_latent(model),
         _steady(model),
     ):
         logits: Tensor = model(**given).logits
