@@ -3,6 +3,7 @@
     python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
     python research/weights_simulation.py ablation   the gain of each part (HeteGen, table 3)
     python research/weights_simulation.py cards      fit and speed on cards of 8 to 32 GB
+    python research/weights_simulation.py hybrids    models with recurrent layers beside published speeds
     python research/weights_simulation.py plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
@@ -29,6 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import Curve
@@ -43,9 +45,15 @@ from neo_desktop.engine.predict.weight_plan import (
     plan_weights,
     weight_times,
 )
-from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.budget import FreeMemory, limits_of
 from neo_desktop.engine.profiling.weight_memory import plan_memory
-from neo_desktop.engine.simulation.analytic import KERNEL_MS, LINEAR_KERNELS, analytic_cost_model, bytes_read
+from neo_desktop.engine.simulation.analytic import (
+    KERNEL_MS,
+    LINEAR_KERNELS,
+    analytic_cost_model,
+    bytes_read,
+    kv_budget,
+)
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
@@ -55,6 +63,7 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
+from neo_desktop.models.traced_shapes import TRACED_SHAPES
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -331,6 +340,63 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 
 
+PUBLISHED = (  # card, its stand-in here, model, quantisation, context -> published tokens per second
+    (
+        "RTX 4070 Ti 12 GB",
+        "rtx-4070",
+        "qwen3.8-27b",
+        "Q4_K",
+        {4_096: 4.2, 32_768: 2.3, 65_536: 1.4, 131_072: 0.9},
+    ),
+    (
+        "RTX 4070 Ti 12 GB",
+        "rtx-4070",
+        "qwen3.6-35b-a3b",
+        "Q4_K",
+        {8_192: 51.8, 32_768: 47, 65_536: 42, 131_072: 35},
+    ),
+    ("RTX 4060 Ti 8 GB", "rtx-4060", "qwen3.6-35b-a3b", "Q4_K", {16_384: 41.6, 65_536: 34, 131_072: 28}),
+    ("RTX 5080 16 GB", "rtx-5080", "qwen3.6-35b-a3b", "Q4_K", {4_096: 69.6, 65_536: 65.7}),
+    ("RTX 5060 Ti 16 GB", "rtx-5060-ti-16gb", "qwen3.6-35b-a3b", "Q4_K", {4_096: 40}),
+)
+
+
+def hybrids() -> None:
+    """Print the decode speed of one chat; experts are divided as in native models."""
+    print("| card | model | context | published | simulated | with --gpu-cache-tokens |")
+    print("|---" * 6 + "|")
+    for card, gpu, model, type_name, speeds in PUBLISHED:
+        config = TRACED_SHAPES[model]
+        form = uniform_form(config, type_name).on_gpu(dispatch)
+        for context, published in speeds.items():
+            rates = [chat_rate(gpu, config, form, context, tokens) for tokens in (None, context)]
+            row = (card, model, f"{context:,}", f"{published:g}", *(f"{rate:.3g}" for rate in rates))
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+def chat_rate(
+    name: str, config: ModelConfig, form: WeightFormat, context: int, gpu_tokens: int | None
+) -> float:
+    """Return the decodes per second of one chat; `gpu_tokens`: of KV on the GPU, None: as planned."""
+    gpu = get_gpu(name)
+    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
+    rates, dtype = machine_rates(gpu, host), config.dtype
+    options = EngineOptions(gpu_cache_tokens=gpu_tokens)
+    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
+    limits = limits_of(options, torch.device("cuda"))
+    plan = plan_memory(config, form, dtype, torch.device("cuda"), options, lambda: rates, free)
+    budget = kv_budget(gpu, host, config, dtype, limits, form, plan)
+    divided = DividedWeights.of(plan, rates, config, form, dtype)
+    cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
+    blocks = budget.num_blocks()
+    tiers = [tier for tier in MEASURED_TIERS if blocks[tier] * BLOCK_SIZE >= context]
+    ms = min(
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
+        for tier in tiers
+    )
+    return 1e3 / ms
+
+
 def plot(out: Path) -> None:
     mpl.use("Agg")
     figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
@@ -360,7 +426,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
+    parser.add_argument("part", choices=("sweep", "ablation", "cards", "hybrids", "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()
     match arguments.part:
@@ -370,6 +436,8 @@ def main() -> None:
             ablation()
         case "cards":
             cards()
+        case "hybrids":
+            hybrids()
         case "plot":
             plot(arguments.out)
 
