@@ -3,7 +3,6 @@
     python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
     python research/weights_simulation.py ablation   the gain of each part (HeteGen, table 3)
     python research/weights_simulation.py cards      fit and speed on cards of 8 to 32 GB
-    python research/weights_simulation.py hybrids    models with recurrent layers beside published speeds
     python research/weights_simulation.py plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
@@ -30,7 +29,6 @@ import matplotlib.pyplot as plt
 import torch
 
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import Curve
@@ -39,21 +37,16 @@ from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
+    divides_experts,
     layer_matrices,
     least_gpu_bytes,
     plan_layers,
     plan_weights,
     weight_times,
 )
-from neo_desktop.engine.profiling.budget import FreeMemory, limits_of
+from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.weight_memory import plan_memory
-from neo_desktop.engine.simulation.analytic import (
-    KERNEL_MS,
-    LINEAR_KERNELS,
-    analytic_cost_model,
-    bytes_read,
-    kv_budget,
-)
+from neo_desktop.engine.simulation.analytic import KERNEL_MS, LINEAR_KERNELS, analytic_cost_model, bytes_read
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
@@ -63,7 +56,7 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
-from neo_desktop.models.traced_shapes import TRACED_SHAPES
+from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -100,6 +93,11 @@ def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
     return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
 
 
+def traced(name: str, type_name: str = "Q4_K") -> tuple[ModelConfig, WeightFormat]:
+    config = TRACED_SHAPES[name]
+    return config, uniform_form(config, type_name).on_gpu(dispatch)
+
+
 def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
     """Return a model with experts in MXFP4 and the rest in 16 bits, without windows and sinks."""
     config = replace(
@@ -131,6 +129,12 @@ MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "gpt-oss-120b": lambda: gpt_oss(128, 36),
 }
 CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
+    "Qwen3.8-27B": lambda: traced("qwen3.8-27b"),
+    "Qwen3.6-35B-A3B": lambda: traced("qwen3.6-35b-a3b"),
+    "Gemma-4-26B-A4B": lambda: traced("gemma-4-26b-a4b"),
+    "LFM2.5-8B-A1B": lambda: traced("lfm2.5-8b-a1b"),
+    "Nemotron-3-Nano (Q4_0)": lambda: traced("nemotron-3-nano", "Q4_0"),  # widths that K-quants lack
+    "GLM-4.7-Flash": lambda: traced("glm-4.7-flash"),
     "Qwen3-14B": lambda: quantised("qwen3-14b"),
     "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
     "Qwen3-32B": lambda: quantised("qwen3-32b"),
@@ -331,6 +335,8 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
         plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
     except MemoryError:
         return "does not fit"
+    if isinstance(config, TracedShape) and divides_experts(config, plan):
+        return "does not fit"  # the engine does not divide them
     divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     ms = min(
@@ -338,63 +344,6 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
         for tier in MEASURED_TIERS
     )
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
-
-
-PUBLISHED = (  # card, its stand-in here, model, quantisation, context -> published tokens per second
-    (
-        "RTX 4070 Ti 12 GB",
-        "rtx-4070",
-        "qwen3.8-27b",
-        "Q4_K",
-        {4_096: 4.2, 32_768: 2.3, 65_536: 1.4, 131_072: 0.9},
-    ),
-    (
-        "RTX 4070 Ti 12 GB",
-        "rtx-4070",
-        "qwen3.6-35b-a3b",
-        "Q4_K",
-        {8_192: 51.8, 32_768: 47, 65_536: 42, 131_072: 35},
-    ),
-    ("RTX 4060 Ti 8 GB", "rtx-4060", "qwen3.6-35b-a3b", "Q4_K", {16_384: 41.6, 65_536: 34, 131_072: 28}),
-    ("RTX 5080 16 GB", "rtx-5080", "qwen3.6-35b-a3b", "Q4_K", {4_096: 69.6, 65_536: 65.7}),
-    ("RTX 5060 Ti 16 GB", "rtx-5060-ti-16gb", "qwen3.6-35b-a3b", "Q4_K", {4_096: 40}),
-)
-
-
-def hybrids() -> None:
-    """Print the decode speed of one chat; experts are divided as in native models."""
-    print("| card | model | context | published | simulated | with --gpu-cache-tokens |")
-    print("|---" * 6 + "|")
-    for card, gpu, model, type_name, speeds in PUBLISHED:
-        config = TRACED_SHAPES[model]
-        form = uniform_form(config, type_name).on_gpu(dispatch)
-        for context, published in speeds.items():
-            rates = [chat_rate(gpu, config, form, context, tokens) for tokens in (None, context)]
-            row = (card, model, f"{context:,}", f"{published:g}", *(f"{rate:.3g}" for rate in rates))
-            print(f"| {' | '.join(row)} |", flush=True)
-
-
-def chat_rate(
-    name: str, config: ModelConfig, form: WeightFormat, context: int, gpu_tokens: int | None
-) -> float:
-    """Return the decodes per second of one chat; `gpu_tokens`: of KV on the GPU, None: as planned."""
-    gpu = get_gpu(name)
-    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
-    rates, dtype = machine_rates(gpu, host), config.dtype
-    options = EngineOptions(gpu_cache_tokens=gpu_tokens)
-    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
-    limits = limits_of(options, torch.device("cuda"))
-    plan = plan_memory(config, form, dtype, torch.device("cuda"), options, lambda: rates, free)
-    budget = kv_budget(gpu, host, config, dtype, limits, form, plan)
-    divided = DividedWeights.of(plan, rates, config, form, dtype)
-    cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
-    blocks = budget.num_blocks()
-    tiers = [tier for tier in MEASURED_TIERS if blocks[tier] * BLOCK_SIZE >= context]
-    ms = min(
-        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
-        for tier in tiers
-    )
-    return 1e3 / ms
 
 
 def plot(out: Path) -> None:
@@ -426,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("sweep", "ablation", "cards", "hybrids", "plot"))
+    parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()
     match arguments.part:
@@ -436,8 +385,6 @@ def main() -> None:
             ablation()
         case "cards":
             cards()
-        case "hybrids":
-            hybrids()
         case "plot":
             plot(arguments.out)
 

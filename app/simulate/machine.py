@@ -10,7 +10,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.weight_plan import EXPERTS, WeightPlan
+from neo_desktop.engine.predict.weight_plan import WeightPlan, divides_experts
 from neo_desktop.engine.profiling.budget import QUANTISATIONS, FreeMemory
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -87,10 +87,7 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
 
 def _check_experts(config: ModelConfig, plan: WeightPlan | None) -> None:
     """Raise MemoryError if experts of a traced model do not fit the GPU."""
-    if plan is None or not isinstance(config, TracedShape) or config.experts is None:
-        return
-    count, layers = config.experts.count, config.experts.layers
-    if any(plan.resident_rows[f"{layer}.{EXPERTS}"] < count for layer in layers):
+    if isinstance(config, TracedShape) and plan is not None and divides_experts(config, plan):
         raise MemoryError(
             f"the weights of this model take {(plan.gpu_bytes + plan.host_bytes) / 1e9:.1f} GB, and its "
             "experts must be in GPU memory: choose a smaller model or a larger GPU"
