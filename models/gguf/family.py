@@ -92,7 +92,7 @@ class Described:
         if "rope.scaling.yarn_attn_factor" in own:
             rope["attention_factor"] = own.number("rope.scaling.yarn_attn_factor")
         if "rope.scaling.yarn_log_multiplier" in own:
-            # llama.cpp, too, knows no other factor of rotations than 1 here.
+            # llama.cpp also knows no other factor of rotations than 1 here.
             factor = round(10 * own.number("rope.scaling.yarn_log_multiplier"), 6)
             rope |= {"mscale": factor, "mscale_all_dim": factor}
         return rope

@@ -1,6 +1,6 @@
 """Latent attention (DeepSeek, GLM-4.7-Flash): the KV cache keeps a token's latent vector and its rotated key.
 
-All heads share them as one KV head, of which the latent is the value, too. The matrix that would expand a
+All heads share them as one KV head, whose value is the latent. The matrix that would expand a
 latent to a head's keys and values is multiplied with queries and with attention's output instead:
 
     q · (W_k c) = (W_kᵀ q) · c        sum(p W_v c) = W_v sum(p c)
