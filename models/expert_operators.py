@@ -4,7 +4,6 @@ They never synchronise with the host, so CUDA graphs can capture them. `engine.k
 same operators as Triton kernels.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -154,6 +153,8 @@ def _network(experts: StackedExperts, expert: int | Tensor, x: Tensor) -> Tensor
 def gated(gate: Tensor, up: Tensor, how: Gating) -> Tensor:
     """Apply gates to ups; a `ClampedGate` in fp32, rounded once."""
     if not isinstance(how, ClampedGate):
-        return {"silu": silu, "gelu": partial(gelu, approximate="tanh"), "relu": relu}[how](gate) * up
+        if how == "relu":
+            return relu(gate) * up
+        return (silu(gate) if how == "silu" else gelu(gate, approximate="tanh")) * up
     gates, ups = gate.float().clamp(max=how.limit), up.float().clamp(-how.limit, how.limit)
     return ((ups + 1) * gates * torch.sigmoid(how.alpha * gates)).to(gate.dtype)

@@ -109,13 +109,13 @@ class HeadPart(NamedTuple):
 
     Args:
         end: of the parameter's name.
-        index: of the part in a head; `count` is the number of parts.
+        place: of the part in a head; `parts` is the number of parts.
         is_transposed: the file has each matrix transposed.
     """
 
     end: str
-    index: int
-    count: int
+    place: int
+    parts: int
     is_transposed: bool = False
 
 

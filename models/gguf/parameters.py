@@ -194,4 +194,4 @@ def _of_heads(part: HeadPart, place: TensorPlace) -> Iterator[tuple[int, TensorP
     nbytes = place.nbytes // heads
     for head in range(heads):
         own = replace(place, shape=tuple(shape), offset=place.offset + head * nbytes, nbytes=nbytes)
-        yield head * part.count + part.index, own
+        yield head * part.parts + part.place, own

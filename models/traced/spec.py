@@ -36,7 +36,8 @@ from neo_desktop.models.traced.source import Source
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _UNKNOWN_CONTEXT = 2048
 _WITHOUT_ATTENTION = 2**20  # recurrent states have no positions
-_CHANGING = ("dynamic", "longrope")  # RoPE types with frequencies that depend on a prompt's length
+LONG = "longrope"
+_CHANGING = ("dynamic", LONG)  # RoPE types with frequencies that depend on a prompt's length
 ROWS = 5  # of the run; differs from every size of a model
 
 
@@ -162,7 +163,12 @@ def _without_change(rope_type: Any) -> Any:
     return "default" if rope_type in _CHANGING else rope_type
 
 
-def _most_tokens(config: Any) -> int | None:
+def has_long_factors(module: Any) -> bool:
+    """Return True for LongRoPE of all layers."""
+    return getattr(module, "rope_type", None) == LONG
+
+
+def _most_tokens(config: Any, *, is_long: bool) -> int | None:
     """Return the most tokens with unchanged RoPE frequencies; None: no limit."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -170,7 +176,7 @@ def _most_tokens(config: Any) -> int | None:
     limits = [
         int(section.get("original_max_position_embeddings") or text.max_position_embeddings)
         for section in sections
-        if section.get("rope_type") in _CHANGING
+        if section.get("rope_type") in _CHANGING and not (is_long and section.get("rope_type") == LONG)
     ]
     return min(limits, default=None)
 
@@ -196,7 +202,7 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        return _spec(model, calls, logits), Conversions(model)
+        return _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
 
@@ -206,7 +212,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
+def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -271,7 +277,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         moe_layers=moe_layers,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
-        most_tokens=_most_tokens(model.config),
+        most_tokens=_most_tokens(model.config, is_long=is_long),
     )
 
 
