@@ -36,7 +36,13 @@ _DELTA_MOE_KEYS = _DELTA_KEYS | _SHARED
 _LFM2_KEYS = frozenset(("shortconv.l_cache",))
 _LFM2_MOE_KEYS = _LFM2_KEYS | EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
 _MAMBA_KEYS = _STATES
-_NEMOTRON_KEYS = _STATES | {"rope.scaling.finetuned", "expert_group_count", "expert_group_used_count"}
+# Converters write one of two epsilons, or both.
+_NEMOTRON_KEYS = _STATES | {
+    "attention.layer_norm_rms_epsilon",
+    "rope.scaling.finetuned",
+    "expert_group_count",
+    "expert_group_used_count",
+}
 _NEMOTRON_MOE_KEYS = _NEMOTRON_KEYS | ROUTED | {"expert_shared_feed_forward_length", "moe_latent_size"}
 _GRANITE_KEYS = _STATES | _SHARED | _SCALES | {"rope.scaling.finetuned"}
 

@@ -23,7 +23,7 @@ struct PackedExperts {
   bool alike;                                         // gate and up share prepared rows
   std::optional<ClampedGate> clamped = std::nullopt;  // instead of silu(gate) * up
   Unary gate_by = Unary::kSilu;
-  bool is_one = false;                                // gate and up are the same matrix
+  bool is_one = false;  // gate and up are the same matrix
 };
 
 // Divides stacked matrices into one per expert. An expert's rows are a multiple of 16, within one part.
