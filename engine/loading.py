@@ -46,6 +46,7 @@ from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
+from neo_desktop.models.traced.config import with_long_factors
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ def load(
     started_s = time.perf_counter()
     checkpoint = open_model(options.model)
     whole = checkpoint.config()
+    if options.longrope == "long":
+        whole = with_long_factors(whole)
     if whole.generation.ignored and rank.number == 0:
         ignored = ", ".join(whole.generation.ignored)
         logger.warning("%s: recommended, but not supported here: %s", checkpoint.name, ignored)

@@ -121,6 +121,16 @@ class EngineOptions:
             help="Number format of weights and KV.",
         ),
     ] = "auto"
+    longrope: Annotated[
+        str,
+        Option(
+            flag="--longrope",
+            fixed_choices=("short", "long"),
+            help="Factors of models with LongRoPE (Phi-3, Phi-4-mini): those of short prompts, with the "
+            "original context (4,096 tokens), or for all prompts those of long ones, with the whole context.",
+            panel="Model",
+        ),
+    ] = "short"
     weights_dtype: Annotated[
         str,
         Option(
@@ -342,6 +352,7 @@ class EngineKeywords(TypedDict, total=False):
     device: str
     tensor_parallel: int
     dtype: str
+    longrope: str
     weights_dtype: str
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None

@@ -212,6 +212,11 @@ class ModelConfig:
         return self.hidden_size
 
     @property
+    def num_layers_in_all(self) -> int:
+        """Layers, those without attention included."""
+        return self.num_layers
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a request's states in recurrent layers, float32."""
         return ()

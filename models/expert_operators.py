@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ClampedGate, Gating
@@ -145,13 +145,16 @@ def multiply_experts(
 
 
 def _network(experts: StackedExperts, expert: int | Tensor, x: Tensor) -> Tensor:
-    gate, up = (linear(x, *matrix.of(expert, x.dtype)) for matrix in (experts.gate, experts.up))
+    gate = linear(x, *experts.gate.of(expert, x.dtype))
+    up = gate if experts.up is experts.gate else linear(x, *experts.up.of(expert, x.dtype))
     return linear(gated(gate, up, experts.gating), *experts.down.of(expert, x.dtype))
 
 
 def gated(gate: Tensor, up: Tensor, how: Gating) -> Tensor:
     """Apply gates to ups; a `ClampedGate` in fp32, rounded once."""
     if not isinstance(how, ClampedGate):
+        if how == "relu":
+            return relu(gate) * up
         return (silu(gate) if how == "silu" else gelu(gate, approximate="tanh")) * up
     gates, ups = gate.float().clamp(max=how.limit), up.float().clamp(-how.limit, how.limit)
     return ((ups + 1) * gates * torch.sigmoid(how.alpha * gates)).to(gate.dtype)

@@ -19,8 +19,11 @@ class ClampedGate:
     limit: float = 7.0
 
 
-Gating = ClampedGate | Literal["silu", "gelu"]
-"""silu(gate) * up, or with GELU, approximated by tanh, or a clamped gate."""
+Gating = ClampedGate | Literal["silu", "gelu", "relu"]
+"""silu(gate) * up, or with GELU, approximated by tanh, or a clamped gate.
+
+relu(gate) * up, if gate and up are one matrix: the square of a ReLU.
+"""
 
 
 @dataclass(frozen=True, slots=True)

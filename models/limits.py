@@ -14,7 +14,7 @@ MAX_CONTEXT_TOKENS = 2**31 - 1
 
 # Head sizes that the attention kernels support: multiples of the unit, up to the largest.
 HEAD_UNIT = 8
-LARGEST_HEAD = 512
+LARGEST_HEAD = 576
 
 # Minimum and maximum of a request's sampling parameters.
 SAMPLING_BOUNDS = {

@@ -185,7 +185,8 @@ def _packed(
     count: int, gate: native.Matrix, up: native.Matrix, down: native.Matrix, gating: Gating
 ) -> native.PackedExperts:
     clamped = (gating.alpha, gating.limit) if isinstance(gating, ClampedGate) else None
-    return native.packed_experts(count, gate, up, down, clamped, gelu=gating == "gelu")
+    name = "silu" if isinstance(gating, ClampedGate) else gating
+    return native.packed_experts(count, gate, up, down, clamped, gate_by=name)
 
 
 def multiply_of(
@@ -194,7 +195,7 @@ def multiply_of(
     """Return a function that computes routed experts.
 
     Args:
-        matrices: the experts' gates, ups and downs.
+        matrices: the experts' gates, ups and downs; gates and ups may be one object.
         count: number of experts.
         gating: see `ExpertsConfig`.
         operators: of the device.
@@ -207,5 +208,7 @@ def multiply_of(
             native.multiply_experts(packed, x, ids, shares, room.gate_up, room.gated, room.products, out)
 
         return by_native
-    experts = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), gating)
+    gates = stacked(gate, count)
+    ups = gates if up is gate else stacked(up, count)
+    experts = StackedExperts(count, gates, ups, stacked(down, count), gating)
     return lambda *arguments: operators.multiply_experts(experts, *arguments)

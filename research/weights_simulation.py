@@ -37,6 +37,7 @@ from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
+    divides_experts,
     layer_matrices,
     least_gpu_bytes,
     plan_layers,
@@ -55,6 +56,7 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
+from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -91,6 +93,11 @@ def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
     return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
 
 
+def traced(name: str, type_name: str = "Q4_K") -> tuple[ModelConfig, WeightFormat]:
+    config = TRACED_SHAPES[name]
+    return config, uniform_form(config, type_name).on_gpu(dispatch)
+
+
 def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
     """Return a model with experts in MXFP4 and the rest in 16 bits, without windows and sinks."""
     config = replace(
@@ -122,6 +129,12 @@ MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "gpt-oss-120b": lambda: gpt_oss(128, 36),
 }
 CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
+    "Qwen3.8-27B": lambda: traced("qwen3.8-27b"),
+    "Qwen3.6-35B-A3B": lambda: traced("qwen3.6-35b-a3b"),
+    "Gemma-4-26B-A4B": lambda: traced("gemma-4-26b-a4b"),
+    "LFM2.5-8B-A1B": lambda: traced("lfm2.5-8b-a1b"),
+    "Nemotron-3-Nano (Q4_0)": lambda: traced("nemotron-3-nano", "Q4_0"),  # widths that K-quants lack
+    "GLM-4.7-Flash": lambda: traced("glm-4.7-flash"),
     "Qwen3-14B": lambda: quantised("qwen3-14b"),
     "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
     "Qwen3-32B": lambda: quantised("qwen3-32b"),
@@ -322,6 +335,8 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
         plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
     except MemoryError:
         return "does not fit"
+    if isinstance(config, TracedShape) and divides_experts(config, plan):
+        return "does not fit"  # the engine does not divide them
     divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     ms = min(

@@ -5,8 +5,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from neo_desktop.app.simulate.machine import PUBLISHED
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
-from neo_desktop.models.shapes import SHAPES
 
 _TEST_SHAPE = "tiny"
 
@@ -56,7 +56,7 @@ def print_catalogue(console: Console) -> None:
                 f"{config.kv_bytes_per_token(torch.float16) / 1e3:,.0f}",
                 f"{config.max_context_tokens:,}",
             )
-            for name, config in SHAPES.items()
+            for name, config in PUBLISHED.items()
             if name != _TEST_SHAPE
         ],
     )

@@ -1,5 +1,6 @@
 """The machine that is asked for, and the model that suits it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.weight_plan import WeightPlan, divides_experts
 from neo_desktop.engine.profiling.budget import QUANTISATIONS, FreeMemory
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -23,6 +25,9 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
 from neo_desktop.models.stored_form import stored_form, uniform_form
+from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
+
+PUBLISHED: Mapping[str, ModelConfig] = {**SHAPES, **TRACED_SHAPES}
 
 # The default models: well known, from large to small.
 USUAL_MODELS = ("qwen3-14b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-3b", "qwen3-1.7b", "qwen2.5-0.5b")
@@ -70,6 +75,7 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
         plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, lambda: rates, free)
         divided = DividedWeights.of(plan, rates, config, form, dtype)
         is_split = divided is not None and divided.plan.is_split
+        _check_experts(config, plan)
         budget = kv_budget(gpu, host, config, dtype, limits, form, plan if is_split else None)
     except MemoryError as error:
         if options.model is None:
@@ -77,6 +83,15 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
         raise MemoryError(f"{error} ({_usual_model(gpu, host, limits)} would leave room)") from None
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     return Machine(gpu, host, name, options.model is None, config, form, dtype, cost, budget, divided)
+
+
+def _check_experts(config: ModelConfig, plan: WeightPlan | None) -> None:
+    """Raise MemoryError if experts of a traced model do not fit the GPU."""
+    if isinstance(config, TracedShape) and plan is not None and divides_experts(config, plan):
+        raise MemoryError(
+            f"the weights of this model take {(plan.gpu_bytes + plan.host_bytes) / 1e9:.1f} GB, and its "
+            "experts must be in GPU memory: choose a smaller model or a larger GPU"
+        )
 
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset, HostPreset]:
@@ -109,15 +124,15 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
 
 
 def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
-    if name in SHAPES:
-        return shape(name), DENSE
+    if name in PUBLISHED:
+        return PUBLISHED[name], DENSE
     published, _, quantisation = name.partition(":")
-    if published in SHAPES:
+    if published in PUBLISHED:
         if quantisation not in QUANTISATIONS:
             raise UsageError(
                 "--model", f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}"
             )
-        config = shape(published)
+        config = PUBLISHED[published]
         return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch)
     path = model_path(name)
     if path.exists():
@@ -125,5 +140,5 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
         config = checkpoint.config()
         return config, stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
     raise UsageError(
-        "--model", f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}"
+        "--model", f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(PUBLISHED)}"
     )

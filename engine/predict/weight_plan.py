@@ -106,6 +106,14 @@ def _with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, i
     return rows
 
 
+def divides_experts(config: ModelConfig, plan: WeightPlan | None) -> bool:
+    """Return True if a plan puts experts into host memory."""
+    if plan is None or config.experts is None:
+        return False
+    count, layers = config.experts.count, config.experts.layers
+    return any(plan.resident_rows[f"{layer}.{EXPERTS}"] < count for layer in layers)
+
+
 def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> int:
     """Return the bytes that are always on the GPU: embeddings, head, norms, routers and biases."""
     divided = sum(sizes.device_bytes for sizes in layer_matrices(config, form, dtype).values())

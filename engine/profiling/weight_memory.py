@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from neo_desktop.engine.execute.recurrent import SHARE, num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv_tier import KVTier
@@ -107,6 +108,9 @@ class _Memory:
         assert free.gpu_bytes is not None
         gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
         needed = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
+        tokens = options.gpu_cache_tokens or min(CHAT_TOKENS, config.max_context_tokens)
+        beside = needed + tokens * config.kv_bytes_per_token(dtype)
+        needed += num_slots(config, limits.max_batch_requests, int(beside / (1 - SHARE))) * config.state_bytes
         self._room = gpu_bytes - needed  # for weights and KV
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes

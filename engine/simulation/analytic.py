@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
@@ -114,7 +115,9 @@ def kv_budget(
     weights = config.weight_bytes(dtype, form)
     if plan is not None:
         weights = plan.gpu_bytes + streaming_bytes(layer_matrices(config, form, dtype))
-    rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
+    states = num_slots(config, limits.max_batch_requests, gpu.memory_bytes - weights) * config.state_bytes
+    rest = gpu.memory_bytes - weights - states
+    rest -= DEVICE_RESERVE_BYTES + activation_bytes(config, limits, dtype)
     tokens = rest // config.kv_bytes_per_token(dtype)
     if tokens < BLOCK_SIZE:
         raise MemoryError(
@@ -162,7 +165,8 @@ def analytic_cost_model(
     in host memory, or experts, which are not all read; None: neither exists.
 
     Linear stages take the longer of reading weights and arithmetic. Decode attention is bound by reading KV,
-    on the CPU also by arithmetic, once per query head of a group.
+    on the CPU also by arithmetic, once per query head of a group. A decode also reads and writes its
+    recurrent states on the GPU.
     """
     kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers  # of one layer, per token
     embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
@@ -189,9 +193,8 @@ def analytic_cost_model(
     def attention(fixed_ms: float, ms_per_token: float) -> Surface:
         """Return a surface for times proportional to requests x mean context; bilinear is exact."""
         requests, contexts = (1, 1024), (1, LONGEST_CONTEXT)
-        return Surface(
-            requests, contexts, [[fixed_ms + n * c * ms_per_token for c in contexts] for n in requests]
-        )
+        times = [[fixed_ms + n * (states_ms + c * ms_per_token) for c in contexts] for n in requests]
+        return Surface(requests, contexts, times)
 
     def chunk_ms(tokens: float, context: float) -> float:
         """Return the time of a prompt chunk's attention without masked pairs; `Surface` includes x > y."""
@@ -209,8 +212,9 @@ def analytic_cost_model(
     most = LONGEST_CHUNK
     device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
     host_token_ms = host_attention_ms(host, config, dtype)
+    states_ms = 2 * config.state_bytes / config.num_layers / streaming * 1e3
     on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
-    kernels_ms = LINEAR_KERNELS * KERNEL_MS
+    kernels_ms = LINEAR_KERNELS * KERNEL_MS * config.num_layers_in_all / config.num_layers
     if divided is None:
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING
     else:

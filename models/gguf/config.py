@@ -167,11 +167,14 @@ def _architecture(metadata: JsonFile) -> str:
     return name
 
 
-def entries_of(metadata: JsonFile, architecture: str, *, skips_zeros: bool = False) -> JsonFile:
+def entries_of(
+    metadata: JsonFile, architecture: str, *, skips_zeros: bool = False, varying: Set[str] = frozenset()
+) -> JsonFile:
     """Return the entries of an architecture without its prefix; an array of equal numbers becomes one number.
 
     Args:
         skips_zeros: some layers lack the operation of an entry, so zeros do not count.
+        varying: entries that may differ between layers; the largest number is returned.
 
     Raises:
         UnsupportedModelError: layers have different sizes.
@@ -189,9 +192,9 @@ def entries_of(metadata: JsonFile, architecture: str, *, skips_zeros: bool = Fal
                 f"{path} has {len(numbers)} numbers of {key} for {num_layers} layers: download it again."
             )
         sizes = {number for number in numbers if number or not skips_zeros} or {0}
-        if len(sizes) > 1:
+        if len(sizes) > 1 and key not in varying:
             raise UnsupportedModelError(f"{path} has layers with different {key}, which is not supported.")
-        values[key] = sizes.pop()
+        values[key] = max(sizes)
     return own
 
 

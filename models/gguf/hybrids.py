@@ -10,23 +10,40 @@ from torch import Tensor
 from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.family import Described, Family, Orders
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
-from neo_desktop.models.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE_SIZE, MAX_LAYERS
+from neo_desktop.models.limits import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_SIGMOID = 2  # llama.cpp's number of a router's function
+SIGMOID = 2  # llama.cpp's number of a router's function
 _STATES = frozenset(
     f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
 )
-_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
-_SHARED = _EXPERTS | {"expert_shared_feed_forward_length"}
+EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+ROUTED = EXPERTS | {
+    *("leading_dense_block_count", "nextn_predict_layers", "expert_shared_count", "expert_gating_func"),
+    *("expert_weights_scale", "expert_weights_norm", "expert_group_count", "expert_group_used_count"),
+}
+_SHARED = EXPERTS | {"expert_shared_feed_forward_length"}
 _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 _LAYERS = frozenset(("full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"))
 _DELTA_KEYS = _STATES | _LAYERS | {"rope.dimension_sections"}
 _DELTA_MOE_KEYS = _DELTA_KEYS | _SHARED
 _LFM2_KEYS = frozenset(("shortconv.l_cache",))
-_LFM2_MOE_KEYS = _LFM2_KEYS | _EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
+_LFM2_MOE_KEYS = _LFM2_KEYS | EXPERTS | {"leading_dense_block_count", "expert_gating_func"}
 _MAMBA_KEYS = _STATES
-_NEMOTRON_KEYS = _STATES | {"rope.scaling.finetuned", "expert_group_count", "expert_group_used_count"}
+# Converters write one of two epsilons, or both.
+_NEMOTRON_KEYS = _STATES | {
+    "attention.layer_norm_rms_epsilon",
+    "rope.scaling.finetuned",
+    "expert_group_count",
+    "expert_group_used_count",
+}
+_NEMOTRON_MOE_KEYS = _NEMOTRON_KEYS | ROUTED | {"expert_shared_feed_forward_length", "moe_latent_size"}
 _GRANITE_KEYS = _STATES | _SHARED | _SCALES | {"rope.scaling.finetuned"}
 
 PREDICTS_MORE = "nextn_predict_layers"
@@ -56,7 +73,7 @@ def _delta(described: Described) -> dict[str, Any]:
 def _delta_moe(described: Described) -> dict[str, Any]:
     own = described.own
     return _delta(described) | {
-        **_experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        **experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "shared_expert_intermediate_size": own.integer(
             "expert_shared_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
         ),
@@ -68,7 +85,7 @@ def _lfm2(described: Described) -> dict[str, Any]:
     return {
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
         "conv_L_cache": described.own.integer("shortconv.l_cache", maximum=MAX_HEAD_DIM),
-        "conv_bias": _has(described, ".shortconv.conv.bias"),
+        "conv_bias": described.has(".shortconv.conv.bias"),
         "layer_types": [
             _FULL if heads else "conv" for heads in described.per_layer("attention.head_count_kv")
         ],
@@ -77,12 +94,12 @@ def _lfm2(described: Described) -> dict[str, Any]:
 
 def _lfm2_moe(described: Described) -> dict[str, Any]:
     own = described.own
-    if own.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
         raise UnsupportedModelError(f"{own.path} sets expert_gating_func to a value that is not supported.")
     return _lfm2(described) | {
-        **_experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        **experts(own, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "num_dense_layers": own.integer("leading_dense_block_count", 0, minimum=0, maximum=MAX_LAYERS),
-        "use_expert_bias": _has(described, ".exp_probs_b.bias"),
+        "use_expert_bias": described.has(".exp_probs_b.bias"),
     }
 
 
@@ -102,10 +119,26 @@ def _nemotron_h(described: Described) -> dict[str, Any]:
         "ssm_state_size": own.integer("ssm.state_size", maximum=MAX_HEAD_DIM),
         "n_groups": own.integer("ssm.group_count", maximum=MAX_HEADS),
         "conv_kernel": own.integer("ssm.conv_kernel", maximum=MAX_HEAD_DIM),
-        "use_conv_bias": _has(described, ".ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(described, ".ssm_in.bias"),
-        "attention_bias": _has(described, ".attn_q.bias"),
-        "mlp_bias": _has(described, ".ffn_up.bias"),
+        "use_conv_bias": described.has(".ssm_conv1d.bias"),
+        "mamba_proj_bias": described.has(".ssm_in.bias"),
+        "attention_bias": described.has(".attn_q.bias"),
+        "mlp_bias": described.has(".ffn_up.bias"),
+    }
+
+
+def _nemotron_h_moe(described: Described) -> dict[str, Any]:
+    """A layer with a width, but no KV heads, is a mixture of experts, which may read a narrower state."""
+    own = described.own
+    values = _nemotron_h(described)
+    kinds = ["moe" if kind == "mlp" else kind for kind in values["layers_block_type"]]
+    latent = own.integer("moe_latent_size", 0, minimum=0, maximum=MAX_HIDDEN_SIZE)
+    return values | {
+        **routed(described),
+        "layers_block_type": kinds,
+        "moe_shared_expert_intermediate_size": own.integer(
+            "expert_shared_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
+        ),
+        "moe_latent_size": latent or None,
     }
 
 
@@ -137,7 +170,7 @@ def _falcon_h1(described: Described) -> dict[str, Any]:
     return {
         **_mamba(described),
         "mamba_d_ssm": described.own.integer("ssm.inner_size"),
-        "mamba_rms_norm": _has(described, ".ssm_norm.weight"),
+        "mamba_rms_norm": described.has(".ssm_norm.weight"),
         "mamba_norm_before_gate": False,
     }
 
@@ -151,7 +184,7 @@ def _mamba(described: Described) -> dict[str, Any]:
         "mamba_d_state": own.integer("ssm.state_size", maximum=MAX_HEAD_DIM),
         "mamba_n_groups": own.integer("ssm.group_count", maximum=MAX_HEADS),
         "mamba_d_conv": own.integer("ssm.conv_kernel", maximum=MAX_HEAD_DIM),
-        "mamba_conv_bias": _has(described, ".ssm_conv1d.bias"),
+        "mamba_conv_bias": described.has(".ssm_conv1d.bias"),
     }
 
 
@@ -164,16 +197,31 @@ def _heads(own: JsonFile) -> tuple[int, int]:
     return heads, width // heads
 
 
-def _experts(own: JsonFile, count: str, per_token: str, width: str) -> dict[str, int]:
+def routed(described: Described) -> dict[str, Any]:
+    """Return the values of routers that choose among groups of experts, and of experts for all tokens."""
+    own = described.own
+
+    def count(key: str, default: int) -> int:
+        return own.integer(key, default, minimum=0, maximum=MAX_EXPERTS) or default
+
+    return {
+        **experts(own, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "n_shared_experts": own.integer("expert_shared_count", maximum=MAX_EXPERTS),
+        "first_k_dense_replace": own.integer("leading_dense_block_count", 0, minimum=0, maximum=MAX_LAYERS),
+        "routed_scaling_factor": own.number("expert_weights_scale", 1.0, allow_zero=True) or 1.0,
+        "norm_topk_prob": own.boolean("expert_weights_norm", False),
+        "n_group": count("expert_group_count", 1),
+        "topk_group": count("expert_group_used_count", 1),
+    }
+
+
+def experts(own: JsonFile, count: str, per_token: str, width: str) -> dict[str, int]:
+    """Return the numbers of experts and their width, under three keys of config.json."""
     return {
         count: own.integer("expert_count", maximum=MAX_EXPERTS),
         per_token: own.integer("expert_used_count", maximum=MAX_EXPERTS),
         width: own.integer("expert_feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE),
     }
-
-
-def _has(described: Described, end: str) -> bool:
-    return any(name.endswith(end) for name in described.tensors)
 
 
 def decay_logarithm(stored: Tensor) -> Tensor:
@@ -253,6 +301,7 @@ def _granite_orders(_: Mapping[str, Any]) -> Orders:
     return {kind + end: {name: None} for kind, name in of_kind.items() for end in ("", "_shexp")}
 
 
+ROUTER_BIAS = {".e_score_correction_bias": ".e_score_correction.bias"}
 _BIAS = {".dt_bias": ".dt_proj.bias"}
 _RMS, _EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _DELTA = Family(
@@ -276,6 +325,18 @@ _DELTA_MOE = replace(
     others=_delta_moe,
     keys=_DELTA_MOE_KEYS,
 )
+_NEMOTRON = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    (_EPS, "layer_norm_epsilon"),
+    _nemotron_h,
+    _NEMOTRON_KEYS,
+    has_head_dim=True,
+    is_partly_rotated=True,  # no layer rotates, and the entry is hidden size / heads
+    rotates_neighbours=True,
+    renamed={"model.layers.": "backbone.layers."} | _BIAS,
+    is_hybrid=True,
+)
 HYBRIDS = {
     "qwen35": _DELTA,
     "qwen35moe": _DELTA_MOE,
@@ -293,17 +354,12 @@ HYBRIDS = {
         renamed={".expert_bias": ".expert_bias.bias"},
         is_hybrid=True,
     ),
-    "nemotron_h": Family(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        (_EPS, "layer_norm_epsilon"),
-        _nemotron_h,
-        _NEMOTRON_KEYS,
-        has_head_dim=True,
-        is_partly_rotated=True,  # no layer rotates, and the entry is hidden size / heads
-        rotates_neighbours=True,
-        renamed={"model.layers.": "backbone.layers."} | _BIAS,
-        is_hybrid=True,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": replace(
+        _NEMOTRON,
+        others=_nemotron_h_moe,
+        keys=_NEMOTRON_MOE_KEYS,
+        renamed={**_NEMOTRON.renamed, **ROUTER_BIAS},
     ),
     "granitehybrid": Family(
         "granitemoehybrid",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from neo_desktop.models.gguf.container import TensorPlace
-from neo_desktop.models.gguf.family import Orders
+from neo_desktop.models.gguf.family import HeadPart, Orders
 from neo_desktop.models.gguf.tensors import EXPERTS, GGUFTensor, JoinedTensor
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.stored_tensor import StoredTensor
@@ -33,13 +33,19 @@ class Parameters:
         architecture: in llama.cpp.
         renamed: text in parameter names -> text in the names that gguf's table has.
         orders: of tensors that gguf's table lacks, or with rows in another order.
+        by_head: tensors with a part per head; see `Family`.
 
     Raises:
         ModelError: gguf is not installed, or has no name for a parameter.
     """
 
     def __init__(
-        self, config: TracedConfig, architecture: str, renamed: Mapping[str, str], orders: Orders
+        self,
+        config: TracedConfig,
+        architecture: str,
+        renamed: Mapping[str, str],
+        orders: Orders,
+        by_head: Mapping[str, HeadPart],
     ) -> None:
         self._layers = int(values_of(config)["num_hidden_layers"])
         self._prefix = ""
@@ -50,7 +56,7 @@ class Parameters:
             sizes = zip(fused.weights, fused.rows, strict=True)
             self._shapes |= {name: (rows, fused.columns) for name, rows in sizes}
             self._shapes |= dict.fromkeys(fused.biases, ())
-        self._orders = orders
+        self._orders, self._by_head = orders, by_head
         ends = {_PART.sub(r"\1", end) for of_kind in orders.values() for end in of_kind}
         names = _table(config, architecture, self._layers)
         self._targets: dict[str, str] = {}
@@ -86,6 +92,9 @@ class Parameters:
             return [(self._targets[name], place, None)]
         of_kind = {} if block is None else self._orders.get(block[2], {})
         prefix = "" if block is None else f"{self._prefix}layers.{block[1]}."
+        part = None if block is None else self._by_head.get(block[2])
+        if part is not None and len(place.shape) == 3 and prefix + part.end in self._shapes:
+            return [(f"{prefix}{part.end}[{at}]", own, None) for at, own in _of_heads(part, place)]
         return [
             (prefix + end, place, rows)
             for end, rows in of_kind.items()
@@ -158,8 +167,10 @@ def _stacks(spec: TracedSpec) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     for moe in spec.moe_layers:
         layer = _LAYER.fullmatch(moe.gate_up)
         number = moe.gate_up.split("layers.")[1].split(".")[0] if layer else "0"
-        gate, up, down = (fused.weights for fused in moe.matrices)
-        of_kind = dict(zip(EXPERTS, ([gate], [up], [down]), strict=True)) | {_GATE_AND_UP: [gate, up]}
+        names = {kind: fused.weights for kind, fused in moe.named().items()}
+        of_kind = {stored: [names[kind]] for stored, kind in EXPERTS.items() if kind in names}
+        if "gate" in names:
+            of_kind[_GATE_AND_UP] = [names["gate"], names["up"]]
         yield from ((f"blk.{number}.{kind}.weight", names) for kind, names in of_kind.items())
 
 
@@ -175,3 +186,12 @@ def _of_experts(names: Iterable[tuple[str, ...]], place: TensorPlace) -> Iterato
             offset = place.offset + (expert * len(blocks) + block) * nbytes
             own = replace(place, shape=(rows, place.shape[2]), offset=offset, nbytes=nbytes)
             yield name, own, None
+
+
+def _of_heads(part: HeadPart, place: TensorPlace) -> Iterator[tuple[int, TensorPlace]]:
+    """Yield the index of a part of a parameter, and its matrix in the file."""
+    heads, *shape = place.shape
+    nbytes = place.nbytes // heads
+    for head in range(heads):
+        own = replace(place, shape=tuple(shape), offset=place.offset + head * nbytes, nbytes=nbytes)
+        yield head * part.parts + part.place, own

@@ -132,7 +132,7 @@ class GGUFTensor:
         step = max(PIECE_ELEMENTS // math.prod(self.shape[1:]), 1)
         if self.rotated_heads is not None:
             step = -(-step // self.rotated_heads) * self.rotated_heads
-        if len(self.shape) == 1 or self.shape[0] != self.num_rows:
+        if len(self.shape) == 1 or self.reshaped is not None:
             step = self.num_rows
         for first, end in self._pieces_of(step):
             yield first, self.dequantised(first, end)
@@ -156,7 +156,10 @@ class JoinedTensor:
     @property
     def type_name(self) -> str:
         """Types of the parts; several have no kernel."""
-        return " and ".join(sorted({part.type_name for part in self.parts}))
+        turned = {
+            part.type_name + (" by columns" if part.undo and part.is_quantised else "") for part in self.parts
+        }
+        return " and ".join(sorted(turned))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,7 +176,8 @@ class JoinedTensor:
     @property
     def blocks(self) -> Blocks | None:
         is_uniform = len({part.type_name for part in self.parts}) == 1
-        return Blocks(self.type_name, self._raw_pieces) if self.is_quantised and is_uniform else None
+        is_kept = self.is_quantised and is_uniform and all(part.undo is None for part in self.parts)
+        return Blocks(self.type_name, self._raw_pieces) if is_kept else None
 
     def _raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
         """Yield as `GGUFTensor.raw_pieces`; parts that end within a tile are read at once."""

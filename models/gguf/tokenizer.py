@@ -1,7 +1,7 @@
 """A tokenizer from the vocabulary of a GGUF file; it gives the same ids as llama.cpp."""
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from neo_desktop.models.gguf.pre_tokenizers import BEGIN_WITH_BOS, PRE_TOKENIZERS, WHOLE_WORDS, pre_tokenizer
 from neo_desktop.models.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
@@ -15,7 +15,8 @@ _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """Build the tokenizer. Raise ModelError for an unknown kind of vocabulary and for a damaged one."""
     check_kind(vocabulary)
-    backend = _sentence_piece(vocabulary) if vocabulary.model == "llama" else _byte_level(vocabulary)
+    make = {"llama": _sentence_piece, "gemma4": _lines}.get(vocabulary.model, _byte_level)
+    backend = make(vocabulary)
     _add_special_tokens(backend, vocabulary)
     roles = {role: vocabulary.token_id(key) for key, role in _ROLES.items()}
     special_tokens = {role: vocabulary.tokens[token] for role, token in roles.items() if token is not None}
@@ -24,10 +25,10 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 def check_kind(vocabulary: Vocabulary) -> None:
     """Raise ModelError for an unknown kind of vocabulary."""
-    if vocabulary.model not in ("gpt2", "llama"):
+    if vocabulary.model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModelError(
             f"{vocabulary.path} has a tokenizer of the kind {vocabulary.model[:40]!r}, which is not "
-            "supported: 'gpt2' and 'llama' are."
+            "supported: 'gpt2', 'llama' and 'gemma4' are."
         )
     if vocabulary.model == "gpt2" and vocabulary.pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
@@ -39,14 +40,30 @@ def check_kind(vocabulary: Vocabulary) -> None:
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     """Build GPT-2's kind: split a text into words, then merge bytes in a word, in the order of the merges."""
     pre = vocabulary.pre
-    merges = [
-        (merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0
-    ]
-    backend = _backend(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS)
+    backend = _backend(vocabulary, _merges(vocabulary), ignore_merges=pre in WHOLE_WORDS)
     backend.pre_tokenizer = pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     _add_ends(backend, vocabulary, begins=pre in BEGIN_WITH_BOS)
     return backend
+
+
+def _lines(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Build Gemma 4's kind: merge characters in a line, or in a run of line ends, in the order of the merges.
+
+    Text outside the vocabulary becomes byte tokens. Spaces are ordinary characters, "▁".
+    """
+    backend = _backend(vocabulary, _merges(vocabulary), byte_fallback=True, ignore_merges=True)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    _add_ends(backend, vocabulary, begins=True)
+    return backend
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    return [(merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0]
 
 
 def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:

@@ -19,7 +19,7 @@ _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
         *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-        *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
+        *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
     )
 )
 
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @property
     def model(self) -> str:
-        """Kind of tokenizer: "gpt2" or "llama"."""
+        """Kind of tokenizer: "gpt2", "llama" or "gemma4"."""
         return self.entries.text("model")
 
     @property
@@ -71,6 +71,11 @@ class Vocabulary:
         tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(self._texts("tokens"))]
         if len(tokens) > MAX_VOCAB_SIZE:
             raise ModelError(f"{self.path} has {len(tokens)} tokens, more than any model: download it again.")
+        if self.model == "gemma4":  # a few texts appear twice in its files; the last one counts
+            last = {text: index for index, text in enumerate(tokens)}
+            tokens = [
+                text if last[text] == index else f"[EARLIER_{index}]" for index, text in enumerate(tokens)
+            ]
         if len(set(tokens)) != len(tokens):
             raise ModelError(f"{self.path} has the same token twice: download it again.")
         return tokens

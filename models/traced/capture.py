@@ -13,7 +13,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from neo_desktop.models.limits import HEAD_UNIT
 from neo_desktop.models.traced.heads import HeadShape, Packing
+from neo_desktop.models.traced.latent import keeps_latent, queries, results
 
 NAME = "neo_desktop"  # name of the attention in the model's configuration
 EXPERTS = "batched_mm"  # name of the experts' implementation that is replaced
@@ -97,7 +99,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     Args:
         x: [rows, hidden]
         ids: [rows, per token], expert ids; weights: [rows, per token], routing weights.
-        gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate].
+        gate_up: [experts, 2 * intermediate, hidden], or without gates [experts, intermediate, hidden].
+        down: [experts, hidden, intermediate]
 
     Returns:
         [rows, hidden]
@@ -113,7 +116,8 @@ def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) ->
 class Catching(TorchFunctionMode):
     """Records calls of linear layers and embeddings, and the tensors of the model that are read.
 
-    A matmul with a transposed parameter, as in Falcon, becomes a linear layer.
+    A matmul with a transposed parameter, as in Falcon, becomes a linear layer. A model without attention gets
+    one after its embeddings.
     """
 
     def __init__(self, calls: Calls, model: nn.Module) -> None:
@@ -121,6 +125,7 @@ class Catching(TorchFunctionMode):
         self._calls = calls
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._transposed: list[tuple[Tensor, nn.Parameter]] = []
+        self._attends = has_attention(model)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +147,20 @@ class Catching(TorchFunctionMode):
             self._calls.read |= self._of_model.intersection(map(id, tree_leaves((args, given))))
         if getattr(func, "__self__", None) is Tensor.T and isinstance(args[0], nn.Parameter):
             self._transposed.append((result, args[0]))
+        if func is functional.embedding and not self._attends and not self._calls.attention:
+            return _with_attention(self._calls, result)
         return result
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Return True if a module is named so."""
+    return any("Attention" in type(module).__name__ for module in model.modules())
+
+
+def _with_attention(calls: Calls, x: Tensor) -> Tensor:
+    """Add an attention without effect, because stages begin and end at attentions; x: [1, rows, hidden]."""
+    head = x[:, None, :, :HEAD_UNIT]
+    return x + 0.0 * attend(calls, head, head, head)[:, 0, :, :1]
 
 
 def attend(
@@ -198,17 +216,23 @@ def attend(
     return out.transpose(1, 2)[..., :width]
 
 
+def first_matrix(module: Any) -> Tensor:
+    """Return the experts' gates and ups, or their ups."""
+    matrix: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return matrix
+
+
 def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Record a mixture of experts; the arguments are those of transformers.
 
     Raises:
-        CannotCutError: its matrices are not gate, up and down.
+        CannotCutError: its matrices are neither gate, up and down nor up and down.
     """
-    is_usual = module.has_gate and module.is_concatenated
+    is_usual = module.is_concatenated or not module.has_gate
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
         raise CannotCutError("its experts are of an unsupported kind")
     calls.experts.append(ExpertsCall(module, ids.shape[-1]))
-    out: Tensor = experts(x, ids, weights, module.gate_up_proj, module.down_proj)
+    out: Tensor = experts(x, ids, weights, first_matrix(module), module.down_proj)
     return out
 
 
@@ -239,6 +263,9 @@ def intercepted(calls: Calls) -> Iterator[None]:
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
                 raise CannotCutError(f"its attention takes {name}, which this engine does not support")
+        is_latent = keeps_latent(module)
+        if is_latent:
+            query = queries(module, query)
         out = attend(
             calls,
             query,
@@ -250,6 +277,8 @@ def intercepted(calls: Calls) -> Iterator[None]:
             sinks=s_aux,
             softcap=softcap,
         )
+        if is_latent:
+            out = results(module, out)
         return out.transpose(1, 2), None
 
     def no_mask(*_: object, local_size: int | None = None, device: Any = None, **__: object) -> Tensor:

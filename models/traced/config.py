@@ -201,17 +201,30 @@ def traced_config(
 
 def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
     """Return the model's configuration with some parameters untied; see `Source`."""
-    source = replace(config.source, untied=names)
+    return _changed(config, replace(config.source, untied=names), config.max_context_tokens)
+
+
+def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
     return traced_config(
         source,
         source.named.stat().st_mtime_ns,
         architecture=config.architecture,
-        max_context_tokens=config.max_context_tokens,
+        max_context_tokens=max_context_tokens,
         dtype=config.dtype,
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         generation=config.generation,
     )
+
+
+def with_long_factors(config: ModelConfig) -> ModelConfig:
+    """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
+    if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
+        return config
+    from neo_desktop.models.traced.spec import description  # noqa: PLC0415 - rarely needed
+
+    source, modified_ns = replace(config.source, is_long=True), config.source.named.stat().st_mtime_ns
+    return _changed(config, source, description(source, modified_ns).context_tokens)
 
 
 def _architecture(file: JsonFile) -> str:

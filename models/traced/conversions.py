@@ -14,7 +14,6 @@ from torch import Tensor
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.traced.experts import KINDS
 from neo_desktop.models.traced.sizes import Mixed
 
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -103,9 +102,9 @@ def _of_experts(
     moe: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield (parameter, tensor) for each expert's matrix in the checkpoint."""
-    kinds = KINDS[:2] if target == moe.gate_up else KINDS[2:]
+    kinds = moe.kinds_of(target)
     for kind, pattern in zip(kinds, converter.source_patterns, strict=True):
-        names = moe.matrices[KINDS.index(kind)].weights
+        names = moe.named()[kind].weights
         for stored in group.get(pattern, ()):
             number = int(_NUMBER.findall(stored)[-1])
             yield (names[number] if number < len(names) else stored), stored

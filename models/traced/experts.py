@@ -15,10 +15,8 @@ from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import multiply_of
 from neo_desktop.models.operators import Operators
-from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
+from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first_matrix
 from neo_desktop.models.traced.sizes import FusedSizes, Mixed
-
-KINDS = ("gate", "up", "down")
 
 
 def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
@@ -33,15 +31,16 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         CannotCutError: the experts are not supported.
     """
     module: Any = call.module
-    gate_up, down = module.gate_up_proj, module.down_proj
+    kinds = ("gate", "up", "down") if module.has_gate else ("up", "down")
+    gate_up, down = first_matrix(module), module.down_proj
     count, hidden, intermediate = down.shape
-    if gate_up.shape != (count, 2 * intermediate, hidden) or not 0 < count <= MAX_EXPERTS:
+    if gate_up.shape != (count, (len(kinds) - 1) * intermediate, hidden) or not 0 < count <= MAX_EXPERTS:
         raise CannotCutError("its experts have matrices of unusual shapes")
     if hidden % EXPERT_UNIT or intermediate % EXPERT_UNIT:
         raise CannotCutError(f"its experts' sizes are not multiples of {EXPERT_UNIT}")
-    gating = _gating(module._apply_gate)
+    gating = _gating(module._apply_gate) if module.has_gate else _squared(module.act_fn)
     parameters = names[id(gate_up)], names[id(down)]
-    stored = _of_each(model, parameters, count)
+    stored = _of_each(model, {parameters[0]: kinds[:-1], parameters[1]: kinds[-1:]}, count)
     prefix = parameters[0].rpartition(".")[0].removesuffix(".experts")
     rows_columns = {
         "gate": (intermediate, hidden),
@@ -55,9 +54,22 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         tuple(
             FusedSizes(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
             for kind, (rows, columns) in rows_columns.items()
+            if kind in kinds
         ),
         gating,
     )
+
+
+def _squared(function: Callable[[Tensor], Tensor]) -> Literal["relu"]:
+    """Return the name of a function without gate.
+
+    Raises:
+        CannotCutError: it is not a squared ReLU.
+    """
+    numbers = torch.linspace(-9, 9, 65, device="cpu")
+    if not torch.allclose(function(numbers), gated(numbers, numbers, "relu"), rtol=1e-4, atol=1e-5):
+        raise CannotCutError("its experts have no gates, and another function than a squared ReLU")
+    return "relu"
 
 
 def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
@@ -77,8 +89,8 @@ def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
     raise CannotCutError("its experts' gates are neither SiLU nor GELU by tanh")
 
 
-def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, tuple[str, ...]]:
-    """Return the names of single experts' matrices, by kind.
+def _of_each(model: Any, parameters: Mapping[str, tuple[str, ...]], count: int) -> dict[str, tuple[str, ...]]:
+    """Return the names of single experts' matrices, by kind; `parameters`: the kinds in each.
 
     Checkpoints have a tensor per expert, or one for all. The latter is cut, see `parts_of_stacks`.
     """
@@ -93,14 +105,15 @@ def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, t
         if steps not in (["MergeModulelist", "Concatenate"], ["MergeModulelist"]):
             continue
         target = _plain(each.target_patterns[0])
-        for parameter, kinds in zip(parameters, (KINDS[:2], KINDS[2:]), strict=True):
+        for parameter, kinds in parameters.items():
             if parameter.endswith(target) and len(each.source_patterns) == len(kinds):
                 prefix = parameter.removesuffix(target)
                 for kind, source in zip(kinds, each.source_patterns, strict=True):
                     of_each = (_plain(source).replace("*", str(expert)) for expert in range(count))
                     found.setdefault(kind, tuple(prefix + name for name in of_each))
-    for kind, parameter in zip(KINDS, (parameters[0], *parameters), strict=True):
-        found.setdefault(kind, tuple(f"{parameter}[{expert}].{kind}" for expert in range(count)))
+    for parameter, kinds in parameters.items():
+        for kind in kinds:
+            found.setdefault(kind, tuple(f"{parameter}[{expert}].{kind}" for expert in range(count)))
     return found
 
 
@@ -155,14 +168,15 @@ class StackPart:
 
 def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
     """Cut tensors that hold all experts of a layer into one per expert."""
-    for name, kinds in ((of_layer.gate_up, KINDS[:2]), (of_layer.down, KINDS[2:])):
+    for name in (of_layer.gate_up, of_layer.down):
+        kinds = of_layer.kinds_of(name)
         stack = tensors.get(name)
         if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
             continue
         del tensors[name]
         rows = stack.shape[1] // len(kinds)
         for index, kind in enumerate(kinds):
-            names = of_layer.matrices[KINDS.index(kind)].weights
+            names = of_layer.named()[kind].weights
             for expert, own in enumerate(names):
                 tensors[own] = StackPart(stack, expert, slice(index * rows, (index + 1) * rows))
 
@@ -172,15 +186,15 @@ class ExpertsProduct(nn.Module):
 
     Args:
         of_layer: the sizes.
-        matrices: the experts' gates, ups and downs.
+        matrices: the experts' matrices, by kind.
         operators: of the device.
     """
 
     def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
         super().__init__()
-        gate, up, down = matrices
+        gate, up, down = matrices if len(matrices) == 3 else (matrices[0], *matrices)
         self._multiply = multiply_of((gate, up, down), of_layer.count, of_layer.gating, operators)
-        self._intermediate = of_layer.matrices[2].columns
+        self._intermediate = of_layer.matrices[-1].columns
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

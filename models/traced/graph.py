@@ -16,7 +16,14 @@ from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import ELEMENTWISE, check_rows, name_of
 from neo_desktop.models.traced.sizes import TracedSpec
 from neo_desktop.models.traced.source import Source
-from neo_desktop.models.traced.spec import empty_model, is_wide, parameters_of, run
+from neo_desktop.models.traced.spec import (
+    LONG,
+    empty_model,
+    has_long_factors,
+    is_wide,
+    parameters_of,
+    run,
+)
 
 ROWS = 7  # rows of the example inputs; the graph works for any number
 
@@ -99,7 +106,7 @@ def _exported(
 ) -> Exported:
     model = empty_model(source, dtype)
     try:
-        _fill_buffers(model)
+        _fill_buffers(model, is_long=source.is_long)
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             known: dict[int, nn.Parameter] = {}
             for module, name, parameter in parameters_of(model):
@@ -119,8 +126,15 @@ def _exported(
         raise cannot_cut(source, model, error) from error
 
 
-def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that a model's constructor computes, for example RoPE's frequencies."""
+def _fill_buffers(model: Any, *, is_long: bool) -> None:
+    """Compute the buffers that a model's constructor computes, for example RoPE's frequencies.
+
+    Args:
+        model: of transformers.
+        is_long: see `Source`.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - large
+
     computed: list[tuple[Any, str]] = []  # buffers that do not come from the checkpoint
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -133,6 +147,10 @@ def _fill_buffers(model: Any) -> None:
                 computed.append((module, name))
     for module in model.modules():
         model._init_weights(module)
+        if is_long and has_long_factors(module):
+            beyond = module.config.rope_parameters["original_max_position_embeddings"] + 1
+            of_long, _ = ROPE_INIT_FUNCTIONS[LONG](module.config, module.inv_freq.device, seq_len=beyond)
+            module.inv_freq.copy_(of_long)
     for module, name in computed:
         if module._buffers[name].isnan().any():
             raise CannotCutError(f"the content of its buffer {name} is unknown")

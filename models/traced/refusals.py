@@ -18,7 +18,6 @@ _PARTS = tuple(
         r"(Kimi|BailingHybrid)\w*DeltaAttention|KimiLinearAttention": "Kimi Delta Attention layers",
         r"LightningAttention": "lightning attention layers",
         r"^(Jamba|Zamba|FalconMamba|Mamba)M": "Mamba layers of the first version (a state-space model)",
-        r"^Mamba2Mixer$": "only Mamba layers, none with attention",
         r"Rglru": "recurrent layers (RG-LRU)",
         r"Rwkv": "RWKV's recurrent layers",
         r"^x?LSTM|xLSTM|mLSTM": "xLSTM's recurrent layers",

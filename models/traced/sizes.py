@@ -23,14 +23,27 @@ class FusedSizes:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A layer's mixture of experts."""
+    """A layer's mixture of experts; some have no gates."""
 
-    gate_up: str  # the parameter [experts, 2 * intermediate, hidden]
+    gate_up: str  # the parameter [experts, 2 * intermediate, hidden], or [experts, intermediate, hidden]
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[FusedSizes, ...]  # gate, up and down, each with the experts' matrices stacked
+    matrices: tuple[FusedSizes, ...]  # by `kinds`, each with the experts' matrices stacked
     gating: Gating = "silu"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of matrices in an expert."""
+        return ("gate", "up", "down")[3 - len(self.matrices) :]
+
+    def named(self) -> dict[str, FusedSizes]:
+        """Return the matrices by kind."""
+        return dict(zip(self.kinds, self.matrices, strict=True))
+
+    def kinds_of(self, parameter: str) -> tuple[str, ...]:
+        """Return the kinds of matrices in a parameter, `gate_up` or `down`."""
+        return self.kinds[-1:] if parameter == self.down else self.kinds[:-1]
 
 
 @dataclass(frozen=True, slots=True)

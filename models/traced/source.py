@@ -16,12 +16,14 @@ class Source:
         untied: parameters that are separate weights, although the configuration ties them.
         transposed: linear layers whose columns are sorted by a head's number in its group, not by group, as
             (end of the module's name, groups, heads per group).
+        is_long: LongRoPE has the frequencies of prompts beyond the original context, for all prompts.
     """
 
     path: Path
     config_json: str | None = None
     untied: tuple[str, ...] = ()
     transposed: tuple[tuple[str, int, int], ...] = ()
+    is_long: bool = False
 
     @property
     def named(self) -> Path:

@@ -20,11 +20,13 @@ from neo_desktop.models.traced.capture import (
     Calls,
     CannotCutError,
     Catching,
+    has_attention,
     intercepted,
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.heads import HeadShape, common_shape
+from neo_desktop.models.traced.latent import kept_latent
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
@@ -33,7 +35,9 @@ from neo_desktop.models.traced.source import Source
 # Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _UNKNOWN_CONTEXT = 2048
-_CHANGING = ("dynamic", "longrope")  # RoPE types with frequencies that depend on a prompt's length
+_WITHOUT_ATTENTION = 2**20  # recurrent states have no positions
+LONG = "longrope"
+_CHANGING = ("dynamic", LONG)  # RoPE types with frequencies that depend on a prompt's length
 ROWS = 5  # of the run; differs from every size of a model
 
 
@@ -110,12 +114,15 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     """
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise CannotCutError("its code has no parameter for positions")
+        if has_attention(model):
+            raise CannotCutError("its code has no parameter for positions")
+        del given["position_ids"]
     with (
         _quiet(),
         intercepted(calls),
         recurrences_recorded(calls, model),
         Catching(calls, model),
+        kept_latent(model),
         _steady(model),
     ):
         logits: Tensor = model(**given).logits
@@ -156,7 +163,12 @@ def _without_change(rope_type: Any) -> Any:
     return "default" if rope_type in _CHANGING else rope_type
 
 
-def _most_tokens(config: Any) -> int | None:
+def has_long_factors(module: Any) -> bool:
+    """Return True for LongRoPE of all layers."""
+    return getattr(module, "rope_type", None) == LONG
+
+
+def _most_tokens(config: Any, *, is_long: bool) -> int | None:
     """Return the most tokens with unchanged RoPE frequencies; None: no limit."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -164,7 +176,7 @@ def _most_tokens(config: Any) -> int | None:
     limits = [
         int(section.get("original_max_position_embeddings") or text.max_position_embeddings)
         for section in sections
-        if section.get("rope_type") in _CHANGING
+        if section.get("rope_type") in _CHANGING and not (is_long and section.get("rope_type") == LONG)
     ]
     return min(limits, default=None)
 
@@ -190,7 +202,7 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        return _spec(model, calls, logits), Conversions(model)
+        return _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
 
@@ -200,7 +212,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
+def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -265,7 +277,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         moe_layers=moe_layers,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
-        most_tokens=_most_tokens(model.config),
+        most_tokens=_most_tokens(model.config, is_long=is_long),
     )
 
 
@@ -342,7 +354,8 @@ def description(source: Source, _modified_ns: int) -> Description:
         config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)
-    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    default = _UNKNOWN_CONTEXT if hasattr(text, "num_attention_heads") else _WITHOUT_ATTENTION
+    context = next((each for each in contexts if type(each) is int), default)
     if not 1 <= context <= MAX_CONTEXT_TOKENS:
         raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
 

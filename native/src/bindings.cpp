@@ -225,13 +225,20 @@ void run_rows(const RowProgram& program, const std::vector<Tensor>& given, int n
   program.run(views, num_threads, isa_from_name(isa));
 }
 
-// clamped: alpha, limit; gelu: instead of silu
+// clamped: alpha, limit; gate_by: name of a function
 PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, const Matrix& down,
-                         const std::optional<std::pair<float, float>>& clamped, bool gelu) {
+                         const std::optional<std::pair<float, float>>& clamped, const std::string& gate_by) {
   std::optional<ClampedGate> how;
   if (clamped) how = {clamped->first, clamped->second};
+  Unary function = Unary::kSilu;
+  if (gate_by == "gelu")
+    function = Unary::kGeluTanh;
+  else if (gate_by == "relu")
+    function = Unary::kRelu;
+  else if (gate_by != "silu")
+    throw std::invalid_argument("gate_by is silu, gelu or relu");
   return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down), how,
-                        gelu);
+                        function);
 }
 
 void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <deque>
 
-#include "neo_desktop/kernels.h"
 #include "neo_desktop/thread_pool.h"
 #include "packed_product.h"
 #include "steps.h"
@@ -91,7 +90,8 @@ class Experts {
       : rows_(rows),
         alike_(experts.alike),
         clamped_(experts.clamped),
-        gelu_(experts.gelu),
+        is_one_(experts.is_one),
+        gate_by_(static_cast<int>(experts.gate_by)),
         kernels_(kernels_for(isa)),
         dtype_(static_cast<int>(rows.x.dtype)),
         per_row_(rows.ids.size(1)),
@@ -103,7 +103,8 @@ class Experts {
     const int64_t both_bytes = any.gate.row_bytes() + (alike_ ? 0 : any.up.row_bytes());
     const int64_t row_bytes = std::max(both_bytes, any.down.row_bytes()) + kLine;
     for (const Group& each : groups_) {
-      bytes += each.gate.weight_bytes() + each.up.weight_bytes() + each.down.weight_bytes();
+      bytes += each.gate.weight_bytes() + each.down.weight_bytes();
+      if (!is_one_) bytes += each.up.weight_bytes();
       memory += (each.count * row_bytes + kLine - 1) / kLine * kLine;
     }
     const int64_t tiles = static_cast<int64_t>(groups_.size()) * any.down.tiles();
@@ -128,7 +129,8 @@ class Experts {
       of.gate.prepare(pair - of.first, floats_ + participant * columns_);
       if (!alike_) of.up.prepare(pair - of.first, floats_ + participant * columns_);
     });
-    const int64_t gates = groups_.front().gate.tiles(), both = gates + groups_.front().up.tiles();
+    const int64_t gates = groups_.front().gate.tiles();
+    const int64_t both = gates + (is_one_ ? 0 : groups_.front().up.tiles());
     add_tiles(steps, both, [gates](const Group& of, int64_t tile) {
       tile < gates ? of.gate.multiply(tile) : of.up.multiply(tile - gates);
     });
@@ -139,9 +141,9 @@ class Experts {
       uint8_t* gated = row_of(rows_.gated, pair);
       if (clamped_) {
         kernels_.operators.clamped_mul[dtype_](gate_up, gated, length, clamped_->alpha, clamped_->limit);
-      } else if (gelu_) {
-        const uint8_t* up = gate_up + length * size_of(rows_.x.dtype);
-        kernels_.operators.unary[static_cast<int>(Unary::kGeluTanh)][dtype_](gate_up, gated, length);
+      } else if (gate_by_ != static_cast<int>(Unary::kSilu) || is_one_) {
+        const uint8_t* up = gate_up + (is_one_ ? 0 : length * size_of(rows_.x.dtype));
+        kernels_.operators.unary[gate_by_][dtype_](gate_up, gated, length);
         kernels_.operators.binary[static_cast<int>(Binary::kTimes)][dtype_](gated, up, gated, length);
       } else {
         kernels_.operators.silu_mul[dtype_](gate_up, gated, length);
@@ -209,7 +211,8 @@ class Experts {
   const ExpertRows& rows_;
   const bool alike_;  // gates and ups share prepared rows
   const std::optional<ClampedGate> clamped_;
-  const bool gelu_;
+  const bool is_one_;
+  const int gate_by_;
   const Kernels& kernels_;
   const int dtype_;
   const int64_t per_row_;
@@ -269,7 +272,7 @@ void check_experts(const ExpertRows& rows) {
 }
 
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
-                             const PackedMatrix& down, std::optional<ClampedGate> clamped, bool gelu) {
+                             const PackedMatrix& down, std::optional<ClampedGate> clamped, Unary gate_by) {
   if (clamped && !(clamped->alpha > 0 && clamped->limit > 0))
     fail("alpha and limit of gates must be above 0");
   bool alike = true;
@@ -278,7 +281,9 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
       alike = alike && (one.type == other.type || (!is_dense(one.type) && !is_dense(other.type)));
     }
   }
-  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped, gelu};
+  const bool is_one = !clamped && !gate.parts.empty() && !up.parts.empty() &&
+                      gate.parts.front().packed == up.parts.front().packed;
+  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped, gate_by, is_one};
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {

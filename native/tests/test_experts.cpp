@@ -95,17 +95,18 @@ std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, 
         packed_linear(from, matrix.parts, matrix.bias, to, 1, isa);
       };
       multiply(one, experts.gate[expert], gate);
-      multiply(one, experts.up[expert], up);
+      if (!experts.is_one) multiply(one, experts.up[expert], up);
       if (experts.clamped) {
         const auto [alpha, limit] = *experts.clamped;
         kernels_for(isa).operators.clamped_mul[static_cast<int>(x.dtype())](
             gate_up.view().data, gated.view().data, static_cast<int>(intermediate), alpha, limit);
-      } else if (experts.gelu) {
+      } else if (experts.gate_by != Unary::kSilu) {
         const auto& operators = kernels_for(isa).operators;
         const auto dtype = static_cast<int>(x.dtype()), length = static_cast<int>(intermediate);
-        operators.unary[static_cast<int>(Unary::kGeluTanh)][dtype](gate_up.view().data, gated.view().data,
-                                                                   length);
-        operators.binary[static_cast<int>(Binary::kTimes)][dtype](gated.view().data, up.data,
+        const void* factor = experts.is_one ? gate_up.view().data : up.data;
+        operators.unary[static_cast<int>(experts.gate_by)][dtype](gate_up.view().data, gated.view().data,
+                                                                  length);
+        operators.binary[static_cast<int>(Binary::kTimes)][dtype](gated.view().data, factor,
                                                                   gated.view().data, length);
       } else {
         silu_mul(gate_up.view(), gated.view(), 1, isa);
@@ -139,8 +140,10 @@ void test_experts(Random& random, Report& report) {
   const Weights down = matrix(hidden, intermediate);
   std::optional<ClampedGate> clamped;
   if (random.chance(0.3)) clamped = {1.702f, random.pick({0.1f, 7.0f})};
+  const Unary gate_by = random.pick({Unary::kSilu, Unary::kGeluTanh, Unary::kRelu});
+  const bool is_one = gate_by == Unary::kRelu && random.chance(0.5);
   const PackedExperts experts =
-      packed_experts(count, gate.matrix, up.matrix, down.matrix, clamped, random.chance(0.3));
+      packed_experts(count, gate.matrix, is_one ? gate.matrix : up.matrix, down.matrix, clamped, gate_by);
   const Tensor x = numbers("x", dtype, {n, hidden}, random);
   const Tensor weights = numbers("weights", DType::kFloat32, {n, per_row}, random);
   const Tensor ids("ids", DType::kInt32, {n, per_row}, {per_row, 1}, random);

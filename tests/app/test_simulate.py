@@ -12,6 +12,7 @@ from rich.console import Console
 
 from neo_desktop.app.cli import main
 from neo_desktop.app.simulate.answer import answer
+from neo_desktop.app.simulate.machine import PUBLISHED
 from neo_desktop.app.simulate.options import SimulationOptions, UsageError
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.app.simulate.run import run_simulation
@@ -19,7 +20,6 @@ from neo_desktop.app.words import error_text
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.shapes import SHAPES
 
 SMALL = SimulationOptions(gpu="t4", model="llama-2-7b", input_tokens=300, output_tokens=20, num_requests=30)
 
@@ -223,7 +223,7 @@ def test_the_list_shows_all_that_can_be_named(
 ) -> None:
     assert exit_code(monkeypatch, "--list") == 0
     shown = capsys.readouterr().out
-    for name in (*GPUS, *HOSTS, *(name for name in SHAPES if name != "tiny")):
+    for name in (*GPUS, *HOSTS, *(name for name in PUBLISHED if name != "tiny")):
         assert f" {name} " in shown
 
 

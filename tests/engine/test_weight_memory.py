@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
@@ -12,6 +14,8 @@ from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeM
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import uniform_form
+from neo_desktop.models.traced_shapes import TRACED_SHAPES
 
 CONFIG, DTYPE = shape("llama-2-13b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
@@ -54,6 +58,21 @@ def test_a_model_that_does_not_fit_leaves_room_for_what_runs_beside_it() -> None
     alone = plan(12, policy="gpu-only")
     assert alone is not None
     assert alone.gpu_bytes <= 12 * GIB - needed(options) - STREAMING_BYTES - 4096 * TOKEN
+
+
+@pytest.mark.parametrize("name", ["qwen3.8-27b", "qwen3.6-35b-a3b"])
+@pytest.mark.parametrize("gpu_tokens", [None, 32_768])
+def test_a_split_hybrid_leaves_room_for_states_and_kv(name: str, gpu_tokens: int | None) -> None:
+    config, options = TRACED_SHAPES[name], EngineOptions(gpu_cache_tokens=gpu_tokens)
+    form, free = uniform_form(config, "Q4_K").on_gpu(dispatch), FreeMemory(64 * GIB, 12 * GIB)
+    found = plan_memory(config, form, torch.bfloat16, CUDA, options, lambda: RATES, free)
+    assert found is not None
+    weights = found.gpu_bytes + streaming_bytes(layer_matrices(config, form, torch.bfloat16))
+    limits = budget.limits_of(options, CUDA)
+    states = num_slots(config, limits.max_batch_requests, 12 * GIB - weights) * config.state_bytes
+    left = 12 * GIB - weights - states - DEVICE_RESERVE_BYTES
+    left -= activation_bytes(config, limits, torch.bfloat16)
+    assert left >= (gpu_tokens or 1000) * config.kv_bytes_per_token(torch.bfloat16)
 
 
 def test_a_cap_on_gpu_memory_holds_for_weights_too() -> None:

@@ -95,6 +95,7 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
         (17, 32),
         (48, 64),
         (4, 512),
+        (20, 576),
     ],
 )
 def test_equals_float64_for_every_shape(

@@ -104,12 +104,14 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     weights = check_model(checkpoint, config)
     form = stored_form(weights, config)
     assert form.kept_types == {type_name}
-    assert form.without_kernel == ()
-    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
+    of_latents = {name for name in weights.tensors if name.endswith("kv_b_proj.weight")}  # part is transposed
+    assert bool(form.without_kernel) == bool(of_latents)
+    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised} - of_latents
     dense = {name for name, _ in config.each_matrix() if not form.named(name).parts}
     assert not {name.removesuffix(".weight") for name in quantised} & dense
-    # Matmul inputs are rounded to 8 bits, which may change a token's experts.
-    assert_close(logits(path, tokens(20), keep=True), expected, 0.2)
+    # Matmul inputs are rounded to 8 bits, which may change a token's experts, or groups of them.
+    share = 0.4 if family in ("deepseek-v3", "nemotron-h moe") else 0.2
+    assert_close(logits(path, tokens(20), keep=True), expected, share)
 
 
 def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:
@@ -121,6 +123,21 @@ def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:
 def test_qwen3_next_files_may_have_the_joined_matrix(tmp_path: Path) -> None:
     path, model = write_hybrid(tmp_path, "qwen3-next", is_old=True)
     assert_close(logits(path, tokens(20)), expected_logits(model, tokens(20)), 1e-4)
+
+
+def test_deepseek_files_may_have_one_matrix_of_keys_and_values(tmp_path: Path) -> None:
+    of_latents = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
+    sizes = {"attention.key_length": 24, "attention.value_length": 16, "attention.head_count_kv": 4}
+    path, model = write_hybrid(tmp_path, "deepseek-v3", is_old=True, metadata=of_latents | sizes)
+    assert_close(logits(path, tokens(20)), expected_logits(model, tokens(20)), 1e-4)
+
+
+@pytest.mark.parametrize("keeps_both", [True, False])
+def test_nemotron_files_have_one_of_two_epsilons(keeps_both: bool, tmp_path: Path) -> None:
+    changes = {"attention.layer_norm_rms_epsilon": 1e-5}
+    changes |= {} if keeps_both else {"attention.layer_norm_epsilon": None}
+    path, model = write_hybrid(tmp_path, "nemotron-h moe", metadata=changes)
+    assert_close(logits(path, tokens(12)), expected_logits(model, tokens(12)), 1e-4)
 
 
 def test_layers_follow_from_the_interval_in_older_files(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_vocabularies import TEXTS, byte_level, sentence_piece, write_vocabulary
+from gguf_vocabularies import TEXTS, byte_level, gemma_4, sentence_piece, write_vocabulary
 
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -66,9 +66,9 @@ def test_ids_are_those_that_llama_cpp_gives(name: str, tmp_path: Path) -> None:
         assert ours.encode(text) == expected[text], text
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("name", [*VOCABULARIES, "gemma4"])
 def test_texts_come_back_whole(name: str, tmp_path: Path) -> None:
-    ours = tokenizer(tmp_path / "vocabulary.gguf", VOCABULARIES[name])
+    ours = tokenizer(tmp_path / "vocabulary.gguf", VOCABULARIES.get(name) or gemma_4())
     for text in TEXTS:
         token_ids = ours.encode(text, add_special_tokens=False)
         stream = ours.decode_stream()
@@ -84,6 +84,30 @@ def test_control_tokens_are_special_and_others_are_text(tmp_path: Path) -> None:
     assert ours.decode(token_ids) == "Hi<|assistant|>"
     assert ours.eos_token_ids == (ours.encode("<|end|>")[0],)
     assert ours.special_tokens == {"eos_token": "<|end|>", "bos_token": "<|user|>"}
+
+
+def test_gemma_4_merges_within_lines(tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path / "vocabulary.gguf", entries := gemma_4())
+    tokens = entries[f"{PREFIX}tokens"]
+
+    def pieces(text: str) -> list[str]:
+        return [tokens[token] for token in ours.encode(text)]
+
+    assert pieces("a") == ["<bos>", "a"]  # always, and no space before the text
+    assert pieces("a\n\nb") == ["<bos>", "a", "\n\n", "b"]
+    assert pieces(" \u2603\u2622") == ["<bos>", "▁", "☃", "<0xE2>", "<0x98>", "<0xA2>"]
+    assert all(set(piece) == {"\n"} or "\n" not in piece for text in TEXTS for piece in pieces(text))
+
+
+def test_gemma_4_has_a_few_texts_twice(tmp_path: Path) -> None:
+    entries = gemma_4()
+    size = len(entries[f"{PREFIX}tokens"])
+    more: dict[str, list[Any]] = {"tokens": ["a"], "token_type": [1]}
+    for key, values in more.items():
+        entries[PREFIX + key] = entries[PREFIX + key] + values
+    ours = tokenizer(tmp_path / "vocabulary.gguf", entries)
+    assert ours.encode("a")[1:] == [size]
+    assert ours.decode([size]) == "a"
 
 
 def test_gpt_oss_goes_on_after_the_end_of_a_thought(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced.spec import examined
 
 CPU = torch.device("cpu")
-ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()})
+ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()} | {"olmo3"})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import transformers_greedy
 from dense_model import logits_of_all
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmo2 import modeling_olmo2
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import check_model, load_model, stages_of
@@ -318,10 +322,21 @@ def test_more_is_computed_by_the_code_of_transformers(
         assert open_checkpoint(path).config().max_context_tokens == context
 
 
+def test_longrope_may_have_the_whole_context_with_long_factors(tmp_path: Path) -> None:
+    path = save(tmp_path / "model", *BY_ITS_CODE["longrope"][:2])
+    prompts = [torch.arange(3, 3 + length).tolist() for length in (65, 100)]  # beyond the original context
+    options = EngineOptions(model=str(path), device="cpu", cpu_cache_tokens=512, longrope="long")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with Engine.from_options(options) as engine:
+        assert engine.max_context_tokens == 256
+        outputs = engine.generate(prompts, [params] * len(prompts))
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert list(output.token_ids) == transformers_greedy(path, prompt, 12)
+
+
 MLX = {"group_size": 64, "bits": 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", {}, "has Mamba layers .*, which .* yet: a GGUF"),
-    "mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 16}, "has only Mamba layers"),
     "hybrid": ("jamba", {}, "has Mamba layers"),
     "rwkv": ("rwkv", {}, "has RWKV's recurrent layers"),
     "alibi": ("bloom", {}, "has ALiBi"),

@@ -11,6 +11,7 @@ import torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.shapes import SHAPES, shape
+from neo_desktop.models.traced_shapes import TRACED_SHAPES
 from neo_desktop.models.weights import named_weights
 
 PUBLISHED_PARAMETERS = {
@@ -214,3 +215,24 @@ def test_kv_bytes_per_token():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'gpt-5'.*llama-2-7b.*qwen3-8b"):
         shape("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "kv_bytes", "state_bytes"),
+    [  # the publishers' rounded numbers of parameters; KV rows of the engine in 16 bits
+        ("qwen3.6-35b-a3b", 35e9, 3e9, 10 * 2048, 66e6),
+        ("qwen3.8-27b", 27e9, 27e9, 16 * 4096, 157e6),
+        ("gemma-4-26b-a4b", 25.2e9, 3.8e9, 30 * 8192, 0),
+        ("lfm2.5-8b-a1b", 8.3e9, 1.5e9, 6 * 2048, 0.3e6),
+        ("nemotron-3-nano", 31.6e9, 3.6e9, 6 * 1024, 50e6),
+        ("glm-4.7-flash", 30e9, 3.9e9, 47 * 2304, 0),
+    ],
+)
+def test_simulated_shapes_have_the_published_sizes(
+    name: str, parameters: float, active: float, kv_bytes: int, state_bytes: float
+) -> None:
+    config = TRACED_SHAPES[name]
+    assert config.num_parameters == pytest.approx(parameters, rel=0.03)
+    assert config.active_parameters == pytest.approx(active, rel=0.16)
+    assert config.kv_bytes_per_token(torch.float16) == kv_bytes
+    assert config.state_bytes == pytest.approx(state_bytes, rel=0.05)

@@ -251,7 +251,6 @@ def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], famil
         ("falcon", {"alibi": True}, "ALiBi"),
         ("olmoe", {}, "not multiples of 64"),
         ("jamba", {}, "has Mamba layers of the first version"),
-        ("mamba2", {"num_heads": 8, "head_dim": 16}, "has only Mamba layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(

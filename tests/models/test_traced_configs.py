@@ -72,8 +72,8 @@ def test_the_type_of_a_model_counts_and_not_the_name_of_its_class(name: str, tmp
 
 
 def test_heads_without_a_kernel_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    path = save(tmp_path, "olmo2", {"hidden_size": 520, "num_attention_heads": 1, "num_key_value_heads": 1})
-    with pytest.raises(ModelError, match="heads of 520 numbers are not supported"):
+    path = save(tmp_path, "olmo2", {"hidden_size": 584, "num_attention_heads": 1, "num_key_value_heads": 1})
+    with pytest.raises(ModelError, match="heads of 584 numbers are not supported"):
         read_config(path)
 
 

@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512, 576])
 def test_equals_float64_for_every_shape(
     isa: str, paired: bool, dtype: torch.dtype, group: int, head_dim: int
 ) -> None:

@@ -29,6 +29,13 @@ _NAMES = {
     "feed_forward.w1.weight": "ffn_gate.weight",
     "feed_forward.w3.weight": "ffn_up.weight",
     "feed_forward.w2.weight": "ffn_down.weight",
+    **{f"mixer.shared_experts.{each}_proj.weight": f"ffn_{each}_shexp.weight" for each in ("up", "down")},
+    "mixer.experts.up_proj": "ffn_up_exps.weight",
+    "mixer.experts.down_proj": "ffn_down_exps.weight",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "feed_forward.gate.weight": "ffn_gate_inp.weight",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
@@ -81,7 +88,7 @@ def cut(name: str, x: Tensor, config: Any, architecture: str, *, is_old: bool) -
         x = x.squeeze(1)
     if end == "post_attention_layernorm.weight" and architecture == "granitehybrid":
         stored = f"{block}ffn_norm.weight"
-    if architecture in ("granitehybrid", "nemotron_h") and own in ("q_proj.weight", "k_proj.weight"):
+    if architecture.startswith(("granitehybrid", "nemotron_h")) and own in ("q_proj.weight", "k_proj.weight"):
         heads = config.num_attention_heads if own[0] == "q" else config.num_key_value_heads
         x = permuted(x, len(x) // heads)
     return {stored: _by_number(end, x, config) if architecture.startswith("qwen35") else x}
@@ -89,6 +96,8 @@ def cut(name: str, x: Tensor, config: Any, architecture: str, *, is_old: bool) -
 
 def _mlp(block: str, end: str, x: Tensor, config: Any) -> dict[str, Tensor] | None:
     """Return the tensors of experts and of Granite's dense network; None: `x` is another parameter."""
+    if end.startswith("mixer."):
+        return None
     if end.endswith(("experts.gate_up_proj", "block_sparse_moe.input_linear.weight")):
         gate, up = x.chunk(2, dim=1)
         return {f"{block}ffn_gate_exps.weight": gate, f"{block}ffn_up_exps.weight": up}

@@ -1,10 +1,12 @@
-"""GGUF files of models with recurrent layers, in the format of llama.cpp's converter."""
+"""GGUF files of hybrids and mixtures of experts, in the format of llama.cpp's converter."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_mixtures
 import torch
 from gguf_files import STORED, add, add_tensor, vocabulary
 from gguf_hybrid_tensors import changed, cut, factor_of
@@ -55,6 +57,22 @@ _GRANITE = _MAMBA | {
     "logits_scaling": 2.0,
 }
 _FALCON = _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_norm_before_gate": False}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
+_NEMOTRON_MOE = _NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 96,
+}
 WRITTEN: dict[str, tuple[str, str, Changes]] = {
     # name -> architecture, model type of transformers, settings
     "qwen3.5": ("qwen35", "qwen3_5_text", _DELTA),
@@ -67,19 +85,13 @@ WRITTEN: dict[str, tuple[str, str, Changes]] = {
     "qwen3-next": ("qwen3next", "qwen3_next", _DELTA | _SHARED),
     "lfm2": ("lfm2", "lfm2", _LFM2 | {"block_auto_adjust_ff_dim": False}),
     "lfm2 moe": ("lfm2moe", "lfm2_moe", _LFM2 | _EXPERTS | {"num_dense_layers": 1}),
-    "nemotron-h": (
+    "nemotron-h": ("nemotron_h", "nemotron_h", _NEMOTRON),
+    "nemotron-h moe": (
+        "nemotron_h_moe",
         "nemotron_h",
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"],
-            "head_dim": 32,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 24,
-            "n_groups": 2,
-            "chunk_size": 16,
-        },
+        _NEMOTRON_MOE | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
     ),
+    "nemotron-h moe latent": ("nemotron_h_moe", "nemotron_h", _NEMOTRON_MOE | {"moe_latent_size": 64}),
     "granite-h": ("granitehybrid", "granitemoehybrid", _GRANITE),
     "granite-h moe": (
         "granitehybrid",
@@ -111,6 +123,7 @@ WRITTEN: dict[str, tuple[str, str, Changes]] = {
         },
     ),
 }
+WRITTEN |= gguf_mixtures.WRITTEN
 _OF_ALL = ("hidden_size", "intermediate_size")
 LARGE = {  # widths that are multiples of a K-quant's blocks
     **dict.fromkeys(
@@ -118,12 +131,15 @@ LARGE = {  # widths that are multiples of a K-quant's blocks
     ),
     **dict.fromkeys(("linear_value_head_dim", "linear_key_head_dim"), 64),
     "shared_expert_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 256,
+    "moe_latent_size": 256,
     "linear_num_value_heads": 4,
     "mamba_d_head": 64,
     "mamba_head_dim": 64,
     "mamba_d_ssm": 512,
     "head_dim": 64,
-}
+    "q_lora_rank": 256,
+} | gguf_mixtures.WIDE
 _FLOATS = ("conv1d", "shortconv.conv.", "ffn_gate_inp", "ssm_norm", "ssm_a", "ssm_d")
 
 
@@ -138,12 +154,12 @@ def _entries(config: Any, architecture: str) -> Changes:
         "attention.head_count_kv": config.num_key_value_heads,
     }
     rope = getattr(config, "rope_parameters", None)
-    if rope is not None:
+    if rope is not None and "rope_theta" in rope:
         found["rope.freq_base"] = float(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None and architecture != "granitehybrid":
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if architecture == "nemotron_h":
+    if architecture.startswith("nemotron_h"):
         found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
     else:
         eps = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
@@ -214,6 +230,27 @@ def _nemotron(config: Any) -> Changes:
     }
 
 
+def _nemotron_moe(config: Any) -> Changes:
+    width = [config.moe_intermediate_size * (kind == "moe") for kind in config.layers_block_type]
+    latent = {} if config.moe_latent_size is None else {"moe_latent_size": config.moe_latent_size}
+    return (
+        _nemotron(config)
+        | latent
+        | {
+            "feed_forward_length": width,
+            "expert_count": config.n_routed_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+    )
+
+
 def _mamba(config: Any) -> Changes:
     return {
         "vocab_size": config.vocab_size,
@@ -249,9 +286,10 @@ _OWN: dict[str, Callable[[Any], Changes]] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron_moe,
     "granitehybrid": _granite,
     "falcon-h1": _mamba,
-}
+} | gguf_mixtures.ENTRIES
 
 
 def write_hybrid(
@@ -273,14 +311,16 @@ def write_hybrid(
         sizes: changed sizes in config.json; the family uses its own ones.
         metadata: changed entries, without the prefix; None removes an entry.
         tensors: additional tensors.
-        is_old: Qwen3-Next's joined matrix stays whole, as in the first files.
+        is_old: Qwen3-Next's joined matrix, or DeepSeek's of keys and values, stays whole, as in the first
+            files.
     """
     architecture, model_type, settings = WRITTEN[family]
     own = {key: value for key, value in (sizes or {}).items() if key in settings or key in _OF_ALL}
     save(folder, model_type, settings | {"vocab_size": VOCAB_SIZE} | own)
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32).eval()
-    config = model.config
+    config = deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(None, architecture)
     entries = _entries(config, architecture) | (metadata or {})
     for key, value in ({f"{architecture}.{key}": value for key, value in entries.items()}).items():
@@ -293,7 +333,8 @@ def write_hybrid(
         if name in tied:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
-        for stored, indices in cut(name, places, config, architecture, is_old=is_old).items():
+        cuts = gguf_mixtures.cut if architecture in gguf_mixtures.ENTRIES else cut
+        for stored, indices in cuts(name, places, config, architecture, is_old=is_old).items():
             is_matrix = indices.ndim > 1 and not any(part in stored for part in _FLOATS)
             kind = next((kind for part, kind in (type_names or {}).items() if part in stored), type_name)
             numbers = parameter.detach().flatten()[indices]
@@ -304,7 +345,10 @@ def write_hybrid(
                 raw = torch.from_numpy(writer.tensors[-1][stored].tensor).view(torch.uint8)
                 back = STORED[kind].dequantised(raw.reshape(-1, raw.shape[-1])).view(indices.shape)
                 parameter.view(-1)[indices] = back / factor
-    for name, value in (tensors or {}).items():
+    more = dict(tensors or {})
+    if architecture == "gemma4":
+        more["rope_freqs.weight"] = torch.tensor(gguf_mixtures.factors(config))
+    for name, value in more.items():
         add_tensor(writer, name, value, "F32")
     path = folder / "model.gguf"
     writer.write_header_to_file(path)

@@ -7,8 +7,9 @@ from typing import Any
 import gguf
 import torch
 from gguf_files import STORED, add, add_tensor, permuted, vocabulary
+from gguf_mixtures import yarn
 from torch import Tensor
-from traced_models import FAMILIES, save
+from traced_models import FAMILIES, YARN, save
 from transformers import AutoModelForCausalLM
 
 Changes = dict[str, Any]
@@ -53,6 +54,16 @@ def _rms(config: Any) -> Changes:
     return {
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+
+
+def _olmo3(config: Any) -> Changes:
+    return {
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "rope.freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+        **yarn(config.rope_parameters["full_attention"]),
     }
 
 
@@ -104,6 +115,8 @@ _LONG = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_STRETCHED = {"full_attention": YARN | {"attention_factor": 1.2}, "sliding_attention": _PLAIN}
 WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
     # family in `traced_models.FAMILIES` -> architecture, metadata entries, changes of config.json
     "gemma2": ("gemma2", _gemma2, {"query_pre_attn_scalar": 32}),  # llama.cpp supports no other value
@@ -112,6 +125,8 @@ WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
     "granite": ("granite", _granite, {"embedding_multiplier": 3.0}),
     "granite tied": ("granite", _granite, {"tie_word_embeddings": True}),
     "olmo2": ("olmo2", _rms, {}),
+    "olmo3": ("olmo2", _olmo3, {"rope_parameters": _STRETCHED}),
+    "olmo3 plain": ("olmo2", _olmo3, {"rope_parameters": dict.fromkeys(_STRETCHED, _PLAIN)}),
     "phi3": ("phi3", _phi3, {}),
     "smollm3": (
         "smollm3",

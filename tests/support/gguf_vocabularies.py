@@ -92,6 +92,26 @@ def sentence_piece(**changes: Any) -> dict[str, Any]:
     return entries | changes
 
 
+def gemma_4(**changes: Any) -> dict[str, Any]:
+    """Return a vocabulary of Gemma 4's kind: characters, pieces by merges, and bytes."""
+    words = [list(line.replace(" ", _SPACE)) for text in _LEARNT for line in text.split("\n")]
+    words += [list("\n" * count) for count in (2, 2, 2, 3)]
+    merges = _merges(words, 400)
+    chars = sorted({char for word in words for char in word})
+    pieces = list(dict.fromkeys([*(left + right for left, right in merges), *chars]))
+    ends = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    entries = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*ends, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *SPECIAL],
+        "tokenizer.ggml.token_type": [3] * 4 + [6] * 256 + [1] * len(pieces) + [3, 3, 4],
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    return entries | changes
+
+
 def write_vocabulary(path: Path, entries: dict[str, Any]) -> Path:
     """Write a GGUF file without weights."""
     writer = gguf.GGUFWriter(None, "llama")

@@ -50,6 +50,27 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 16,
         },
     ),
+    "nemotron-h-moe": (  # experts without gates
+        "nemotron_h",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 96,
+        },
+    ),
+    "mamba-2": (  # no attention
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "expand": 2, "chunk_size": 16},
+    ),
     "granite-4-h": (
         "granitemoehybrid",
         _MAMBA
@@ -63,4 +84,4 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16}),
     "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
 }
-"""Name -> type and changes of its configuration. Attention and recurrent layers alternate in every order."""
+"""Name -> type and changes of its configuration. Layers of both kinds alternate in various orders."""

@@ -167,6 +167,8 @@ def save(folder: Path, model_type: str, changes: dict[str, Any], seed: int = 0) 
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.0)
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(0.0, 0.3)
     model.eval().save_pretrained(folder)
     save_tokenizer(folder)
     return folder

@@ -11,7 +11,7 @@ namespace neo_desktop {
 
 constexpr int kQueryTile = 8;  // query heads that a kernel processes at once, at most
 constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 constexpr int kSegmentTokens = 16;             // with K in pairs, blocks and pages are multiples of this
 constexpr int kPairTile = 4 * kSegmentTokens;  // tokens per step of attention
 

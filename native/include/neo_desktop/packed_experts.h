@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "neo_desktop/kernels.h"
 #include "neo_desktop/packed_linear.h"
 
 namespace neo_desktop {
@@ -21,14 +22,15 @@ struct PackedExperts {
   std::vector<PackedMatrix> down;
   bool alike;                                         // gate and up share prepared rows
   std::optional<ClampedGate> clamped = std::nullopt;  // instead of silu(gate) * up
-  bool gelu = false;                                  // instead of silu; approximated by tanh
+  Unary gate_by = Unary::kSilu;
+  bool is_one = false;  // gate and up are the same matrix
 };
 
 // Divides stacked matrices into one per expert. An expert's rows are a multiple of 16, within one part.
 // Throws std::invalid_argument otherwise.
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
                              const PackedMatrix& down, std::optional<ClampedGate> clamped = std::nullopt,
-                             bool gelu = false);
+                             Unary gate_by = Unary::kSilu);
 
 // Rows with their routing. Tensors have the model's dtype unless noted, and contiguous last dimensions.
 struct ExpertRows {

@@ -45,7 +45,7 @@ struct PagedCache {
 // k_cache is [num_pages, kv_heads, page_tokens, head_dim], or, in pairs, [num_pages, kv_heads, page_tokens,
 // head_dim / 2, 2] with the strides that follow from the layout above. The scales are null unless the dtype
 // is int8. Throws std::invalid_argument unless shapes and dtypes agree, strides are supported, head_dim is a
-// multiple of 8 up to 512, and, in pairs, page_tokens is a multiple of 16.
+// multiple of 8 up to 576, and, in pairs, page_tokens is a multiple of 16.
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale);
 

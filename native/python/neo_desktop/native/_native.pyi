@@ -157,7 +157,7 @@ class PackedExperts:
         up: Matrix,
         down: Matrix,
         clamped: tuple[float, float] | None,
-        gelu: bool,
+        gate_by: str,
         /,
     ) -> None: ...
 

@@ -74,24 +74,24 @@ def packed_experts(
     down: Matrix,
     clamped: tuple[float, float] | None = None,
     *,
-    gelu: bool = False,
+    gate_by: str = "silu",
 ) -> PackedExperts:
     """Return a layer's experts in the form of `multiply_experts`; it owns none of the memory.
 
     Args:
         count: of experts.
         gate: [count * intermediate, hidden], the experts' matrices stacked.
-        up: as gate.
+        up: as gate; the same matrix is multiplied once.
         down: [count * hidden, intermediate]
         clamped: alpha and limit for (up + 1) * gate * sigmoid(alpha * gate), with gates of at most the limit
             and ups between -limit and limit; None: silu(gate) * up.
-        gelu: instead of silu; approximated by tanh.
+        gate_by: "gelu", approximated by tanh, or "relu" instead of silu.
 
     Raises:
         ValueError: an expert's rows are not a multiple of 16, or span two parts; or alpha or limit is not
             above 0.
     """
-    return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped, gelu)
+    return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped, gate_by)
 
 
 def multiply_experts(
