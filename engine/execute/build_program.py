@@ -12,6 +12,7 @@ from neo_desktop.engine.batch import MAX_ASYNC_DECODES, UNKNOWN_TOKEN, Iteration
 from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import AsyncDecodes
 from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
@@ -95,6 +96,7 @@ class ProgramBuilder:
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(graph_key)
         chooses = memory.is_fixed and for_graphs and graph_key.is_whole and not _pools(plan)
+        chooses = chooses and not reads_images(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
         stream = self._prefetch_stream(plan, blocks, memory if chooses else None)
@@ -200,6 +202,7 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._async_decodes(memory, members) if members.async_decodes else None,
+            ImageInputs.of(members.placed(rows), self._model),
         )
 
     def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:

@@ -38,7 +38,7 @@ ROWS = 5  # of the run; differs from every size of a model
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the advice of transformers."""
     from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
 
@@ -64,7 +64,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             "neo-desktop[transformers], or choose another model."
         ) from None
     config: Any = None
-    with _quiet():
+    with quiet():
         try:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
@@ -112,7 +112,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("its code has no parameter for positions")
     with (
-        _quiet(),
+        quiet(),
         intercepted(calls),
         recurrences_recorded(calls, model),
         Catching(calls, model),
@@ -338,7 +338,7 @@ def description(source: Source, _modified_ns: int) -> Description:
     Raises:
         ModelError: the context is out of range.
     """
-    with _quiet():
+    with quiet():
         config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)

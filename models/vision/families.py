@@ -1,0 +1,99 @@
+"""The families of models that read images: parts of their code, and the text that stands for an image."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.json_file import JsonFile
+from neo_desktop.models.marks import ChatText
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Texts of a model's control tokens.
+
+    Args:
+        of: token id -> text.
+        settings: processor_config.json, empty if the folder has none.
+    """
+
+    of: Callable[[int], str]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, of: Callable[[int], str]) -> "Words":
+        file = folder / "processor_config.json"
+        return cls(of, JsonFile.read(file).values if file.exists() else {})
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """A family of models that read images.
+
+    Args:
+        model_type: in config.json.
+        parts: modules of the base model that compute embeddings, and how each is made from the configuration.
+        inputs: results of the image processor that the code takes.
+        settings: of the image processor, where the model decides.
+        mark: the text that chat templates write for an image.
+        text: of an image's rows, from the processor's results.
+    """
+
+    model_type: str
+    parts: Mapping[str, Callable[[Any, type], Any]]
+    inputs: tuple[str, ...]
+    settings: Callable[[Any], dict[str, Any]]
+    mark: Callable[[Any, Words], str]
+    text: Callable[[Any, Words, Mapping[str, Tensor]], ChatText]
+
+
+def _tower(config: Any, _: type) -> Any:
+    from transformers import AutoModel  # noqa: PLC0415 - large, and rarely needed
+
+    return AutoModel.from_config(config.vision_config, attn_implementation="sdpa")
+
+
+def _of_config(config: Any, kind: type) -> Any:
+    return kind(config)
+
+
+def _image_mark(config: Any, words: Words) -> str:
+    return words.of(config.image_token_id)
+
+
+def marks(texts: list[str]) -> ChatText:
+    """Return a text of marks alone."""
+    return ChatText(("", *(piece for text in texts for piece in (text, ""))))
+
+
+def _pixtral_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> ChatText:
+    """Return rows of image tokens; a break ends each but the last, which has an end."""
+    size = config.vision_config.patch_size * config.spatial_merge_size
+    height, width = (int(pixels) // size for pixels in inputs["image_sizes"][0])
+    broken = str(words.settings.get("image_break_token", "[IMG_BREAK]"))
+    end = str(words.settings.get("image_end_token", "[IMG_END]"))
+    row = [_image_mark(config, words)] * width
+    return marks([*[*row, broken] * (height - 1), *row, end])
+
+
+FAMILIES = (
+    VisionFamily(
+        "mistral3",
+        {"vision_tower": _tower, "multi_modal_projector": _of_config},
+        ("pixel_values", "image_sizes"),
+        lambda config: {"patch_size": config.vision_config.patch_size * config.spatial_merge_size},
+        _image_mark,
+        _pixtral_text,
+    ),
+)
+
+
+def rows_of(output: Any) -> Tensor:
+    """Return the embeddings of one image from the code's output, [rows, hidden]."""
+    rows = output.pooler_output
+    rows = torch.cat(tuple(rows)) if isinstance(rows, (tuple, list)) else rows
+    return rows.reshape(-1, rows.shape[-1])

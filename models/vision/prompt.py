@@ -1,0 +1,101 @@
+"""Images in a prompt: rows of the prompt whose embeddings come from a vision tower instead of a table."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neo_desktop.models.marks import ChatText
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenImage:
+    """An image, read by a vision tower.
+
+    Args:
+        digest: hash of the image's bytes.
+        text: replaces the image's mark in the prompt; its rows have the token `token_id`.
+        embeddings: [rows, hidden] float32.
+    """
+
+    digest: bytes
+    text: ChatText
+    token_id: int
+    embeddings: NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.embeddings.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRows:
+    """The rows of a prompt that come from images.
+
+    Args:
+        positions: [rows], ascending, of the prompt.
+        embeddings: [rows, hidden] float32.
+        starts: first position and digest of each image.
+    """
+
+    positions: NDArray[np.int64]
+    embeddings: NDArray[np.float32]
+    starts: tuple[tuple[int, bytes], ...]
+
+    def within(self, start: int, end: int) -> slice:
+        """Return the indices of the rows at positions from `start` to `end`."""
+        first, last = np.searchsorted(self.positions, (start, end)).tolist()
+        return slice(first, last)
+
+    def digests(self, start: int, end: int) -> bytes:
+        """Return the digests of the images that start at positions from `start` to `end`."""
+        return b"".join(digest for position, digest in self.starts if start <= position < end)
+
+    @classmethod
+    def of(cls, images: Sequence[SeenImage], token_ids: Sequence[int]) -> Self:
+        """Find the rows of images in a prompt.
+
+        Raises:
+            ValueError: the prompt has another number of rows for images.
+        """
+        found = np.flatnonzero(np.isin(token_ids, [image.token_id for image in images]))
+        lengths = [len(image.embeddings) for image in images]
+        if len(found) != sum(lengths):
+            raise ValueError(
+                f"the prompt has {len(found)} tokens for images, but the images have {sum(lengths)}"
+            )
+        ends = np.cumsum(lengths)
+        starts = [
+            (int(found[end - count]), image.digest)
+            for end, count, image in zip(ends, lengths, images, strict=True)
+        ]
+        return cls(found, np.concatenate([image.embeddings for image in images]), tuple(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageText(ChatText):
+    """A chat with images; its text has the marks of their rows."""
+
+    images: tuple[SeenImage, ...] = ()
+
+
+def with_images(text: ChatText, mark: str, images: Iterable[SeenImage]) -> ImageText:
+    """Replace the marks of images in a chat by the text of their rows.
+
+    Raises:
+        ValueError: the chat has another number of marks.
+    """
+    images = tuple(images)
+    count = text.pieces[1::2].count(mark)
+    if count != len(images):
+        raise ValueError(f"the chat template shows {count} of {len(images)} images")
+    left, pieces = iter(images), [text.pieces[0]]
+    for found, after in zip(text.pieces[1::2], text.pieces[2::2], strict=True):
+        inserted = next(left).text.pieces if found == mark else ("", found, "")
+        pieces[-1] += inserted[0]
+        pieces += inserted[1:]
+        pieces[-1] += after
+    return ImageText(tuple(pieces), images)
