@@ -27,7 +27,7 @@ FILES = [picture(50, 40, 1), picture(30, 90, 2), picture(100, 100, 3, "JPEG")]
 CHATS = [
     ("*", (0,)),
     ("What do you see here? *", (1,)),
-    ("A text that is longer than two blocks before the image comes: * and * after it", (2, 0)),
+    ("More than a block of text: * and * after it", (2, 0)),
     ("**", (1, 0)),
     ("no image", ()),
 ]
@@ -99,7 +99,7 @@ def test_small_chunks_and_preempted_requests_keep_their_images(
     preemptions = 0
     for chunk in (3, 16, 32):
         with engine_of(
-            folder, "gpu-only", gpu_cache_tokens=144, max_batch_tokens=chunk, max_batch_requests=3
+            folder, "gpu-only", gpu_cache_tokens=128, max_batch_tokens=chunk, max_batch_requests=3
         ) as engine:
             check(engine, folder, tokens=40)
             preemptions += engine._scheduler.counters.num_preemptions
