@@ -51,7 +51,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 def engine_of(folder: Path, policy: str, **changes: object) -> Engine:
     sizes = {
-        "gpu_cache_tokens": 192,
+        "gpu_cache_tokens": 320,
         "cpu_cache_tokens": 640,
         "max_batch_tokens": 48,
         "max_batch_requests": 6,
