@@ -1,6 +1,6 @@
 """Images in a prompt: rows of the prompt whose embeddings come from a vision tower instead of a table."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,11 +16,13 @@ class SeenImage:
 
     Args:
         digest: hash of the image's bytes.
-        text: replaces the image's mark in the prompt; its rows have the token `token_id`.
+        mark: of an image in chat templates.
+        text: replaces the mark in the prompt; its rows have the token `token_id`.
         embeddings: [rows, hidden] float32.
     """
 
     digest: bytes
+    mark: str
     text: ChatText
     token_id: int
     embeddings: NDArray[np.float32]
@@ -82,20 +84,20 @@ class ImageText(ChatText):
     images: tuple[SeenImage, ...] = ()
 
 
-def with_images(text: ChatText, mark: str, images: Iterable[SeenImage]) -> ImageText:
+def with_images(text: ChatText, images: Sequence[SeenImage]) -> ImageText:
     """Replace the marks of images in a chat by the text of their rows.
 
     Raises:
         ValueError: the chat has another number of marks.
     """
-    images = tuple(images)
-    count = text.pieces[1::2].count(mark)
+    marks = {image.mark for image in images}
+    count = sum(found in marks for found in text.pieces[1::2])
     if count != len(images):
         raise ValueError(f"the chat template shows {count} of {len(images)} images")
     left, pieces = iter(images), [text.pieces[0]]
     for found, after in zip(text.pieces[1::2], text.pieces[2::2], strict=True):
-        inserted = next(left).text.pieces if found == mark else ("", found, "")
+        inserted = next(left).text.pieces if found in marks else ("", found, "")
         pieces[-1] += inserted[0]
         pieces += inserted[1:]
         pieces[-1] += after
-    return ImageText(tuple(pieces), images)
+    return ImageText(tuple(pieces), tuple(images))

@@ -65,6 +65,7 @@ class Vision:
                 rows = rows_of(model.get_image_features(**given, return_dict=True))
         return SeenImage(
             blake2b(data, key=settings, digest_size=32).digest(),
+            self.mark,
             self._family.text(self._described, self._words, inputs),
             self._described.image_token_id,
             rows.float().numpy(),

@@ -67,7 +67,7 @@ def chat(engine: Engine, text: str, images: tuple[int, ...]) -> ImageText:
     assert engine.vision is not None
     mark = engine.vision.mark
     written = engine.tokenizer.marks.split(f"<|user|>{text.replace('*', mark)}<|end|><|assistant|>")
-    return with_images(written, mark, [engine.vision.see(FILES[number]) for number in images])
+    return with_images(written, [engine.vision.see(FILES[number]) for number in images])
 
 
 def check(engine: Engine, folder: Path, tokens: int = TOKENS) -> None:
