@@ -5,7 +5,13 @@ import warnings
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
 MAX_PIXELS = 64_000_000  # decoded, some 200 MB
+
+
+def is_picture(data: bytes) -> bool:
+    """Return True if a file's first bytes are those of a supported format."""
+    return data.startswith(_BEGINNINGS) or (data.startswith(b"RIFF") and data[8:12] == b"WEBP")
 
 
 def open_picture(data: bytes) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cost_models import machine
 from safetensors.torch import load_file, save_file
-from vision_models import CASES, greedy, picture, save
+from vision_models import CASES, bomb, greedy, picture, save
 
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import load
@@ -152,7 +152,7 @@ def test_folders_without_a_tower_or_a_processor_say_so(
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable"),
         (picture(form="BMP"), "not a readable"),
         (FILES[0][:-200], "damaged"),
-        (picture(20_000, 4_000), "64,000,000 is the limit"),
+        (bomb(), "64,000,000 is the limit"),
     ],
 )
 def test_bad_files_are_refused(folder_of: Callable[[str], Path], data: bytes, reason: str) -> None:

@@ -94,6 +94,13 @@ def picture(width: int = 50, height: int = 40, seed: int = 0, form: str = "PNG")
     return file.getvalue()
 
 
+def bomb() -> bytes:
+    """Return a small file of a large image."""
+    file = io.BytesIO()
+    Image.new("1", (20_000, 4_000)).save(file, "PNG")
+    return file.getvalue()
+
+
 @torch.inference_mode()
 def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens: int) -> list[int]:
     """Return transformers' greedy tokens in float32 for a prompt with the rows of some images."""
