@@ -86,6 +86,10 @@ class RequestState:
         """Return the hashes of full blocks, for reuse of their KV; empty if the content is unknown."""
         return ()
 
+    def chunk_of(self, num_tokens: int) -> int:
+        """Return the tokens of the next chunk, about `num_tokens`, that cut no image."""
+        return num_tokens
+
 
 class Request(RequestState):
     """One sequence of tokens that grows until it is finished.
@@ -159,6 +163,11 @@ class Request(RequestState):
             return ()
         extend_hashes(self._block_hashes, self.token_ids, block_size, self.images)
         return self._block_hashes
+
+    def chunk_of(self, num_tokens: int) -> int:
+        if self.images is None:
+            return num_tokens
+        return self.images.chunk_of(self.num_computed_tokens, num_tokens)
 
     @property
     def needs_tokens(self) -> bool:

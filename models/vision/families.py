@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neo_desktop.models.json_file import JsonFile
 from neo_desktop.models.marks import ChatText
+from neo_desktop.models.vision.prompt import Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class VisionFamily:
         settings: of the image processor, where the model decides.
         mark: the text that chat templates write for an image.
         text: of an image's rows, from the processor's results.
+        sight: layers in which rows see later rows of their image.
     """
 
     model_type: str
@@ -49,6 +51,7 @@ class VisionFamily:
     settings: Callable[[Any], dict[str, Any]]
     mark: Callable[[Any, Words], str]
     text: Callable[[Any, Words, Mapping[str, Tensor]], ChatText]
+    sight: Callable[[Any], Sight] = lambda config: Sight.CAUSAL
 
 
 def _tower(config: Any, _: type) -> Any:
@@ -80,6 +83,12 @@ def _pixtral_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> Ch
     return marks([*[*row, broken] * (height - 1), *row, end])
 
 
+def _gemma3_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> ChatText:
+    begin, image, end = map(words.of, (config.boi_token_index, config.image_token_id, config.eoi_token_index))
+    rows = marks([begin, *[image] * config.mm_tokens_per_image, end])
+    return ChatText(("\n\n", *rows.pieces[1:-1], "\n\n"))
+
+
 FAMILIES = (
     VisionFamily(
         "mistral3",
@@ -88,6 +97,15 @@ FAMILIES = (
         lambda config: {"patch_size": config.vision_config.patch_size * config.spatial_merge_size},
         _image_mark,
         _pixtral_text,
+    ),
+    VisionFamily(
+        "gemma3",
+        {"vision_tower": _tower, "multi_modal_projector": _of_config},
+        ("pixel_values",),
+        lambda config: {"do_convert_rgb": True, "do_pan_and_scan": False},
+        lambda config, words: words.of(config.boi_token_index),
+        _gemma3_text,
+        lambda config: Sight.ALL,
     ),
 )
 

@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neo_desktop.models.marks import ChatText
+
+
+class Sight(Enum):
+    """Layers in which a row of an image sees the later rows of its image, too."""
+
+    CAUSAL = "no layers"
+    WINDOWED = "layers with a window"
+    ALL = "all layers"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +28,7 @@ class SeenImage:
         mark: of an image in chat templates.
         text: replaces the mark in the prompt; its rows have the token `token_id`.
         embeddings: [rows, hidden] float32.
+        sight: layers in which the rows see all rows of their image.
     """
 
     digest: bytes
@@ -26,6 +36,7 @@ class SeenImage:
     text: ChatText
     token_id: int
     embeddings: NDArray[np.float32]
+    sight: Sight = Sight.CAUSAL
 
     @property
     def nbytes(self) -> int:
@@ -41,11 +52,29 @@ class ImageRows:
         positions: [rows], ascending, of the prompt.
         embeddings: [rows, hidden] float32.
         starts: first position and digest of each image.
+        sight: see `SeenImage`.
+        ends: position after the last row of each image; empty if the rows see earlier rows only.
     """
 
     positions: NDArray[np.int64]
     embeddings: NDArray[np.float32]
     starts: tuple[tuple[int, bytes], ...]
+    sight: Sight
+    ends: tuple[int, ...]
+
+    def spans(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return the images with rows that see later ones, cut to the positions from `start` to `end`."""
+        starts = (position for position, _ in self.starts)
+        spans = ((max(first, start), last) for first, last in zip(starts, self.ends, strict=False))
+        return tuple((first, last) for first, last in spans if first < last <= end)
+
+    def chunk_of(self, start: int, num_tokens: int) -> int:
+        """Return the tokens of a chunk from `start` on, about `num_tokens`, that cut no image."""
+        end = start + num_tokens
+        for (first, _), last in zip(self.starts, self.ends, strict=False):
+            if first < end < last:
+                return (first if first > start else last) - start
+        return num_tokens
 
     def within(self, start: int, end: int) -> slice:
         """Return the indices of the rows at positions from `start` to `end`."""
@@ -69,12 +98,16 @@ class ImageRows:
             raise ValueError(
                 f"the prompt has {len(found)} tokens for images, but the images have {sum(lengths)}"
             )
-        ends = np.cumsum(lengths)
-        starts = [
-            (int(found[end - count]), image.digest)
-            for end, count, image in zip(ends, lengths, images, strict=True)
-        ]
-        return cls(found, np.concatenate([image.embeddings for image in images]), tuple(starts))
+        lasts = np.cumsum(lengths)
+        starts = [int(found[last - count]) for last, count in zip(lasts, lengths, strict=True)]
+        sight = images[0].sight
+        return cls(
+            found,
+            np.concatenate([image.embeddings for image in images]),
+            tuple((start, image.digest) for start, image in zip(starts, images, strict=True)),
+            sight,
+            () if sight is Sight.CAUSAL else tuple(int(found[last - 1]) + 1 for last in lasts),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Vision:
             self._family.text(self._described, self._words, inputs),
             self._described.image_token_id,
             rows.float().numpy(),
+            self._family.sight(self._described),
         )
 
     def _load(self) -> tuple[Any, Any, bytes]:

@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FIRST_TOKEN = 261  # of the image tokens, see `save_tokenizer`
+UNUSED = ("num_crops", "num_soft_tokens_per_image")  # results of image processors that models do not take
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -64,6 +65,27 @@ CASES = {
         {"size": {"longest_edge": 56}, "patch_size": 14},
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
+    ),
+    "gemma3": VisionCase(  # the rows of an image are more than a window, and see each other
+        "gemma3",
+        {
+            "text_config": TEXT
+            | {
+                "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": False,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": VISION,
+            "boi_token_index": FIRST_TOKEN,
+            "image_token_index": FIRST_TOKEN + 1,
+            "eoi_token_index": FIRST_TOKEN + 2,
+            "mm_tokens_per_image": 16,
+        },
+        "Gemma3ImageProcessor",
+        {"size": {"height": 56, "width": 56}},
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        "<start_of_image>",
     ),
 }
 
@@ -115,7 +137,7 @@ def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens
     output = model.generate(
         input_ids=token_ids,
         attention_mask=torch.ones_like(token_ids),
-        **{key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)},
+        **{key: value for key, value in inputs.items() if key not in UNUSED},
         **({name: kinds} if name and pictures else {}),
         max_new_tokens=num_tokens,
         min_new_tokens=num_tokens,
