@@ -64,6 +64,11 @@ class ScheduledSequence(NamedTuple):
         return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
 
     @property
+    def position(self) -> int:
+        """Position by which the first token is rotated."""
+        return self.start if self.images is None else int(self.images.rotation(np.array(self.start)))
+
+    @property
     def context_len(self) -> int:
         """Tokens in the KV cache once this iteration is done."""
         return self.start + len(self.token_ids)

@@ -202,7 +202,7 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._async_decodes(memory, members) if members.async_decodes else None,
-            ImageInputs.of(members.placed(rows), self._model),
+            ImageInputs.of(members.placed(rows), self._stages),
         )
 
     def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
@@ -291,7 +291,7 @@ class ProgramBuilder:
         for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
             start, count = rows.starts[index], len(sequences)
             token_ids[start : start + count] = [s.token_ids[0] for s in sequences]
-            positions[start : start + count] = [s.start for s in sequences]
+            positions[start : start + count] = [s.position for s in sequences]
             if tier.host_attends:
                 continue
             context_lens[first_table : first_table + count] = [s.context_len for s in sequences]
@@ -310,14 +310,15 @@ class ProgramBuilder:
             members.async_decodes[0] if members.async_decodes else (), rows.starts[-1]
         ):
             if beginning is not None:
-                token_ids[row], positions[row] = beginning.token_ids[0], beginning.start
+                token_ids[row], positions[row] = beginning.token_ids[0], beginning.position
         for where, group in zip(staged.async_positions.numpy(), members.async_decodes, strict=False):
-            where[: len(group)] = [0 if s is None else s.start for s in group]
+            where[: len(group)] = [0 if s is None else s.position for s in group]
         row = rows.first_prompt
         for sequence in members.prompts:
             end = row + len(sequence.token_ids)
             token_ids[row:end] = sequence.token_ids
-            positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
+            where = np.arange(sequence.start, sequence.context_len)
+            positions[row:end] = where if sequence.images is None else sequence.images.rotation(where)
             if self._storage[sequence.tier].fused_kv_append:
                 slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end

@@ -10,38 +10,62 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.stages import State
+from neo_desktop.models.stages import Stages, State
+
+REPEATS = 4  # of a pair's rotation in `State.cos` of traced models: cos, cos, sin, sin
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
     """The rows of a sub-batch that come from images."""
 
+    stages: Stages
     rows: Tensor  # [n] int64, on the device
     embeddings: Tensor  # [n, hidden], on the device
+    rotations: Tensor  # [axes but the first, n] int32, on the device: positions by which rows are rotated
+    columns: tuple[Tensor, ...]  # of these axes: indices of the numbers that they rotate
 
     @classmethod
-    def of(cls, placed: Iterable[tuple[ScheduledSequence, int]], decoder: Decoder) -> Self | None:
+    def of(cls, placed: Iterable[tuple[ScheduledSequence, int]], stages: Stages) -> Self | None:
         """Return the rows of images; None: the sub-batch has none.
 
         Args:
             placed: the sequences with their first rows.
         """
-        rows, embeddings = [], []
+        rows, embeddings, rotations = [], [], []
+        axes: tuple[int, ...] = ()
         for sequence, first_row in placed:
             if sequence.images is not None and (found := _found(sequence)).stop > found.start:
                 rows.append(sequence.images.positions[found] - sequence.start + first_row)
                 embeddings.append(sequence.images.embeddings[found])
+                rotations.append(sequence.images.others[:, found])
+                axes = sequence.images.axes * REPEATS
         if not rows:
             return None
-        device, dtype = decoder.device, decoder.dtype
+        device, dtype = stages.decoder.device, stages.decoder.dtype
         together = torch.from_numpy(np.concatenate(embeddings)).to(dtype)
-        return cls(upload(np.concatenate(rows), torch.int64, device), upload(together, dtype, device))
+        return cls(
+            stages,
+            upload(np.concatenate(rows), torch.int64, device),
+            upload(together, dtype, device),
+            upload(np.concatenate(rotations, axis=1), torch.int32, device),
+            tuple(
+                upload(np.flatnonzero(np.equal(axes, axis)), torch.int64, device)
+                for axis in range(1, 1 + len(rotations[0]))
+            ),
+        )
 
     def place(self, state: State) -> None:
-        """Overwrite the embeddings of the rows' tokens, which stages put first into `residual`."""
+        """Overwrite embeddings, which stages put first into `residual`, and rotations of the rows.
+
+        Models with several axes are traced: all their rotations are in `cos`, cosines and sines of both
+        halves of a head.
+        """
         state.residual[:, : self.embeddings.shape[1]].index_copy_(0, self.rows, self.embeddings)
+        for positions, columns in zip(self.rotations, self.columns, strict=True):
+            cos, sin = (torch.empty_like(angles[self.rows]) for angles in (state.cos, state.sin))
+            self.stages.rotate(positions, cos, sin)
+            state.cos[self.rows.unsqueeze(1), 0, columns] = cos[:, 0, columns]
 
 
 def reads_images(plan: IterationPlan) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neo_desktop.models.json_file import JsonFile
 from neo_desktop.models.marks import ChatText
-from neo_desktop.models.vision.prompt import Sight
+from neo_desktop.models.vision.prompt import Grid, Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class VisionFamily:
         mark: the text that chat templates write for an image.
         text: of an image's rows, from the processor's results.
         sight: layers in which rows see later rows of their image.
+        grid: of an image's rows, from the processor's results; None: rows have one position.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class VisionFamily:
     mark: Callable[[Any, Words], str]
     text: Callable[[Any, Words, Mapping[str, Tensor]], ChatText]
     sight: Callable[[Any], Sight] = lambda config: Sight.CAUSAL
+    grid: Callable[[Any, Mapping[str, Tensor]], Grid | None] = lambda config, inputs: None
 
 
 def _tower(config: Any, _: type) -> Any:
@@ -89,6 +91,35 @@ def _gemma3_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> Cha
     return ChatText(("\n\n", *rows.pieces[1:-1], "\n\n"))
 
 
+def _qwen_grid(config: Any, inputs: Mapping[str, Tensor]) -> Grid:
+    """Return the grid; mRoPE's axes take turns until the numbers of their section are used up."""
+    merged = config.vision_config.spatial_merge_size
+    _, height, width = (int(patches) for patches in inputs["image_grid_thw"][0])
+    text = config.text_config
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    pairs = int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+    sections = text.rope_parameters.get("mrope_section", [11, 11, 10])
+    axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    return Grid(height // merged, width // merged, tuple(axes))
+
+
+def _qwen_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> ChatText:
+    grid = _qwen_grid(config, inputs)
+    return marks([_image_mark(config, words)] * (grid.height * grid.width))
+
+
+def _qwen(model_type: str) -> VisionFamily:
+    return VisionFamily(
+        model_type,
+        {"visual": _tower},
+        ("pixel_values", "image_grid_thw"),
+        lambda config: {},
+        _image_mark,
+        _qwen_text,
+        grid=_qwen_grid,
+    )
+
+
 FAMILIES = (
     VisionFamily(
         "mistral3",
@@ -107,6 +138,8 @@ FAMILIES = (
         _gemma3_text,
         lambda config: Sight.ALL,
     ),
+    _qwen("qwen3_5"),
+    _qwen("qwen3_5_moe"),
 )
 
 

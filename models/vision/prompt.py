@@ -19,6 +19,25 @@ class Sight(Enum):
     ALL = "all layers"
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rotations of an image's rows by time, height and width (mRoPE).
+
+    Args:
+        height, width: of the image, in rows of the prompt.
+        axes: index of the position that rotates each pair of numbers: 0: time, 1: height, 2: width.
+    """
+
+    height: int
+    width: int
+    axes: tuple[int, ...]
+
+    def positions(self, first: int) -> NDArray[np.int64]:
+        """Return the positions of the image's rows, [3, rows], if `first` is the next one."""
+        height, width = np.divmod(np.arange(self.height * self.width), self.width)
+        return first + np.stack([np.zeros_like(height), height, width])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenImage:
     """An image, read by a vision tower.
@@ -29,6 +48,7 @@ class SeenImage:
         text: replaces the mark in the prompt; its rows have the token `token_id`.
         embeddings: [rows, hidden] float32.
         sight: layers in which the rows see all rows of their image.
+        grid: see `Grid`.
     """
 
     digest: bytes
@@ -37,6 +57,7 @@ class SeenImage:
     token_id: int
     embeddings: NDArray[np.float32]
     sight: Sight = Sight.CAUSAL
+    grid: Grid | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +75,9 @@ class ImageRows:
         starts: first position and digest of each image.
         sight: see `SeenImage`.
         ends: position after the last row of each image; empty if the rows see earlier rows only.
+        axes: see `Grid`; empty: rows are rotated by their position alone.
+        rotations: [tokens of the prompt]: positions of the first axis; or empty.
+        others: [other axes, rows]: positions of the other axes.
     """
 
     positions: NDArray[np.int64]
@@ -61,6 +85,17 @@ class ImageRows:
     starts: tuple[tuple[int, bytes], ...]
     sight: Sight
     ends: tuple[int, ...]
+    axes: tuple[int, ...]
+    rotations: NDArray[np.int64]
+    others: NDArray[np.int64]
+
+    def rotation(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions by which tokens are rotated, those of the first axis."""
+        if not self.axes:
+            return positions
+        last = len(self.rotations) - 1
+        known = self.rotations[np.minimum(positions, last)]
+        return known + np.maximum(positions - last, 0)
 
     def spans(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Return the images with rows that see later ones, cut to the positions from `start` to `end`."""
@@ -101,13 +136,32 @@ class ImageRows:
         lasts = np.cumsum(lengths)
         starts = [int(found[last - count]) for last, count in zip(lasts, lengths, strict=True)]
         sight = images[0].sight
+        rotations = _rotations(len(token_ids), starts, [image.grid for image in images])
         return cls(
             found,
             np.concatenate([image.embeddings for image in images]),
             tuple((start, image.digest) for start, image in zip(starts, images, strict=True)),
             sight,
             () if sight is Sight.CAUSAL else tuple(int(found[last - 1]) + 1 for last in lasts),
+            () if images[0].grid is None else images[0].grid.axes,
+            rotations[0],
+            rotations[1:, found] if rotations.size else np.empty((0, len(found)), np.int64),
         )
+
+
+def _rotations(num_tokens: int, starts: Sequence[int], grids: Sequence[Grid | None]) -> NDArray[np.int64]:
+    """Return the positions by which tokens are rotated, [3, tokens]; empty if there is one axis."""
+    parts: list[NDArray[np.int64]] = []
+    done = following = 0
+    for start, grid in zip(starts, grids, strict=True):
+        if grid is None:
+            return np.empty((3, 0), np.int64)
+        parts.append(np.tile(np.arange(following, following + start - done), (3, 1)))
+        following += start - done
+        parts.append(grid.positions(following))
+        done, following = start + grid.height * grid.width, following + max(grid.height, grid.width)
+    parts.append(np.tile(np.arange(following, following + num_tokens - done), (3, 1)))
+    return np.concatenate(parts, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Vision:
             self._described.image_token_id,
             rows.float().numpy(),
             self._family.sight(self._described),
+            self._family.grid(self._described, inputs),
         )
 
     def _load(self) -> tuple[Any, Any, bytes]:

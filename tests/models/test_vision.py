@@ -65,7 +65,7 @@ def engine_of(folder: Path, policy: str, **changes: object) -> Engine:
 def chat(engine: Engine, text: str, images: tuple[int, ...]) -> ImageText:
     """Return a chat as its template and the tokenizer write it."""
     assert engine.vision is not None
-    mark = engine.vision.mark
+    mark = CASES[engine.model_name].mark
     written = engine.tokenizer.marks.split(f"<|user|>{text.replace('*', mark)}<|end|><|assistant|>")
     return with_images(written, [engine.vision.see(FILES[number]) for number in images])
 

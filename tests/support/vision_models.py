@@ -66,6 +66,44 @@ CASES = {
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
     ),
+    "qwen3.5": VisionCase(  # recurrent layers, and rotations by time, height and width
+        "qwen3_5",
+        {
+            "text_config": TEXT
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "head_dim": 32,
+                "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [3, 3, 2],
+                },
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": 7,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+            },
+            "vision_start_token_id": FIRST_TOKEN,
+            "image_token_id": FIRST_TOKEN + 1,
+            "vision_end_token_id": FIRST_TOKEN + 2,
+            "video_token_id": FIRST_TOKEN + 3,
+        },
+        "Qwen2VLImageProcessor",
+        {"patch_size": 7, "size": {"shortest_edge": 14 * 14, "longest_edge": 80 * 80}},
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "gemma3": VisionCase(  # the rows of an image are more than a window, and see each other
         "gemma3",
         {
