@@ -11,8 +11,9 @@ from torch import Tensor
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.models.stages import Stages, State
+from neo_desktop.models.traced.decoder import TracedDecoder
 
-REPEATS = 4  # of a pair's rotation in `State.cos` of traced models: cos, cos, sin, sin
+REPEATS = 4  # of a pair's rotation in `State.cos` of traced models, which has all: cos, cos, sin, sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,16 @@ class ImageInputs:
             ),
         )
 
-    def place(self, state: State) -> None:
-        """Overwrite embeddings, which stages put first into `residual`, and rotations of the rows.
-
-        Models with several axes are traced: all their rotations are in `cos`, cosines and sines of both
-        halves of a head.
-        """
-        state.residual[:, : self.embeddings.shape[1]].index_copy_(0, self.rows, self.embeddings)
-        for positions, columns in zip(self.rotations, self.columns, strict=True):
+    def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
+        """Do what `Stages.embed` does, with the embeddings and rotations of images."""
+        decoder = self.stages.decoder
+        assert isinstance(decoder, TracedDecoder)  # others have no vision towers
+        decoder.given = self.rows, self.embeddings
+        self.stages.embed(token_ids, positions, state)
+        decoder.given = None
+        for other, columns in zip(self.rotations, self.columns, strict=True):
             cos, sin = (torch.empty_like(angles[self.rows]) for angles in (state.cos, state.sin))
-            self.stages.rotate(positions, cos, sin)
+            self.stages.rotate(other, cos, sin)
             state.cos[self.rows.unsqueeze(1), 0, columns] = cos[:, 0, columns]
 
 

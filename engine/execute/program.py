@@ -322,9 +322,8 @@ class Program:
         memory = each.memory
         if memory.table is not None:
             torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
-        self._stages.embed(memory.token_ids, memory.inputs.positions, memory.state)
-        if each.images is not None:
-            each.images.place(memory.state)
+        embed = self._stages.embed if each.images is None else each.images.embed
+        embed(memory.token_ids, memory.inputs.positions, memory.state)
 
     def _linear(self, each: SubBatchPass, layer: int) -> None:
         if layer == 0:

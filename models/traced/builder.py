@@ -13,7 +13,7 @@ from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, LookUp, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
@@ -145,16 +145,14 @@ class Builder:
         piece = self._cut.pieces[index]
         patterns = [] if is_plain else self._patterns[index]
         graph, known = fx.Graph(), dict[fx.Node, Any]()
-        is_first = piece is self._cut.pieces[0]
-        if is_first:
+        if piece is self._cut.pieces[0]:
             known[self._graph.token_ids] = graph.placeholder("token_ids")
             known[self._graph.positions] = graph.placeholder("positions")
             rows = known[self._graph.token_ids]
             rows = graph.call_function(torch.ops.aten.sym_size.int, (rows, 1))
             self._copy(graph, self._cut.positional, known, rows)
         else:
-            memory, rotation = graph.placeholder("carried"), graph.placeholder("rotation")
-            attended = graph.placeholder("attended")
+            memory, rotation, attended = map(graph.placeholder, ("carried", "rotation", "attended"))
             known[RECURRENT] = graph.placeholder("recurrent")
             rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
             self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
@@ -316,6 +314,9 @@ class Builder:
                 copied.args = self._here(copied.args)
                 copied.kwargs = self._here(copied.kwargs)
                 known[node] = copied
+            if node in self._cut.pieces[0].carried[:1]:  # the embeddings
+                given = self._attribute("given", Given(self._decoder))
+                known[node] = graph.call_module(given, (known[node],))
 
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""

@@ -91,6 +91,20 @@ def _gemma3_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> Cha
     return ChatText(("\n\n", *rows.pieces[1:-1], "\n\n"))
 
 
+def _gemma4_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> ChatText:
+    begin, image, end = map(words.of, (config.boi_token_id, config.image_token_id, config.eoi_token_id))
+    return marks([begin, *[image] * int(inputs["num_soft_tokens_per_image"][0]), end])
+
+
+def _gemma4_embedder(config: Any, kind: type) -> Any:
+    return kind(config.vision_config, config.text_config)  # type: ignore[call-arg]
+
+
+def _gemma4_sight(config: Any) -> Sight:
+    is_bidirectional = config.text_config.use_bidirectional_attention == "vision"
+    return Sight.WINDOWED if is_bidirectional else Sight.CAUSAL
+
+
 def _qwen_grid(config: Any, inputs: Mapping[str, Tensor]) -> Grid:
     """Return the grid; mRoPE's axes take turns until the numbers of their section are used up."""
     merged = config.vision_config.spatial_merge_size
@@ -137,6 +151,15 @@ FAMILIES = (
         lambda config, words: words.of(config.boi_token_index),
         _gemma3_text,
         lambda config: Sight.ALL,
+    ),
+    VisionFamily(
+        "gemma4",
+        {"vision_tower": _tower, "embed_vision": _gemma4_embedder},
+        ("pixel_values", "image_position_ids"),
+        lambda config: {},
+        _image_mark,
+        _gemma4_text,
+        _gemma4_sight,
     ),
     _qwen("qwen3_5"),
     _qwen("qwen3_5_moe"),

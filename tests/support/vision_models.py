@@ -1,7 +1,7 @@
 """Small models of transformers that read images, with random weights."""
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import transformers
 from checkpoints import save_tokenizer
 from PIL import Image
-from traced_models import SIZES, YARN
+from traced_models import FAMILIES, GEMMA_4, SIZES, YARN
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -104,6 +104,37 @@ CASES = {
         ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
+    "gemma4": VisionCase(  # the rows of an image see each other in layers with a window
+        "gemma4",
+        {
+            "text_config": TEXT
+            | GEMMA_4
+            | {
+                "sliding_window": 12,
+                "vocab_size_per_layer_input": 304,
+                "use_bidirectional_attention": "vision",
+                "tie_word_embeddings": False,
+            },
+            "vision_config": VISION
+            | {
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+            "tie_word_embeddings": False,
+            "boi_token_id": FIRST_TOKEN,
+            "image_token_id": FIRST_TOKEN + 1,
+            "eoi_token_id": FIRST_TOKEN + 2,
+            "video_token_id": FIRST_TOKEN + 3,
+            "audio_token_id": FIRST_TOKEN + 4,
+        },
+        "Gemma4ImageProcessor",
+        {"patch_size": 7, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+        ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>"),
+        "<|image|>",
+    ),
     "gemma3": VisionCase(  # the rows of an image are more than a window, and see each other
         "gemma3",
         {
@@ -126,6 +157,17 @@ CASES = {
         "<start_of_image>",
     ),
 }
+
+
+CASES["gemma4-e"] = replace(  # with embeddings per layer, and without sight of later rows
+    CASES["gemma4"],
+    changes=CASES["gemma4"].changes
+    | {
+        "text_config": TEXT
+        | FAMILIES["gemma4-e"][1]
+        | {"sliding_window": 12, "vocab_size_per_layer_input": 304, "tie_word_embeddings": False}
+    },
+)
 
 
 def save(folder: Path, family: str, seed: int = 0) -> Path:
