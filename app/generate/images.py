@@ -50,7 +50,7 @@ def joined(parts: Iterable[Json]) -> str | list[Json]:
 
 
 def taken_out(messages: Sequence[Json]) -> tuple[list[Json], list[bytes], str]:
-    """Return messages with a sign in the place of each image, the images, and the sign."""
+    """Return messages with signs in place of images, the images, and the sign."""
     contents = [message.get("content") for message in messages]
     if not any(isinstance(content, list) for content in contents):
         return list(messages), [], ""

@@ -1,4 +1,4 @@
-"""Attention of the rows of an image to later rows of it, which some models have beside causal attention."""
+"""Attention of an image's rows to its later rows, which some models have beside causal attention."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -59,7 +59,8 @@ class VisionFamily:
 def _tower(config: Any, _: type) -> Any:
     from transformers import AutoModel  # noqa: PLC0415 - large, and rarely needed
 
-    return AutoModel.from_config(config.vision_config, attn_implementation="sdpa")
+    make: Any = AutoModel
+    return make.from_config(config.vision_config, attn_implementation="sdpa")
 
 
 def _of_config(config: Any, kind: type) -> Any:
@@ -97,7 +98,7 @@ def _gemma4_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> Cha
 
 
 def _gemma4_embedder(config: Any, kind: type) -> Any:
-    return kind(config.vision_config, config.text_config)  # type: ignore[call-arg]
+    return kind(config.vision_config, config.text_config)
 
 
 def _gemma4_sight(config: Any) -> Sight:

@@ -12,7 +12,7 @@ from neo_desktop.models.marks import ChatText
 
 
 class Sight(Enum):
-    """Layers in which a row of an image sees the later rows of its image, too."""
+    """Layers in which a row of an image also sees the later rows of its image."""
 
     CAUSAL = "no layers"
     WINDOWED = "layers with a window"
@@ -72,9 +72,9 @@ class ImageRows:
     Args:
         positions: [rows], ascending, of the prompt.
         embeddings: [rows, hidden] float32.
-        starts: first position and digest of each image.
+        starts: first positions and digests of the images.
         sight: see `SeenImage`.
-        ends: position after the last row of each image; empty if the rows see earlier rows only.
+        ends: positions after the last rows of the images; empty if the rows see earlier rows only.
         axes: see `Grid`; empty: rows are rotated by their position alone.
         rotations: [tokens of the prompt]: positions of the first axis; or empty.
         others: [other axes, rows]: positions of the other axes.

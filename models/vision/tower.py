@@ -79,7 +79,8 @@ class Vision:
 
         described, path = self._described, self._checkpoint.path
         with _quiet():
-            processor: Any = AutoImageProcessor.from_pretrained(
+            kinds: Any = AutoImageProcessor
+            processor = kinds.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, backend="pil"
             )
             make: Any = AutoModelForImageTextToText

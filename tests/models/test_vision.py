@@ -23,7 +23,7 @@ from neo_desktop.models.vision.prompt import ImageText, with_images
 TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 FILES = [picture(50, 40, 1), picture(30, 90, 2), picture(100, 100, 3, "JPEG")]
-# Texts with an asterisk in the place of each image, and the images.
+# Texts with asterisks in place of images, and the images.
 CHATS = [
     ("*", (0,)),
     ("What do you see here? *", (1,)),
