@@ -12,6 +12,7 @@ from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
@@ -43,9 +44,7 @@ class Builder:
         operators: Operators,
     ) -> None:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
-        self._root = nn.Module()
-        self._constants: dict[fx.Node, Tensor] = {}
-        self._number_of = 0
+        self._root, self._number_of, self._constants = nn.Module(), 0, dict[fx.Node, Tensor]()
         self._spec = decoder.spec
         self._products: dict[str | None, tuple[Linear, tuple[int, ...], int]] = {
             weight: (linear, fused.rows, index)
@@ -326,15 +325,16 @@ class Builder:
         if name == "convolve":
             weight, bias, has_silu, index = given[1:]
             bias = None if bias is None else self._constants[bias]
-            module: Any = Convolution(
-                self._constants[weight], bias, index, self._operators, has_silu=has_silu
-            )
+            kernel = self._constants[weight]
+            module: Any = Convolution(kernel, bias, index, self._operators, has_silu=has_silu)
             return self._attribute("convolution", module), [given[0], RECURRENT]
         if name == "scan":
             module = Scan(given[6], self._operators, is_delta=given[5])
             return self._attribute("scan", module), [RECURRENT, *given[:5]]
         if name == "experts":
             return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
+        if name == "deepstack":
+            return self._attribute("deepstack", DeepStack(self._decoder, given[1])), given[:1]
         return None
 
     def _operate(

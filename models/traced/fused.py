@@ -144,7 +144,7 @@ class Given(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = self._decoder.given
-        return x if given is None else x.index_copy(1, given[0], given[1][None])
+        return x if given is None else x.index_copy(1, given[0], given[1][None, :, : x.shape[2]])
 
 
 class LookUp(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
+from neo_desktop.models.traced import deepstack
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -93,6 +94,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
+    deepstack.add_to(model)
     return model.eval()
 
 
@@ -250,7 +252,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor) -> TracedSpec:
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
-        carried_width=_carried_width(calls, last.weight.shape[1]),
+        carried_width=_carried_width(calls, last.weight.shape[1]) + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,

@@ -113,7 +113,8 @@ def _qwen_grid(config: Any, inputs: Mapping[str, Tensor]) -> Grid:
     text = config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pairs = int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
-    sections = text.rope_parameters.get("mrope_section", [11, 11, 10])
+    usual = [24, 20, 20] if "vl" in config.model_type else [11, 11, 10]
+    sections = text.rope_parameters.get("mrope_section", usual)
     axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
     return Grid(height // merged, width // merged, tuple(axes))
 
@@ -162,13 +163,13 @@ FAMILIES = (
         _gemma4_text,
         _gemma4_sight,
     ),
-    _qwen("qwen3_5"),
-    _qwen("qwen3_5_moe"),
+    *map(_qwen, ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
 )
 
 
 def rows_of(output: Any) -> Tensor:
-    """Return the embeddings of one image from the code's output, [rows, hidden]."""
+    """Return the rows of one image from the code's output, [rows, hidden]; DeepStack's values follow."""
     rows = output.pooler_output
     rows = torch.cat(tuple(rows)) if isinstance(rows, (tuple, list)) else rows
-    return rows.reshape(-1, rows.shape[-1])
+    later = [torch.cat(tuple(level)) for level in getattr(output, "deepstack_features", None) or ()]
+    return torch.cat([rows.reshape(-1, rows.shape[-1]), *later], dim=-1)

@@ -104,6 +104,37 @@ CASES = {
         ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
+    "qwen3-vl": VisionCase(  # rows of images enter the first layers again
+        "qwen3_vl",
+        {
+            "text_config": TEXT
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "mrope_section": [4, 2, 2],
+                },
+            },
+            "vision_config": {
+                "depth": 3,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": 7,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "vision_start_token_id": FIRST_TOKEN,
+            "image_token_id": FIRST_TOKEN + 1,
+            "vision_end_token_id": FIRST_TOKEN + 2,
+            "video_token_id": FIRST_TOKEN + 3,
+        },
+        "Qwen2VLImageProcessor",
+        {"patch_size": 7, "size": {"shortest_edge": 14 * 14, "longest_edge": 80 * 80}},
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "gemma4": VisionCase(  # the rows of an image see each other in layers with a window
         "gemma4",
         {
