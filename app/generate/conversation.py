@@ -309,6 +309,8 @@ def _check_continued(conversation: Conversation) -> None:
         reason = "it ends with a tool call"
     elif last.get("reasoning_content") and not last.get("content"):
         reason = "it holds a thought and no text"
+    elif isinstance(last.get("content"), list):
+        reason = "it has images"
     if reason is not None:
         message = f"the last message cannot be continued: {reason}; add text or another message"
         raise ApiError(400, message, param=conversation.field)

@@ -161,6 +161,12 @@ def test_images_elsewhere_and_too_many_are_refused(server: RunningServer) -> Non
             client.chat.completions.create(
                 model="m", messages=[{"role": role, "content": [openai_image(FILES[0])]}]
             )
+    with pytest.raises(openai.BadRequestError, match="cannot be continued: it has images"):
+        client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": [openai_image(FILES[0])]}],
+            extra_body={"continue_final_message": True},
+        )
     with pytest.raises(openai.BadRequestError, match="21 images, but 20 is the limit"):
         ask(client, *[openai_image(FILES[0])] * (images.MAX_IMAGES + 1))
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
