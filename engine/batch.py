@@ -16,6 +16,7 @@ from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.vision.prompt import ImageRows
 
 FloatArray = NDArray[np.float32]
 
@@ -54,12 +55,18 @@ class ScheduledSequence(NamedTuple):
     sampling: SamplingInput | None  # None: choose no token after the last of `token_ids`
     num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
     states: StateSlots | None = None  # None: the model has no recurrent layers, or the states are not kept
+    images: ImageRows | None = None  # of the request's prompt
 
     def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
         """Return the sequence with its last token, if that was unknown; None: the request failed."""
         if self.token_ids[-1] != UNKNOWN_TOKEN:
             return self
         return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
+
+    @property
+    def position(self) -> int:
+        """Position by which the first token is rotated."""
+        return self.start if self.images is None else int(self.images.rotation(np.array(self.start)))
 
     @property
     def context_len(self) -> int:

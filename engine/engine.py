@@ -75,6 +75,7 @@ class Engine:
         # Thread-safe. Callers compile before they add a request, so that compilation delays no iteration.
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
+        self.vision, self.blindness = model.vision, model.blindness
         self._decoder = model.decoder
         self._scheduler = scheduler
         self._kv_cache = kv_cache

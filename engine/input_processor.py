@@ -8,6 +8,7 @@ from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.marks import ChatText
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.vision.prompt import ImageRows, ImageText
 
 CHARS_PER_TOKEN = 8  # an upper bound on the average of texts; prose has about 4
 
@@ -21,6 +22,7 @@ class PreparedRequest:
     token_ids: tuple[int, ...]
     params: SamplingParams
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks
+    images: ImageRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class InputProcessor:
         Raises:
             ContextLengthError: prompt and output exceed the context.
             SettingError: a setting names tokens outside the vocabulary.
-            ValueError: the prompt is empty, or contains tokens outside the vocabulary.
+            ValueError: the prompt is empty, or contains tokens outside the vocabulary, or its images have
+                other rows than its text.
         """
         if isinstance(prompt, str | ChatText):
             token_ids = self._tokenise(prompt, add_special_tokens)
@@ -65,10 +68,13 @@ class InputProcessor:
         for field in ("stop_token_ids", "logit_bias"):
             if (unknown := self._unknown(getattr(params, field))) is not None:
                 raise SettingError(field, self._outside(unknown))
+        images = None
+        if isinstance(prompt, ImageText) and prompt.images:
+            images = ImageRows.of(prompt.images, token_ids)
         hashes: list[BlockHash] = []
         if params.pooling is None:  # pooling needs every token's hidden state, so no KV may be reused
-            extend_hashes(hashes, token_ids, self.block_size)
-        return PreparedRequest(token_ids, params, tuple(hashes))
+            extend_hashes(hashes, token_ids, self.block_size, images)
+        return PreparedRequest(token_ids, params, tuple(hashes), images)
 
     def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
         # A far too long text is rejected after its start; tokenising all could take minutes.

@@ -46,7 +46,8 @@ from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
-from neo_desktop.models.traced.config import with_long_factors
+from neo_desktop.models.traced.config import TracedConfig, with_long_factors
+from neo_desktop.models.vision.tower import TEXT_ONLY, Vision, why_blind
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     streams: Streams  # of the decoder's device
+    vision: Vision | None = None
+    blindness: str = TEXT_ONLY  # the sentence that refuses images where `vision` is None
 
 
 # Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
@@ -142,7 +145,11 @@ def load(
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
-    return LoadedModel(name, config, decoder, tokenizer, streams)
+    blindness = why_blind(checkpoint, whole) or ""
+    vision = (
+        Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
+    )
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness)
 
 
 def available_bytes(rank: Rank) -> int:

@@ -12,6 +12,7 @@ from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.vision.prompt import ImageRows
 
 
 class FinishReason(StrEnum):
@@ -85,6 +86,10 @@ class RequestState:
         """Return the hashes of full blocks, for reuse of their KV; empty if the content is unknown."""
         return ()
 
+    def chunk_of(self, num_tokens: int) -> int:
+        """Return the tokens of the next chunk, about `num_tokens`, that cut no image."""
+        return num_tokens
+
 
 class Request(RequestState):
     """One sequence of tokens that grows until it is finished.
@@ -98,6 +103,7 @@ class Request(RequestState):
         eos_token_ids: the model's end-of-sequence tokens.
         grammar: initial grammar state of the output.
         block_hashes: known hashes of the prompt's full blocks.
+        images: rows of the prompt that come from images.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class Request(RequestState):
         text: IncrementalText,
         grammar: GrammarState | None = None,
         block_hashes: Sequence[BlockHash] = (),
+        images: ImageRows | None = None,
     ) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
@@ -128,6 +135,7 @@ class Request(RequestState):
             num_prompt_tokens + max_output_tokens,
         )
         self.prompt_token_ids = prompt_token_ids
+        self.images = images
         self.params = params
         self.choice = choice
         self.token_ids = list(prompt_token_ids)  # known tokens of prompt and output
@@ -153,8 +161,13 @@ class Request(RequestState):
         """
         if self.is_pooled:
             return ()
-        extend_hashes(self._block_hashes, self.token_ids, block_size)
+        extend_hashes(self._block_hashes, self.token_ids, block_size, self.images)
         return self._block_hashes
+
+    def chunk_of(self, num_tokens: int) -> int:
+        if self.images is None:
+            return num_tokens
+        return self.images.chunk_of(self.num_computed_tokens, num_tokens)
 
     @property
     def needs_tokens(self) -> bool:

@@ -72,7 +72,11 @@ def imports(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
-        (["engine", "models", "native"], [], {"llguidance", "ray", "transformers", "networkx", "gguf"}),
+        (
+            ["engine", "models", "native"],
+            [],
+            {"llguidance", "ray", "transformers", "networkx", "gguf", "PIL"},
+        ),
         (["app", "ui"], ["server", "llamacpp"], set()),
     ],
 )

@@ -59,7 +59,10 @@ def _options(way: Sequence[Message], siblings: dict[str | None, list[str]]) -> l
 
 
 def _question(message: Message) -> list[Row]:
-    files = [f"📎 {one.name} ({len(one.text):,} characters)\n\n" for one in message.attachments]
+    files = [
+        f"🖼 {one.name}\n\n" if one.kind == "image" else f"📎 {one.name} ({len(one.text):,} characters)\n\n"
+        for one in message.attachments
+    ]
     return [{"role": "user", "content": safe("".join(files)) + safe(message.text)}]
 
 

@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError
 from neo_desktop.app.api.fields import (
     HINT,
     MAX_TOOLS,
-    Content,
     Json,
     Label,
     Model,
@@ -20,6 +19,7 @@ from neo_desktop.app.api.fields import (
     Verbosity,
     given,
 )
+from neo_desktop.app.api.pictures import ContentWithImages, check_role
 from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
@@ -65,7 +65,7 @@ class Message(Model):
     """One message of a chat; which roles a model knows is up to its template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Content | None, Field(validate_default=True)] = None
+    content: Annotated[ContentWithImages | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Annotated[ToolCall, Tagged(ToolCall, refused=CUSTOM, default="function")]] | None = None
@@ -80,9 +80,10 @@ class Message(Model):
 
     @field_validator("content")
     @classmethod
-    def _check_content(cls, content: str | None, info: ValidationInfo) -> str | None:
+    def _check_content(cls, content: str | list[Any] | None, info: ValidationInfo) -> str | list[Any] | None:
         if content is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("content", "must be text: only an assistant's message may have none")
+        check_role(content, info.data.get("role"))
         return content
 
     def for_template(self) -> Json:

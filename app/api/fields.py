@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from neo_desktop.app.generate.images import joined, text_part
 from neo_desktop.app.web.warnings import warn
 
 MAX_TOOLS = 256
@@ -179,7 +180,7 @@ def _is_beginning(pattern: str, tag: str) -> bool:
     return pattern.endswith("*") and tag.startswith(pattern[:-1])
 
 
-TEXT_ONLY = "this model reads text only"
+TEXT_ONLY = "this part takes text only"
 NOT_TEXT: Mapping[str, str] = dict.fromkeys(
     [
         *("image", "image_url", "input_image", "input_audio", "audio", "video", "video_url", "input_video"),
@@ -213,7 +214,17 @@ class Joined:
             return value
         if not isinstance(value, list):
             raise PydanticCustomError("content", "must be text or a list of text parts")
-        return "\n".join(part.text for part in handler(value))
+        return self._content(handler(value))
+
+    def _content(self, parts: list[Any]) -> Any:
+        return "\n".join(part.text for part in parts)
+
+
+class Parts(Joined):
+    """As `Joined`; with images, a list of parts for a `Conversation`."""
+
+    def _content(self, parts: list[Any]) -> Any:
+        return joined(getattr(part, "part", None) or text_part(part.text) for part in parts)
 
 
 class TextPart(Model):

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from neo_desktop.app.api.fields import (
     HINT,
@@ -19,6 +19,8 @@ from neo_desktop.app.api.fields import (
     Unsupported,
     given,
 )
+from neo_desktop.app.api.pictures import ImageBlock, check_role
+from neo_desktop.app.generate.images import joined, text_part
 from neo_desktop.app.generate.tools import Tool
 
 # Claude Code begins its system prompt with a line that differs in each request: no prefix would be reused.
@@ -100,9 +102,9 @@ class ToolResultBlock(Cached):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | SearchResult | Skipped,
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | SearchResult | ImageBlock | Skipped,
     Tagged(
-        *(TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock, SearchResult),
+        *(TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock, SearchResult, ImageBlock),
         refused={
             **NOT_TEXT,
             "compaction": "this server compacts nothing; send the messages themselves",
@@ -151,6 +153,13 @@ class AnthropicMessage(Model):
     def _as_blocks(cls, content: object) -> object:
         return as_blocks(content)
 
+    @field_validator("content")
+    @classmethod
+    def _check_images(cls, content: list[Any], info: ValidationInfo) -> list[Any]:
+        images = [block for block in content if isinstance(block, ImageBlock)]
+        check_role(images or None, info.data.get("role"))
+        return content
+
     def for_template(self) -> list[Json]:
         """The message as chat templates expect it: results of tools are messages of their own."""
         results = [
@@ -167,15 +176,19 @@ class AnthropicMessage(Model):
             for block in self.content
             if isinstance(block, ToolUseBlock)
         ]
-        texts = [block.text for block in self.content if isinstance(block, TextBlock | SearchResult)]
+        parts = [
+            block.part if isinstance(block, ImageBlock) else text_part(block.text)
+            for block in self.content
+            if isinstance(block, TextBlock | SearchResult | ImageBlock)
+        ]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
         fields = {
             "role": self.role,
-            "content": "\n".join(texts),
+            "content": joined(parts),
             "tool_calls": calls or None,
             "reasoning_content": "\n".join(thoughts) or None,
         }
-        return results + ([given(fields)] if texts or calls or not results else [])
+        return results + ([given(fields)] if parts or calls or not results else [])
 
 
 class ToolDefinition(Cached):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from neo_desktop.app.api.fields import (
     HINT,
@@ -17,6 +17,7 @@ from neo_desktop.app.api.fields import (
     Skipped,
     Tagged,
 )
+from neo_desktop.app.api.pictures import ContentWithImages, check_role
 from neo_desktop.app.api.response_tools import LOCAL_SHELL, full_name
 from neo_desktop.app.generate.history import arguments_of
 
@@ -27,10 +28,16 @@ _NO_RESULT = "is left out: it tells of a tool of another server's"
 class MessageItem(Model):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: ContentWithImages
     id: Label = None
     status: Status = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, HINT] = None
+
+    @field_validator("content")
+    @classmethod
+    def _check_images(cls, content: str | list[Any], info: ValidationInfo) -> str | list[Any]:
+        check_role(content, info.data.get("role"))
+        return content
 
 
 class ReasoningText(Model):

@@ -20,6 +20,7 @@ from neo_desktop.app.api.fields import (
     Unsupported,
     Verbosity,
 )
+from neo_desktop.app.api.pictures import shown_parts
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, MessageItem, for_template
@@ -316,7 +317,7 @@ def input_items(response: StoredResponse) -> Json:
         fields = item.model_dump(exclude_none=True)
         if isinstance(item, MessageItem):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [{"type": kind, "text": item.content}]
+            fields["content"] = shown_parts(item.content, kind)
         items.append({"id": f"item_{number}", "status": "completed"} | fields)
     ids = (
         {"first_id": items[0]["id"], "last_id": items[-1]["id"]}

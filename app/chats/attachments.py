@@ -1,6 +1,7 @@
 """Files that a question brings along, read here: what is kept is their text."""
 
 import asyncio
+import base64
 import codecs
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 from neo_desktop.app.chats.errors import NotPossibleError
 from neo_desktop.app.chats.messages import Kind
 from neo_desktop.app.errors import ApiError
+from neo_desktop.models.vision.pictures import is_picture, open_picture
 
 MAX_FILE_BYTES = 20 * 2**20
 MAX_TEXT_CHARS = 2_000_000  # some 500,000 tokens: more than contexts hold
@@ -21,21 +23,27 @@ _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codec
 _BINARY = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # texts hold white space and, from terminals, escapes
 
 
-async def read_file(name: str, content: bytes, readers: asyncio.Semaphore) -> tuple[str, Kind, str]:
-    """Return a file's name made fit, its kind and its text.
+async def read_file(
+    name: str, content: bytes, readers: asyncio.Semaphore, blindness: str = ""
+) -> tuple[str, Kind, str]:
+    """Return a file's name made fit, its kind, and its text or an image in base64.
 
     Args:
         name: as its owner calls it.
         content: the whole file.
         readers: PDFs that may be read at the same time.
+        blindness: the sentence that refuses images; empty: the model reads them.
 
     Raises:
-        ApiError: 413: it is too large; 415: it is neither text nor a PDF with text.
+        ApiError: 413: it is too large; 415: it is neither text, nor a PDF with text, nor an image that
+            the model reads.
     """
     name = _clean_name(name)
     if len(content) > MAX_FILE_BYTES:
         limit_mib = MAX_FILE_BYTES // 2**20
         raise ApiError(413, f"{name} has {len(content) / 2**20:.1f} MiB, but {limit_mib} MiB is the limit")
+    if is_picture(content):
+        return name, "image", await asyncio.to_thread(_picture, name, content, blindness)
     if b"%PDF-" in content[:1024]:
         kind: Kind = "pdf"
         text = await _pdf_text(name, content, readers)
@@ -64,6 +72,16 @@ def _clean_name(name: str) -> str:
     return " ".join("".join(char for char in last if char.isprintable()).split())[:MAX_NAME_CHARS] or "file"
 
 
+def _picture(name: str, content: bytes, blindness: str) -> str:
+    if blindness:
+        raise ApiError(415, f"{name} is an image, but {blindness}")
+    try:
+        open_picture(content)
+    except ValueError as error:
+        raise ApiError(415, f"{name} cannot be used: {error}") from None
+    return base64.b64encode(content).decode()
+
+
 def _plain_text(name: str, content: bytes) -> str:
     encoding = next((encoding for bom, encoding in _BOMS if content.startswith(bom)), "utf-8")
     try:
@@ -72,7 +90,9 @@ def _plain_text(name: str, content: bytes) -> str:
         # What Windows wrote before UTF-8. It gives almost any bytes a meaning: the control characters tell.
         text = content.decode("cp1252", errors="replace")
     if _BINARY.search(text):
-        raise ApiError(415, f"{name} is neither text nor a PDF: attach text, for example copied from it")
+        raise ApiError(
+            415, f"{name} is neither text, a PDF nor an image: attach text, for example copied from it"
+        )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -12,6 +12,7 @@ from neo_desktop.app.chats.attachments import MAX_PDF_READERS, check_length, rea
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
+from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ class Chats:
     """
 
     def __init__(self, host: ModelHost, news: News, folder: Path) -> None:
+        self._host = host
         self._store = ChatStore(folder)
         self._worker = FunctionThread("chats")
         self._news = news
@@ -101,8 +103,12 @@ class Chats:
         await self._change(self._store.restore, chat_id)
 
     async def attach(self, name: str, content: bytes) -> Attachment:
-        """Keep a file's text for a question; ApiError says why a file cannot be read."""
-        name, kind, text = await read_file(name, content, self._readers)
+        """Keep a file's text or image for a question; ApiError says why a file cannot be read."""
+        try:
+            blindness = self._host.service.blindness
+        except NoModelError:
+            blindness = ""  # the next model may read images
+        name, kind, text = await read_file(name, content, self._readers, blindness)
         return await self._worker(self._store.attach, name, kind, text)
 
     async def presets(self) -> dict[str, str]:

@@ -5,17 +5,20 @@ answer to a question is a sibling of the first (a variant), another wording of a
 The page shows the way from the root to one leaf.
 """
 
+import base64
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
+
+from neo_desktop.app.generate.images import image_part, joined, text_part
 
 SHORT_TITLE_CHARS = 60  # of one that is made
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
-Kind = Literal["text", "pdf"]
+Kind = Literal["text", "pdf", "image"]
 
 # Bounds of files that are read in.
 Text = Annotated[str, Field(max_length=8_000_000)]
@@ -48,7 +51,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file that belongs to a question; its text is kept, the file is not."""
+    """A file that belongs to a question: its text, or an image in base64."""
 
     id: str
     name: str
@@ -79,8 +82,26 @@ class Message:
 
     def prompt_text(self) -> str:
         """The text for the model: the attached files, then the question."""
-        files = [f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n" for one in self.attachments]
+        files = [
+            f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n"
+            for one in self.attachments
+            if one.kind != "image"
+        ]
         return "".join(files) + self.text
+
+    def prompt_content(self) -> str | list[dict[str, Any]]:
+        """The content for the model: images, then the text.
+
+        Raises:
+            ValueError: an imported image is not base64.
+        """
+        images = [
+            image_part(base64.b64decode(one.text, validate=True))
+            for one in self.attachments
+            if one.kind == "image"
+        ]
+        text = self.prompt_text()
+        return joined([*images, *([text_part(text)] if text else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +169,17 @@ def used_tokens(way: list[Message]) -> int:
     return next((count for count in reversed(counted) if count is not None), 0)
 
 
-def to_send(way: list[Message], settings: Settings) -> list[dict[str, str]]:
+def to_send(way: list[Message], settings: Settings) -> list[dict[str, Any]]:
     """The messages for the chat template of a branch that ends with the question to answer.
 
     Questions without an answer are left out, since templates want user and assistant to alternate.
     """
-    turns: list[dict[str, str]] = []
+    turns: list[dict[str, Any]] = []
     for question, answer in zip(way[:-1:2], way[1::2], strict=False):
         if answer.text:
-            turns.append({"role": "user", "content": question.prompt_text()})
+            turns.append({"role": "user", "content": question.prompt_content()})
             turns.append({"role": "assistant", "content": answer.text})
-    turns.append({"role": "user", "content": way[-1].prompt_text()})
+    turns.append({"role": "user", "content": way[-1].prompt_content()})
     if settings.system_prompt and settings.system_prompt.strip():
         turns.insert(0, {"role": "system", "content": settings.system_prompt})
     return turns

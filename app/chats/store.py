@@ -198,7 +198,7 @@ class ChatStore:
     # Attachments and presets.
 
     def attach(self, name: str, kind: Kind, text: str) -> Attachment:
-        """Keep a file's text for a later question."""
+        """Keep a file's text or image for a later question."""
         file = Attachment(new_id(), name, kind, text)
         with transaction(self._connection):
             self._put("attachments", asdict(file) | {"created_s": time.time()})

@@ -36,7 +36,7 @@ class _Part(BaseModel):
 class AttachmentPart(_Part):
     name: Annotated[str, Field(max_length=1000)]
     kind: Kind
-    text: Text
+    text: Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
 
 
 class MessagePart(_Part):

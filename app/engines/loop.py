@@ -25,6 +25,7 @@ from neo_desktop.app.engines.messages import (
     Event,
     Look,
     Refused,
+    See,
     Status,
     Stepped,
     Stop,
@@ -37,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 ADVICE = ": start the engine again"  # with which the engine ends its sentence of a lost GPU
 REST_S = 1.0  # between two calls of `rest` without work
-MAX_COMPILERS = 8  # threads that make grammars ready
+MAX_HELPERS = 8  # threads that make grammars ready and read images
 
 
 class EngineLoop:
-    """Carries out commands; only `run` calls the engine, its grammars excepted.
+    """Carries out commands; only `run` calls the engine, except its grammars and its vision.
 
     Args:
         engine: the loop's alone until `run` has returned.
@@ -54,15 +55,15 @@ class EngineLoop:
         self._emit = emit
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_stopping = False  # run's own
-        self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
+        self._helpers = ThreadPoolExecutor(MAX_HELPERS, "helper")
         engine.watch(lambda: self._inbox.put(Check()))
 
     def take(self, command: Command) -> None:
         """Have a command carried out; any thread may ask."""
-        if not isinstance(command, Compile):
+        if not isinstance(command, Compile | See):
             self._inbox.put(command)
         elif not self.is_over:
-            self._compilers.submit(self._compile, command)
+            self._helpers.submit(self._help, command)
 
     def run(self) -> str | None:
         """Work until a `Stop`; return why it ended, if it was for anything else."""
@@ -78,7 +79,7 @@ class EngineLoop:
             logger.exception("the engine stopped")
             reason = _ended(error)
         self.is_over = True
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._helpers.shutdown(wait=False, cancel_futures=True)
         self._emit([Ended(reason)])
         return reason
 
@@ -131,13 +132,18 @@ class EngineLoop:
         outputs = self._engine.take_outputs()
         self._emit([Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
 
-    def _compile(self, command: Compile) -> None:
-        error = None
+    def _help(self, command: Compile | See) -> None:
+        error = value = None
         try:
-            self._engine.grammars.compile(command.grammar)
+            if isinstance(command, Compile):
+                self._engine.grammars.compile(command.grammar)
+            elif self._engine.vision is None:
+                raise ValueError(self._engine.blindness)
+            else:
+                value = self._engine.vision.see(command.data)
         except Exception as refused:
             error = _told(refused)
-        self._emit([Answered(command.ticket, error=error)])
+        self._emit([Answered(command.ticket, value, error)])
 
 
 def _told(error: Exception) -> Exception:

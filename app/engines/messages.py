@@ -6,7 +6,7 @@ the engine ends.
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from neo_desktop.app.engines.served import ServedEngine
@@ -16,6 +16,7 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
+from neo_desktop.models.vision.prompt import SeenImage
 
 EngineMaker = Callable[[Progress], ServedEngine]  # for a process it must be something that can be pickled
 
@@ -34,6 +35,14 @@ class Compile:
 
     ticket: int
     grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class See:
+    """Read an image file, in a thread beside the engine: the answer's value is a SeenImage."""
+
+    ticket: int
+    data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +69,13 @@ class Check:
     """Check the engine after its alarm."""
 
 
-Command = Add | Check | Compile | Look | Abort | Stop
+Command = Add | Check | Compile | See | Look | Abort | Stop
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
     ticket: int
-    value: LiveView | None = None
+    value: LiveView | SeenImage | None = None
     error: Exception | None = None
 
 
@@ -140,6 +149,7 @@ class EngineFacts:
     stats: EngineStats  # at the beginning
     note: str | None  # what the owner of the computer should know
     gpu_bytes: int  # that it took of the GPU's memory
+    blindness: str  # the sentence that refuses images; empty: the model reads them
 
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
@@ -150,6 +160,7 @@ class EngineFacts:
             engine.stats(),
             engine.note,
             engine.gpu_bytes,
+            engine.blindness,
         )
 
 

@@ -1,4 +1,4 @@
-"""The calls of a service to an engine, all from one thread, `grammars.compile` excepted."""
+"""The calls of a service to an engine, all from one thread, except `grammars.compile` and `vision.see`."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,6 +9,7 @@ from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
+from neo_desktop.models.vision.tower import Vision
 
 
 class ServedEngine(Protocol):
@@ -17,6 +18,8 @@ class ServedEngine(Protocol):
     model_name: str
     input_processor: InputProcessor
     grammars: GrammarCompiler
+    blindness: str  # the sentence that refuses images; empty: `vision` reads them
+    vision: Vision | None
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:

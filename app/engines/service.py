@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from neo_desktop.app.engines.generation import Generation
+from neo_desktop.app.engines.images import SeenImages
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.messages import (
     Abort,
@@ -30,12 +31,14 @@ from neo_desktop.app.engines.messages import (
     Event,
     Look,
     Refused,
+    See,
     Status,
     Stepped,
     Stop,
 )
 from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
+from neo_desktop.app.engines.progress_watch import watch
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.errors import (
     EngineFailedError,
@@ -53,13 +56,12 @@ from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.marks import ChatText, Shield
+from neo_desktop.models.vision.prompt import SeenImage
 
 logger = logging.getLogger(__name__)
 
 SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
-
-WATCH_TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
@@ -81,6 +83,8 @@ class EngineService:
         self.tokenizer = facts.input_processor.tokenizer
         self._input_processor = facts.input_processor
         self.sampling_defaults = facts.sampling_defaults
+        self.blindness = facts.blindness  # the sentence that refuses images; empty: the model reads them
+        self._seen = SeenImages()
         self._templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
@@ -105,7 +109,7 @@ class EngineService:
         self._refusal = None
         self._link.start(self._receive)
         if self._link.timeout_s is not None:
-            self._watch = asyncio.create_task(self._watch_progress(self._link.timeout_s))
+            self._watch = watch(self._link, self._link.timeout_s, lambda: self._num_heard, self._has_work)
 
     async def stop(
         self,
@@ -274,6 +278,11 @@ class EngineService:
         service = await self._awake()
         await service._ask(Compile(next(service._ordinals), grammar))
 
+    async def see(self, data: bytes) -> SeenImage:
+        """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
+        service = await self._awake()
+        return await service._seen.get(data, lambda: service._ask(See(next(service._ordinals), data)))
+
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
         async with await self.submit(prompts, SamplingParams(pooling=pooling)) as generation:
@@ -303,7 +312,7 @@ class EngineService:
             raise self._refusal.with_traceback(None)
         self._link.send(command)
 
-    async def _ask(self, command: Compile | Look) -> Any:
+    async def _ask(self, command: Compile | See | Look) -> Any:
         """Send a command and wait for its answer; that the engine ends meanwhile is raised."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._send(command)
@@ -362,15 +371,8 @@ class EngineService:
         else:
             self._refuse_all(EngineRestartingError(self.supervisor(reason)))
 
-    async def _watch_progress(self, timeout_s: float) -> None:
-        """End an engine that has work, and says nothing for too long."""
-        num_heard, num_silent = -1, 0
-        while num_silent < WATCH_TICKS:
-            await asyncio.sleep(timeout_s / WATCH_TICKS)
-            has_work = bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
-            num_silent = num_silent + 1 if has_work and self._num_heard == num_heard else 0
-            num_heard = self._num_heard
-        self._link.kill(f"the engine had work and made no progress for {timeout_s:g} s, so it was ended")
+    def _has_work(self) -> bool:
+        return bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
 
     # From here on: a thread of the engine's.
 

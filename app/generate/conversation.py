@@ -15,6 +15,7 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
+from neo_desktop.app.generate.images import check_images, put_back, taken_out, with_rows
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.templates.chat_template import ChatTemplateError
@@ -41,7 +42,7 @@ class Conversation:
 
     Args:
         begun: the answer so far; the model writes the rest.
-        messages: as chat templates expect them, at least one.
+        messages: as chat templates expect them, at least one; content may be a list of parts (`images`).
         tools: that may be called.
         choice: None: no tool is to be called.
         is_parallel: several calls may come in one answer.
@@ -84,6 +85,9 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     """
     if conversation.continues_last:
         _check_continued(conversation)
+    texts, images, sign = taken_out(conversation.messages)
+    check_images(service, images, conversation.field)
+    conversation = replace(conversation, messages=texts)
     choice = conversation.choice
     tools = _callable_tools(conversation)
     tool_format = format_of(service.tokenizer.chat_template_for(has_tools=bool(tools)))
@@ -101,7 +105,9 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     if conversation.continues_last:
         fields["add_generation_prompt"] = False
     try:
-        prompt = await service.render_chat(messages, fields, shield, is_continued=conversation.continues_last)
+        prompt = await service.render_chat(
+            put_back(messages, sign), fields, shield, is_continued=conversation.continues_last
+        )
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=conversation.field) from error
     is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")
@@ -124,6 +130,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
         raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
+    prompt = await with_rows(service, prompt, images, conversation.field)
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
 
@@ -302,6 +309,8 @@ def _check_continued(conversation: Conversation) -> None:
         reason = "it ends with a tool call"
     elif last.get("reasoning_content") and not last.get("content"):
         reason = "it holds a thought and no text"
+    elif isinstance(last.get("content"), list):
+        reason = "it has images"
     if reason is not None:
         message = f"the last message cannot be continued: {reason}; add text or another message"
         raise ApiError(400, message, param=conversation.field)

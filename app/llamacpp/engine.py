@@ -28,6 +28,7 @@ from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import LLAMACPP, EngineStats
 from neo_desktop.models.config import GenerationDefaults
+from neo_desktop.models.vision.tower import TEXT_ONLY, Vision
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class LlamaCppEngine:
     ) -> None:
         self.model_name = model.file.stem
         self.note = LLAMACPP_NOTE
+        self.vision: Vision | None = None
+        self.blindness = TEXT_ONLY
         self.gpu_bytes = model.nbytes if gpu else 0
         self.sampling_defaults = _sampling_defaults(model)
         tokenizer = LlamaCppTokenizer(model.file)

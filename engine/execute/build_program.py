@@ -12,6 +12,7 @@ from neo_desktop.engine.batch import MAX_ASYNC_DECODES, UNKNOWN_TOKEN, Iteration
 from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import AsyncDecodes
 from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
@@ -95,6 +96,7 @@ class ProgramBuilder:
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(graph_key)
         chooses = memory.is_fixed and for_graphs and graph_key.is_whole and not _pools(plan)
+        chooses = chooses and not reads_images(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
         stream = self._prefetch_stream(plan, blocks, memory if chooses else None)
@@ -200,6 +202,7 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._async_decodes(memory, members) if members.async_decodes else None,
+            ImageInputs.of(members.placed(rows), self._stages),
         )
 
     def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
@@ -288,7 +291,7 @@ class ProgramBuilder:
         for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
             start, count = rows.starts[index], len(sequences)
             token_ids[start : start + count] = [s.token_ids[0] for s in sequences]
-            positions[start : start + count] = [s.start for s in sequences]
+            positions[start : start + count] = [s.position for s in sequences]
             if tier.host_attends:
                 continue
             context_lens[first_table : first_table + count] = [s.context_len for s in sequences]
@@ -307,14 +310,15 @@ class ProgramBuilder:
             members.async_decodes[0] if members.async_decodes else (), rows.starts[-1]
         ):
             if beginning is not None:
-                token_ids[row], positions[row] = beginning.token_ids[0], beginning.start
+                token_ids[row], positions[row] = beginning.token_ids[0], beginning.position
         for where, group in zip(staged.async_positions.numpy(), members.async_decodes, strict=False):
-            where[: len(group)] = [0 if s is None else s.start for s in group]
+            where[: len(group)] = [0 if s is None else s.position for s in group]
         row = rows.first_prompt
         for sequence in members.prompts:
             end = row + len(sequence.token_ids)
             token_ids[row:end] = sequence.token_ids
-            positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
+            where = np.arange(sequence.start, sequence.context_len)
+            positions[row:end] = where if sequence.images is None else sequence.images.rotation(where)
             if self._storage[sequence.tier].fused_kv_append:
                 slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end

@@ -19,6 +19,7 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
+from neo_desktop.engine.execute.image_attention import NO_IMAGES, ImageSpans
 from neo_desktop.engine.execute.prefill_kernels import (
     BELOW,
     PrefillKernel,
@@ -42,6 +43,7 @@ class Prefill:
     rows: slice
     start: int  # number of cached tokens before this chunk
     slots: Tensor  # [start + rows] int64 on the pool's device: slots of the earlier and the own tokens
+    images: ImageSpans = NO_IMAGES
 
     @property
     def context_len(self) -> int:
@@ -136,12 +138,17 @@ class PrefillGroup:
                 kernel = PrefillKernel.MATH  # torch's kernels have no softcap
             try:
                 self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
-                return
+                break
             except RuntimeError as error:
                 below = BELOW.get(kernel)
                 if below is None or is_out_of_memory(error) or is_lost(error):
                     raise
                 fallbacks.limit("prompt_attention", below, str(error).strip().partition("\n")[0])
+        first = 0
+        for chunk in self.chunks:
+            context = contexts[:, first : first + chunk.context_len]
+            chunk.images.attend(q[chunk.rows], context, out[chunk.rows], chunk.start, scale, window)
+            first += chunk.context_len
 
     def _attend_with(
         self,

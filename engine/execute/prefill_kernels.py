@@ -137,7 +137,7 @@ def efficient(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [queries, heads, head_dim] and, if needed, log(sum(exp(scores))) [queries, heads]."""
     # The operator behind SDPA. Only a mask makes SDPA itself align the last query with the last key.
-    queries, keys, values = _by_kv_head(q, k, v)
+    queries, keys, values = by_kv_head(q, k, v)
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         queries.transpose(1, 2),
         keys.transpose(1, 2),
@@ -194,7 +194,7 @@ def causal_attention(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attend with a mask [queries, keys]; None: causally."""
-    heads, is_causal = _by_kv_head(q, k, v), mask is None
+    heads, is_causal = by_kv_head(q, k, v), mask is None
     out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -256,7 +256,7 @@ def _pieces(num_queries: int, num_keys: int, most: int, window: int | None) -> I
         yield _Piece(slice(start, end), slice(first, before + end), before + start)
 
 
-def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View q, k and v as [kv_heads, group, tokens, head_dim]; K and V heads are repeated without a copy.
 
     The memory-efficient kernel has no grouped queries. With `enable_gqa`, SDPA below compute capability 8.0

@@ -106,7 +106,9 @@ class Program:
     def is_fixed(self) -> bool:
         """True if the fixed parts can be graphs."""
         spans_vary = self._config.state_shapes and any(each.prompts for each in self._passes)
-        return self._memory.is_fixed and self._stages.writes_in_place and not spans_vary
+        has_images = any(each.images is not None for each in self._passes)
+        is_possible = self._memory.is_fixed and self._stages.writes_in_place
+        return is_possible and not spans_vary and not has_images
 
     def _weight_stream(self) -> WeightStream | None:
         if self._workspace.split is None:
@@ -320,7 +322,8 @@ class Program:
         memory = each.memory
         if memory.table is not None:
             torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
-        self._stages.embed(memory.token_ids, memory.inputs.positions, memory.state)
+        embed = self._stages.embed if each.images is None else each.images.embed
+        embed(memory.token_ids, memory.inputs.positions, memory.state)
 
     def _linear(self, each: SubBatchPass, layer: int) -> None:
         if layer == 0:

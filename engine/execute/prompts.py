@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.image_attention import ImageSpans
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
@@ -222,7 +223,9 @@ def prompts_of(
             begin, row = row, row + len(sequence.token_ids)
             slots = slots_of(sequence.block_table, np.arange(sequence.context_len), pool.block_size)
             new.append(slots[sequence.start :])
-            chunks.append(Prefill(slice(begin, row), sequence.start, upload(slots, torch.int64, pool.device)))
+            on_device = upload(slots, torch.int64, pool.device)
+            images = ImageSpans.of(sequence)
+            chunks.append(Prefill(slice(begin, row), sequence.start, on_device, images))
         prompts.append(make(tier, pool, chunks, torch.from_numpy(np.concatenate(new))))
     return prompts
 

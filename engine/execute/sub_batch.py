@@ -7,6 +7,7 @@ from torch import Tensor
 
 from neo_desktop.engine.execute.async_decodes import AsyncDecodes
 from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.images import ImageInputs
 from neo_desktop.engine.execute.lane import Signal
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
 from neo_desktop.engine.execute.prompts import Prompts
@@ -49,3 +50,4 @@ class SubBatchPass:
     last_rows: Sequence[int]  # rows that need a hidden state after the last layer
     split: OffloadedPass | None = None  # offloaded matmuls; None: the model has no offloaded matrices
     async_decodes: AsyncDecodes | None = None
+    images: ImageInputs | None = None  # rows of images

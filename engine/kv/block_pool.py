@@ -6,24 +6,30 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.models.vision.prompt import ImageRows
 
 BlockHash = bytes
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+def hash_block(parent: BlockHash, token_ids: Sequence[int], images: bytes = b"") -> BlockHash:
     """Return the hash of a full block: its tokens and, through `parent`, all tokens before them.
+
+    `images` are the digests of images that start in the block.
 
     KV depends on every earlier token, so equal hashes mean equal KV. The hash is cryptographic, since a
     collision would answer a prompt with the KV of another user's prompt.
     """
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
+    return blake2b(parent + array("I", token_ids).tobytes() + images, digest_size=16).digest()
 
 
-def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
+def extend_hashes(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, images: ImageRows | None = None
+) -> None:
     """Append the missing hashes of the full blocks in `token_ids`."""
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else b""
-        hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+        parent, end = hashes[-1] if hashes else b"", start + block_size
+        digests = b"" if images is None else images.digests(start, end)
+        hashes.append(hash_block(parent, token_ids[start:end], digests))
 
 
 class BlockPool:

@@ -129,7 +129,7 @@ class BatchBuilder:
 
         Args:
             tier: KV tier of the request.
-            tokens: at most the budget.
+            tokens: at most the budget, unless the request has an image that must not be cut.
             start: tokens computed before.
             num_tokens: tokens of the request.
         """
@@ -149,7 +149,7 @@ class BatchBuilder:
             )
         else:  # a single token runs through the decode kernels
             self.shape = shape.plus({tier: Decodes(1, start + 1)})._replace(rows=shape.rows + is_last)
-        self.budget -= tokens
+        self.budget = max(self.budget - tokens, 0)
         self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
         if tier.host_attends:
             self.moved_tokens += tokens

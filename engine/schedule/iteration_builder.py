@@ -171,6 +171,7 @@ class IterationBuilder(Generic[R]):
         if most is not None:
             num_tokens = min(num_tokens, most)
         if num_tokens:
+            num_tokens = request.chunk_of(num_tokens)
             self._chunks.append((request, num_tokens))
             tier = self._queues.tier_of(request)
             self.builder.add_chunk(tier, num_tokens, request.num_computed_tokens, request.num_tokens)

@@ -48,6 +48,7 @@ def plan_of(
             states=None
             if states is None
             else states.plan(request.request_id, start, num_tokens, is_last=ends),
+            images=request.images,
         )
         is_last = is_sampled or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens)
         scheduled.append(Scheduled(request, sequence, request.num_preemptions, is_last, is_on_its_way))

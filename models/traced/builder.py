@@ -12,8 +12,9 @@ from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, LookUp, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
@@ -43,9 +44,7 @@ class Builder:
         operators: Operators,
     ) -> None:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
-        self._root = nn.Module()
-        self._constants: dict[fx.Node, Tensor] = {}
-        self._number_of = 0
+        self._root, self._number_of, self._constants = nn.Module(), 0, dict[fx.Node, Tensor]()
         self._spec = decoder.spec
         self._products: dict[str | None, tuple[Linear, tuple[int, ...], int]] = {
             weight: (linear, fused.rows, index)
@@ -145,16 +144,14 @@ class Builder:
         piece = self._cut.pieces[index]
         patterns = [] if is_plain else self._patterns[index]
         graph, known = fx.Graph(), dict[fx.Node, Any]()
-        is_first = piece is self._cut.pieces[0]
-        if is_first:
+        if piece is self._cut.pieces[0]:
             known[self._graph.token_ids] = graph.placeholder("token_ids")
             known[self._graph.positions] = graph.placeholder("positions")
             rows = known[self._graph.token_ids]
             rows = graph.call_function(torch.ops.aten.sym_size.int, (rows, 1))
             self._copy(graph, self._cut.positional, known, rows)
         else:
-            memory, rotation = graph.placeholder("carried"), graph.placeholder("rotation")
-            attended = graph.placeholder("attended")
+            memory, rotation, attended = map(graph.placeholder, ("carried", "rotation", "attended"))
             known[RECURRENT] = graph.placeholder("recurrent")
             rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
             self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
@@ -316,6 +313,9 @@ class Builder:
                 copied.args = self._here(copied.args)
                 copied.kwargs = self._here(copied.kwargs)
                 known[node] = copied
+            if node in self._cut.pieces[0].carried[:1]:  # the embeddings
+                given = self._attribute("given", Given(self._decoder))
+                known[node] = graph.call_module(given, (known[node],))
 
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""
@@ -325,15 +325,16 @@ class Builder:
         if name == "convolve":
             weight, bias, has_silu, index = given[1:]
             bias = None if bias is None else self._constants[bias]
-            module: Any = Convolution(
-                self._constants[weight], bias, index, self._operators, has_silu=has_silu
-            )
+            kernel = self._constants[weight]
+            module: Any = Convolution(kernel, bias, index, self._operators, has_silu=has_silu)
             return self._attribute("convolution", module), [given[0], RECURRENT]
         if name == "scan":
             module = Scan(given[6], self._operators, is_delta=given[5])
             return self._attribute("scan", module), [RECURRENT, *given[:5]]
         if name == "experts":
             return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
+        if name == "deepstack":
+            return self._attribute("deepstack", DeepStack(self._decoder, given[1])), given[:1]
         return None
 
     def _operate(

@@ -65,6 +65,8 @@ class TracedDecoder(Decoder):
             self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
         self.stages: Any = None  # `TracedStages`, made once
+        # Rows of the next `TracedStages.embed`, and embeddings that replace those of their tokens.
+        self.given: tuple[Tensor, Tensor] | None = None
 
     def _linear(self, fused: FusedSizes, form: WeightFormat) -> Linear:
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device

@@ -135,6 +135,18 @@ class Rope(nn.Module):
         return heads.transpose(0, 1)[None]
 
 
+class Given(nn.Module):
+    """The embeddings [1, rows, hidden] with those rows replaced that `TracedDecoder.given` has."""
+
+    def __init__(self, decoder: TracedDecoder) -> None:
+        super().__init__()
+        self._decoder = decoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self._decoder.given
+        return x if given is None else x.index_copy(1, given[0], given[1][None, :, : x.shape[2]])
+
+
 class LookUp(nn.Module):
     """The token embedding."""
 

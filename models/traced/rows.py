@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset((
     "mul_", "div_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "silu_", "relu_", "bitwise_not",
     "isfinite", "nan_to_num", "__or__", "__and__", "bitwise_or",
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
-    "polar", "view_as_complex", "view_as_real",
+    "polar", "view_as_complex", "view_as_real", "deepstack",
 ))
 # No arithmetic, only other positions.
 MOVES = frozenset((

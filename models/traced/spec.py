@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
+from neo_desktop.models.traced import deepstack
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -42,7 +43,7 @@ ROWS = 5  # of the run; differs from every size of a model
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the advice of transformers."""
     from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
 
@@ -68,7 +69,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             "neo-desktop[transformers], or choose another model."
         ) from None
     config: Any = None
-    with _quiet():
+    with quiet():
         try:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
@@ -97,6 +98,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
+    deepstack.add_to(model)
     return model.eval()
 
 
@@ -118,7 +120,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
             raise CannotCutError("its code has no parameter for positions")
         del given["position_ids"]
     with (
-        _quiet(),
+        quiet(),
         intercepted(calls),
         recurrences_recorded(calls, model),
         Catching(calls, model),
@@ -262,7 +264,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
-        carried_width=_carried_width(calls, last.weight.shape[1]),
+        carried_width=_carried_width(calls, last.weight.shape[1]) + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
@@ -350,7 +352,7 @@ def description(source: Source, _modified_ns: int) -> Description:
     Raises:
         ModelError: the context is out of range.
     """
-    with _quiet():
+    with quiet():
         config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)

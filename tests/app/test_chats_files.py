@@ -201,7 +201,8 @@ def pdf_bomb() -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "status", "reason"),
     [
-        ("picture.png", b"\x89PNG\r\n\x1a\n" + bytes(100), 415, "picture.png is neither text nor a PDF"),
+        ("picture.png", b"\x89PNG\r\n\x1a\n" + bytes(100), 415, "picture.png cannot be used: the image is"),
+        ("picture.bmp", b"BM" + bytes(100), 415, "picture.bmp is neither text, a PDF nor an image"),
         ("empty.txt", b" \n", 415, "empty.txt is empty"),
         ("big.txt", b"x" * (attachments.MAX_FILE_BYTES + 1), 413, "20 MiB"),
         ("long.txt", b"x" * (attachments.MAX_TEXT_CHARS + 1), 413, "2,000,000 is the limit"),

@@ -111,12 +111,19 @@ OUTPUT_PART = {"type": "output_text", "text": "t"}
 REFUSAL_PART = {"type": "refusal", "refusal": "t"}
 REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 
+PIXEL = (  # a PNG file
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
+)
+PIXEL_URL = f"data:image/png;base64,{PIXEL}"
+
 # One body per protocol, with a part of every accepted type.
 BODIES: dict[type[Model], dict[str, Any]] = {
     ChatCompletionRequest: {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "s"}]},
             {"role": "user", "content": [{"type": "input_text", "text": "u"}], "name": "n"},
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL_URL}}]},
+            {"role": "user", "content": [{"type": "input_image", "image_url": PIXEL_URL}]},
             {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
             {"role": "tool", "tool_call_id": "1", "content": [{"type": "output_text", "text": "t"}]},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
@@ -135,6 +142,14 @@ BODIES: dict[type[Model], dict[str, Any]] = {
         "input": [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
             {"type": "message", "role": "user", "content": [{"type": "text", "text": "u"}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [
+                    {"type": "input_image", "image_url": PIXEL_URL},
+                    {"type": "image_url", "image_url": {"url": PIXEL_URL}},
+                ],
+            },
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]},
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
@@ -179,6 +194,15 @@ BODIES: dict[type[Model], dict[str, Any]] = {
         "system": [{"type": "text", "text": "s"}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/png", "data": PIXEL},
+                    },
+                ],
+            },
             {
                 "role": "assistant",
                 "content": [

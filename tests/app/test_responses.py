@@ -274,7 +274,10 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"tools": [{"type": "nonsense"}]}, "tools[0]"),
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]"),

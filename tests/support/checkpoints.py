@@ -1,6 +1,6 @@
 """Small random checkpoints of every family, written by transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,10 @@ def _model(folder: Path, attention: str | None) -> Any:
     return of_kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
-def save_tokenizer(folder: Path, with_template: bool = True) -> None:
-    """Write a byte-level tokenizer with chat tokens."""
+def save_tokenizer(
+    folder: Path, with_template: bool = True, more: Sequence[str] = (), template: str = CHAT_TEMPLATE
+) -> None:
+    """Write a byte-level tokenizer with chat tokens; `more` special tokens have ids from 261 on."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -177,8 +179,8 @@ def save_tokenizer(folder: Path, with_template: bool = True) -> None:
         tokenizer_object=backend,
         eos_token="<|end|>",
         bos_token="<|begin|>",
-        additional_special_tokens=roles,
+        additional_special_tokens=[*roles, *more],
     )
     if with_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

@@ -133,7 +133,7 @@ def test_attachments_reach_the_model_and_what_cannot_be_read_is_refused(
     chat.page.locator("#question input[type=file]").set_input_files(picture)
     expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()
     chat.send("what is this?")
-    expect(chat.page.get_by_text("neither text nor a PDF")).to_be_visible()
+    expect(chat.page.get_by_text("picture.png is an image, but this model reads text only")).to_be_visible()
     chat.page.reload()
     chat.page.locator("#question input[type=file]").set_input_files(notes)
     expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()

@@ -1,0 +1,112 @@
+"""Images of a conversation: taken out of its messages, and put into its prompt.
+
+    parts ──taken_out──→ texts with a sign per image ──put_back──→ parts ──template──→ marks ──→ rows
+
+Between the two, all messages are texts.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ApiError
+from neo_desktop.engine.json_schema.words import Json
+from neo_desktop.models.marks import SIGNS, ChatText
+from neo_desktop.models.vision.pictures import open_picture
+from neo_desktop.models.vision.prompt import with_images
+
+MAX_IMAGES = 20  # of a conversation
+MAX_IMAGE_BYTES = 20 << 20
+IMAGE = "image"  # the type of a part in chat templates
+
+
+def image_part(data: bytes) -> Json:
+    """Return a part of a message's content: an image file."""
+    return {"type": IMAGE, IMAGE: data}
+
+
+def data_url(data: bytes) -> str:
+    """Return an image file as a data URL."""
+    kind = str(open_picture(data).format).lower()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def text_part(text: str) -> Json:
+    """Return a part of a message's content."""
+    return {"type": "text", "text": text}
+
+
+def joined(parts: Iterable[Json]) -> str | list[Json]:
+    """Return content: text, a line per part; or parts, if there are images."""
+    found: list[Json] = []
+    for part in parts:
+        if found and part["type"] == found[-1]["type"] == "text":
+            found[-1] = text_part(f"{found[-1]['text']}\n{part['text']}")
+        else:
+            found.append(part)
+    if any(part["type"] == IMAGE for part in found):
+        return found
+    return found[0]["text"] if found else ""
+
+
+def taken_out(messages: Sequence[Json]) -> tuple[list[Json], list[bytes], str]:
+    """Return messages with signs in place of images, the images, and the sign."""
+    contents = [message.get("content") for message in messages]
+    if not any(isinstance(content, list) for content in contents):
+        return list(messages), [], ""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = [part[IMAGE] for part in parts if part["type"] == IMAGE]
+    texts = [content for content in contents if isinstance(content, str)]
+    texts += [part["text"] for part in parts if part["type"] != IMAGE]
+    sign = next((sign for sign in SIGNS if not any(sign in text for text in texts)), "")
+
+    def written(content: str | list[Json] | None) -> str | None:
+        if not isinstance(content, list):
+            return content
+        return "".join(sign if part["type"] == IMAGE else part["text"] for part in content)
+
+    return [message | {"content": written(message.get("content"))} for message in messages], images, sign
+
+
+def put_back(messages: Sequence[Json], sign: str) -> list[Json]:
+    """Return messages with parts where they have signs, as chat templates expect images."""
+    if not sign:
+        return list(messages)
+    return [
+        message | {"content": _parts(message["content"], sign)}
+        if sign in (message["content"] or "")
+        else message
+        for message in messages
+    ]
+
+
+def _parts(text: str, sign: str) -> list[Json]:
+    parts: list[Json] = []
+    for number, piece in enumerate(text.split(sign)):
+        parts += [{"type": IMAGE}] * (number > 0)
+        parts += [text_part(piece)] if piece else []
+    return parts
+
+
+def check_images(service: EngineService, images: Sequence[bytes], field: str) -> None:
+    """Raise ApiError if the model cannot read images, or the images are too many."""
+    if images and service.blindness:
+        raise ApiError(400, service.blindness, param=field)
+    if len(images) > MAX_IMAGES:
+        raise ApiError(400, f"{field} has {len(images)} images, but {MAX_IMAGES} is the limit", param=field)
+
+
+async def with_rows(
+    service: EngineService, prompt: ChatText, images: Sequence[bytes], field: str
+) -> ChatText:
+    """Return the prompt with the rows of its images.
+
+    Raises:
+        ApiError: an image cannot be used, or the template shows other images.
+    """
+    if not images:
+        return prompt
+    try:
+        return with_images(prompt, [await service.see(image) for image in images])
+    except ValueError as error:
+        raise ApiError(400, str(error), param=field) from error

@@ -1,0 +1,1 @@
+"""Images in prompts: the vision towers of `transformers`, and the rows that they put into prompts."""

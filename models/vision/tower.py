@@ -1,0 +1,144 @@
+"""Vision towers of `transformers`, which compute the rows of images on the CPU."""
+
+import threading
+from collections.abc import Mapping
+from hashlib import blake2b
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.checkpoint import Checkpoint
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
+from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.vision.families import FAMILIES, VisionFamily, Words, rows_of
+from neo_desktop.models.vision.pictures import decode
+from neo_desktop.models.vision.prompt import SeenImage
+
+TEXT_ONLY = "this model reads text only"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files that describe image processors
+
+
+class Vision:
+    """Reads images for a model; thread-safe.
+
+    The tower's weights are read at the first image, and stay in host memory in float32.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: TracedConfig, tokenizer: Tokenizer) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        with _quiet():
+            self._described: Any = config.source.config()
+        self._family = _FAMILIES[self._described.model_type]
+        self._words = Words.read(checkpoint.path, tokenizer.token_text)
+        self.mark = self._family.mark(self._described, self._words)
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, Any, bytes] | None = None  # image processor, model, digest of settings
+
+    def see(self, data: bytes) -> SeenImage:
+        """Read an image file.
+
+        Raises:
+            ModelError: the tower's weights or the image processor's settings cannot be used.
+            ValueError: the file cannot be used.
+        """
+        from neo_desktop.models.traced.capture import TRACING  # noqa: PLC0415 - rarely needed
+
+        picture = decode(data)
+        with self._lock, TRACING:  # tracing replaces functions of torch, for all threads
+            if self._loaded is None:
+                self._loaded = self._load()
+            processor, model, settings = self._loaded
+            try:
+                inputs: Mapping[str, Tensor] = processor(
+                    picture, return_tensors="pt", **self._family.settings(self._described)
+                )
+            except ValueError as error:
+                raise ValueError(f"the image cannot be used: {error}") from None
+            with torch.inference_mode():
+                given = {name: inputs[name] for name in self._family.inputs}
+                rows = rows_of(model.get_image_features(**given, return_dict=True))
+        return SeenImage(
+            blake2b(data, key=settings, digest_size=32).digest(),
+            self.mark,
+            self._family.text(self._described, self._words, inputs),
+            self._described.image_token_id,
+            rows.float().numpy(),
+            self._family.sight(self._described),
+            self._family.grid(self._described, inputs),
+        )
+
+    def _load(self) -> tuple[Any, Any, bytes]:
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText  # noqa: PLC0415 - large
+        from transformers.initialization import no_init_weights  # noqa: PLC0415 - as above
+
+        described, path = self._described, self._checkpoint.path
+        with _quiet():
+            kinds: Any = AutoImageProcessor
+            processor = kinds.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, backend="pil"
+            )
+            make: Any = AutoModelForImageTextToText
+            with torch.device("meta"):
+                model = make.from_config(described).base_model.eval()
+            with no_init_weights():
+                for name, build in self._family.parts.items():
+                    setattr(model, name, build(described, type(getattr(model, name))).float().eval())
+        self._read_weights(model)
+        settings = blake2b(repr(processor.to_dict()).encode(), digest_size=32).digest()
+        return processor, model, settings
+
+    def _read_weights(self, model: Any) -> None:
+        weights = self._checkpoint.weights()
+        weights.rename(self._config, ())
+        for part in self._family.parts:
+            for name, value in getattr(model, part).state_dict().items():
+                stored = weights.tensors.get(f"model.{part}.{name}")
+                if stored is None or stored.is_quantised:
+                    state = "lacks" if stored is None else "has quantised"
+                    raise ModelError(
+                        f"{self._checkpoint.name} {state} weights of its vision tower ({part}.{name}), so it "
+                        "cannot read images: download the complete original folder."
+                    )
+                _copy(stored, value, name)
+
+
+def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
+    """Return the sentence that refuses images for a model; None: it can read them."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return f"{TEXT_ONLY}: a GGUF file has no vision tower, so images need the model's original folder"
+    file = JsonFile.read(checkpoint.path / "config.json") if checkpoint.path.is_dir() else None
+    if file is None or file.section("vision_config") is None:
+        return TEXT_ONLY
+    kind = file.raw("model_type")
+    if kind not in _FAMILIES:
+        return f"{TEXT_ONLY}: images of {kind} models are not supported yet"
+    if not isinstance(config, TracedConfig) or find_spec("PIL") is None:
+        return f"{TEXT_ONLY}: install neo-desktop[transformers] for images"
+    if not any((checkpoint.path / name).exists() for name in PROCESSORS):
+        return f"{TEXT_ONLY}: its folder lacks {PROCESSORS[0]}, which images need"
+    return None
+
+
+def _copy(stored: StoredTensor, target: Tensor, name: str) -> None:
+    if stored.shape != tuple(target.shape):
+        raise ModelError(
+            f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json describes "
+            f"{list(target.shape)}: use the config.json that belongs to these weights."
+        )
+    for row, piece in stored.pieces():
+        (target[row : row + len(piece)] if target.dim() else target).copy_(piece)
+
+
+def _quiet() -> Any:
+    from neo_desktop.models.traced.spec import quiet  # noqa: PLC0415 - rarely needed
+
+    return quiet()
+
+
+_FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in FAMILIES}
