@@ -46,6 +46,7 @@ from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
+from neo_desktop.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     streams: Streams  # of the decoder's device
+    identity: str | None = None  # of config and weights: equal after a restart, if nothing has changed
 
 
 # Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
@@ -103,7 +105,9 @@ def load(
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
         check_weight_pages()
-        return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
+        return LoadedModel(
+            f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams, options.shape
+        )
 
     started_s = time.perf_counter()
     checkpoint = open_model(options.model)
@@ -133,7 +137,19 @@ def load(
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
-    return LoadedModel(name, config, decoder, tokenizer, streams)
+    return LoadedModel(name, config, decoder, tokenizer, streams, identity_of(checkpoint.path, weights))
+
+
+def identity_of(path: Path, weights: Weights) -> str:
+    """Return a text that differs if a model's files differ: their names, sizes and times.
+
+    Args:
+        path: of the checkpoint.
+    """
+    files = {stored.file for stored in weights.tensors.values()}
+    files |= set(path.glob("*.json")) if path.is_dir() else {path}
+    stats = ((file.name, file.stat()) for file in sorted(files))
+    return repr([(name, status.st_size, status.st_mtime_ns) for name, status in stats])
 
 
 def available_bytes(rank: Rank) -> int:
