@@ -1,7 +1,6 @@
 """Blocks of a pool as bytes: the same from all memories with one dtype of KV."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,15 +26,8 @@ class BlockBytes:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        heads, dim = pool.row_shape
-        self._is_exact = pool.dtype is torch.int8  # rows would be converted
-        self._parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(pool.dtype, (heads, dim))] * 2
-        if self._is_exact:
-            scale = torch.float32, (heads,)
-            self._parts = [(torch.int8, (heads, dim // 2, 2)), (torch.int8, (heads, dim)), scale, scale]
-        row_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._parts)
-        self._layer_bytes = row_bytes * pool.block_size
-        self.block_bytes = self._layer_bytes * pool.num_layers
+        row_bytes = sum(part.nbytes for part in self._access(torch.arange(1)).parts)
+        self.block_bytes = row_bytes * pool.block_size * pool.num_layers
 
     def empty(self, num_blocks: int) -> Bytes:
         """Return memory for blocks, [num_blocks, block_bytes]."""
@@ -43,56 +35,70 @@ class BlockBytes:
 
     def take(self, blocks: Sequence[int], out: Bytes) -> None:
         """Copy blocks of the pool to `out`, [blocks, block_bytes]."""
-        self._copy(blocks, out, to_pool=False)
+        layers = self._access(self._slots(blocks))
+        for index, pairs in enumerate(self._pairs(layers, out)):
+            layers.read(index)
+            for part, there in pairs:
+                there[:] = part
 
     def put(self, blocks: Sequence[int], content: Bytes) -> None:
         """Copy `content`, [blocks, block_bytes], to blocks of the pool."""
-        self._copy(blocks, content, to_pool=True)
+        layers = self._access(self._slots(blocks))
+        for index, pairs in enumerate(self._pairs(layers, content)):
+            for part, there in pairs:
+                part[:] = there
+            layers.write(index)
 
-    def _copy(self, blocks: Sequence[int], content: Bytes, *, to_pool: bool) -> None:
-        pool = self._pool
-        slots = slots_of(torch.tensor(blocks), pool.block_size)
-        rows = pool.rows_at(slots)
-        shape = 2, len(slots), *pool.row_shape
-        here = torch.empty(0 if self._is_exact else shape, dtype=pool.dtype)
-        there = here if pool.device.type == "cpu" else torch.empty_like(here, device=pool.device)
-        for index in range(pool.num_layers):
-            layer = pool.layer(index)
-            part = content[:, index * self._layer_bytes : (index + 1) * self._layer_bytes]
-            if self._is_exact:
-                assert isinstance(layer, HostLayer)
-                if to_pool:
-                    layer.store_exactly(slots, self._tensors(part))
-                else:
-                    _fill(part, layer.stored(slots))
-            elif to_pool:
-                for row, values in zip(here, self._tensors(part), strict=True):
-                    row.copy_(values)
-                if there is not here:
-                    there.copy_(here)
-                rows.write(index, there)
-            else:
-                rows.read(index, there)
-                if there is not here:
-                    here.copy_(there)
-                _fill(part, here.unbind())
+    def _slots(self, blocks: Sequence[int]) -> Tensor:
+        return slots_of(torch.tensor(blocks), self._pool.block_size)
 
-    def _tensors(self, content: Bytes) -> list[Tensor]:
-        """Return the parts of a layer's bytes, [blocks, layer_bytes]."""
-        tensors, begin = [], 0
-        for dtype, shape in self._parts:
-            end = begin + self._pool.block_size * dtype.itemsize * math.prod(shape)
-            part = torch.from_numpy(np.ascontiguousarray(content[:, begin:end]))
-            tensors.append(part.view(dtype).view(-1, *shape))
-            begin = end
-        return tensors
+    def _access(self, slots: Tensor) -> "_Rows | _Stored":
+        return (_Stored if self._pool.dtype is torch.int8 else _Rows)(self._pool, slots)
+
+    def _pairs(self, layers: "_Rows | _Stored", content: Bytes) -> Iterator[list[tuple[Bytes, Bytes]]]:
+        """Yield per layer the bytes of its parts, and their place in `content`."""
+        parts = [part.view(torch.uint8).numpy().reshape(len(content), -1) for part in layers.parts]
+        sizes = [part.shape[1] for part in parts] * self._pool.num_layers
+        places = np.split(content, np.cumsum(sizes)[:-1], axis=1)
+        for begin in range(0, len(places), len(parts)):
+            yield list(zip(parts, places[begin : begin + len(parts)], strict=True))
 
 
-def _fill(content: Bytes, parts: Sequence[Tensor]) -> None:
-    """Copy the parts of a layer to its bytes, [blocks, layer_bytes]."""
-    begin = 0
-    for part in parts:
-        values = part.contiguous().view(torch.uint8).numpy().reshape(len(content), -1)
-        end = begin + values.shape[1]
-        content[:, begin:end] = values
-        begin = end
+class _Rows:
+    """Rows of one layer at a time, in host memory."""
+
+    def __init__(self, pool: KVPool, slots: Tensor) -> None:
+        self._rows = pool.rows_at(slots)
+        self._here = torch.empty(2, len(slots), *pool.row_shape, dtype=pool.dtype)
+        self._there = self._here.to(pool.device)  # the same tensor if that is the CPU
+        self.parts: Sequence[Tensor] = self._here.unbind()
+
+    def read(self, layer: int) -> None:
+        self._rows.read(layer, self._there)
+        self._here.copy_(self._there)
+
+    def write(self, layer: int) -> None:
+        self._there.copy_(self._here)
+        self._rows.write(layer, self._there)
+
+
+class _Stored:
+    """KV in 8 bits of one layer at a time, without conversion."""
+
+    def __init__(self, pool: KVPool, slots: Tensor) -> None:
+        self._pool, self._slots = pool, slots
+        heads, dim = pool.row_shape
+        rows = len(slots), heads
+        keys, values = (torch.empty(*rows, *shape, dtype=torch.int8) for shape in ((dim // 2, 2), (dim,)))
+        self.parts: Sequence[Tensor] = keys, values, torch.empty(rows), torch.empty(rows)
+
+    def _layer(self, index: int) -> HostLayer:
+        layer = self._pool.layer(index)
+        assert isinstance(layer, HostLayer)
+        return layer
+
+    def read(self, layer: int) -> None:
+        self._layer(layer).load_exactly(self._slots, self.parts)
+
+    def write(self, layer: int) -> None:
+        self._layer(layer).store_exactly(self._slots, self.parts)

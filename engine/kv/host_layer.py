@@ -92,13 +92,14 @@ class HostLayer(KVLayer):
         """Copy the rows of slots to `out`, converted to its dtype."""
         native.paged_kv_read(self._k, self._v, slots, *out, k_scale=self._k_scale, v_scale=self._v_scale)
 
-    def stored(self, slots: Tensor) -> list[Tensor]:
-        """Return K, V and their scales at slots without conversion, each [tokens, kv_heads, ...]."""
+    def load_exactly(self, slots: Tensor, out: Sequence[Tensor]) -> None:
+        """Copy K, V and their scales at slots to `out` without conversion, each [tokens, kv_heads, ...]."""
         page, row = self._positions(slots)
-        return [part[page, :, row] for part in self._parts]
+        for part, values in zip(self._parts, out, strict=True):
+            values.copy_(part[page, :, row])
 
     def store_exactly(self, slots: Tensor, parts: Sequence[Tensor]) -> None:
-        """Write parts as from `stored` to slots, all different."""
+        """Write parts as from `load_exactly` to slots, all different."""
         page, row = self._positions(slots)
         for part, values in zip(self._parts, parts, strict=True):
             part[page, :, row] = values
