@@ -14,6 +14,7 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.disk import BlockStore
 from neo_desktop.engine.kv.disk_cache import DiskCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import prompt_ms
@@ -47,9 +48,9 @@ def disk_folder(options: EngineOptions) -> DiskFolder | None:
 def disk_cache_of(
     parts: EngineParts, kv_cache: KVCache, cost: TableCostModel | None, folder: DiskFolder
 ) -> Below:
-    """Return the KV cache on disk. Recurrent states, workers and ranks do not use it."""
+    """Return the KV cache on disk. Workers and ranks do not use it."""
     model, storage, decoder = parts.model, parts.storage, parts.model.decoder
-    if model.identity is None or storage.states or parts.leader is not None:
+    if model.identity is None or parts.leader is not None:
         return Below()
     key = {
         "neo_desktop": __version__,
@@ -60,10 +61,13 @@ def disk_cache_of(
         "linear": sorted({linear.form for linear in decoder.linears()}),
         "block_size": BLOCK_SIZE,
     }
-    groups = {
-        tier: bytes.fromhex(digest(key | {"kv": str(storage[tier].dtype)}))
+    kinds: dict[KVTier | None, str] = {
+        tier: str(storage[tier].dtype)
         for tier, count in parts.num_blocks.items()
         if count and not tier.is_remote
+    }
+    groups = {
+        tier: bytes.fromhex(digest(key | {"kv": kind})) for tier, kind in (kinds | {None: "states"}).items()
     }
     try:
         store = BlockStore(folder.path, folder.num_bytes)

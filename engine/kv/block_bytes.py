@@ -27,14 +27,14 @@ class BlockBytes:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         row_bytes = sum(part.nbytes for part in self._access(torch.arange(1)).parts)
-        self.block_bytes = row_bytes * pool.block_size * pool.num_layers
+        self.num_bytes = row_bytes * pool.block_size * pool.num_layers
 
     def empty(self, num_blocks: int) -> Bytes:
-        """Return memory for blocks, [num_blocks, block_bytes]."""
-        return np.empty((num_blocks, self.block_bytes), np.uint8)
+        """Return memory for blocks, [num_blocks, num_bytes]."""
+        return np.empty((num_blocks, self.num_bytes), np.uint8)
 
     def take(self, blocks: Sequence[int], out: Bytes) -> None:
-        """Copy blocks of the pool to `out`, [blocks, block_bytes]."""
+        """Copy blocks of the pool to `out`, [blocks, num_bytes]."""
         layers = self._access(self._slots(blocks))
         for index, pairs in enumerate(self._pairs(layers, out)):
             layers.read(index)
@@ -42,7 +42,7 @@ class BlockBytes:
                 there[:] = part
 
     def put(self, blocks: Sequence[int], content: Bytes) -> None:
-        """Copy `content`, [blocks, block_bytes], to blocks of the pool."""
+        """Copy `content`, [blocks, num_bytes], to blocks of the pool."""
         layers = self._access(self._slots(blocks))
         for index, pairs in enumerate(self._pairs(layers, content)):
             for part, there in pairs:

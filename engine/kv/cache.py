@@ -160,19 +160,41 @@ class KVCache:
             if not self.states.has_room:
                 return None
             del shared[self.states.longest(hashes[: len(shared)]) :]
-        num_new = self.blocks_for(num_tokens) - len(shared)
-        num_revived = sum(not pool.is_used(block) for block in shared)
-        if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
+        if not self._allocate(request_id, shared, self.blocks_for(num_tokens), hashes, tier, reserve_blocks):
             return None
+        if self.states is not None:
+            self.states.admit(request_id, hashes[: len(shared)])
+        return len(shared) * self.block_size
+
+    def expect(
+        self, name: str, hashes: Sequence[BlockHash], tier: KVTier, reserve_blocks: int = 0
+    ) -> int | None:
+        """Allocate blocks for content that the memory below brings, after the blocks that are there.
+
+        Args:
+            name: As a request's ID, for `commit` and `let_go`.
+
+        Returns:
+            The number of blocks that are there; None, without any change, if the tier is too full.
+        """
+        shared = _leading(self._pools[tier], hashes)
+        is_done = self._allocate(name, shared, len(hashes), hashes, tier, reserve_blocks)
+        return len(shared) if is_done else None
+
+    def _allocate(
+        self, name: str, shared: list[int], num_all: int, hashes: Sequence[BlockHash], tier: KVTier, rest: int
+    ) -> bool:
+        pool, num_new = self._pools[tier], num_all - len(shared)
+        num_revived = sum(not pool.is_used(block) for block in shared)
+        if num_new + num_revived + rest > pool.num_free_blocks:
+            return False
         blocks = _with_shared(shared, num_new, pool)
         for block, block_hash in zip(
             blocks.view()[len(shared) :].tolist(), hashes[len(shared) :], strict=False
         ):
             pool.announce(block, block_hash)
-        self._tables[request_id] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
-        if self.states is not None:
-            self.states.admit(request_id, hashes[: len(shared)])
-        return len(shared) * self.block_size
+        self._tables[name] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
+        return True
 
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
         """Return True if most of a new request's missing KV is about to be there.
@@ -305,11 +327,11 @@ class KVCache:
         """Release all blocks of a request, whose content may go to the memory below."""
         table = self._tables[request_id]
         pool = self._pools[table.tier]
-        hashes = map(pool.hash_of, table.blocks.view()[: table.num_published].tolist())
-        self.below.keep(table.tier, [each for each in hashes if each is not None])
+        hashes = [pool.hash_of(block) for block in table.blocks.view()[: table.num_published].tolist()]
         self.let_go(request_id)
         if self.states is not None:
             self.states.free(request_id)
+        self.below.keep(table.tier, [each for each in hashes if each is not None])
 
     def let_go(self, name: str) -> None:
         """Release all blocks under a name."""

@@ -106,13 +106,14 @@ class BlockStore:
         size = HEADER.size + content.nbytes
         if not self.is_writable or size > self._budget:
             return False
-        if self._num_bytes + size > self._budget or self._unscanned_bytes > self._budget // SCANS:
-            self._make_room(size)
         path = key.below(self._folder)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}-{id(self)}.tmp")
         if path.exists():  # another process was faster
             self._known.add(key)
+            self.touch(key, used_ns)
             return True
+        if self._num_bytes + size > self._budget or self._unscanned_bytes > self._budget // SCANS:
+            self._make_room(size)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{id(self)}.tmp")
         header = HEADER.pack(MAGIC, FORMAT, content.nbytes, crc32(content), *key)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -8,7 +8,7 @@
 
 A read has blocks of its own in `KVCache`, and announces their content like a request that computes it. So the
 scheduler lets the request wait for its prefix, and then finds the prefix in the cache. A write holds its
-blocks, so that no request overwrites them.
+blocks, so that no request overwrites them. Checkpoints of recurrent states take the same ways.
 """
 
 import logging
@@ -22,21 +22,19 @@ from itertools import count, islice
 from queue import PriorityQueue
 from threading import Event, Thread
 
+import numpy as np
 import torch
 
 from neo_desktop.engine.kv.below import Below, BelowCounters
-from neo_desktop.engine.kv.block_bytes import BlockBytes
 from neo_desktop.engine.kv.block_pool import BlockHash
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.disk import BlockStore, Key
+from neo_desktop.engine.kv.places import Blocks, Checkpoints, Place
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 
 logger = logging.getLogger(__name__)
 
-PIECE = 16  # blocks per job of the thread
-MOST_HELD = 256  # blocks that wait to be written and cannot be evicted
-FREE_SHARE = 4  # at most this fraction of the free blocks is held
 WAIT_S = 0.05  # longest wait of the engine's thread, which has other commands to carry out
 CLOSE_S = 10.0  # longest time to write the rest
 FIRST_RATE = 5e8  # bytes per second, until the disk has been measured
@@ -48,14 +46,17 @@ Job = Callable[[], object]
 
 @dataclass(eq=False)
 class _Read:
-    """Blocks that come from disk."""
+    """A prefix that comes from disk, with the state after it."""
 
-    name: str  # of the blocks' table in the cache
+    name: str  # of its table in the cache, and of the state's slot
     tier: KVTier
-    hashes: Sequence[BlockHash]  # the whole prefix
-    blocks: Sequence[int]  # the same
-    begin: int  # blocks that were in the cache
-    end: int  # leading blocks that are there
+    hashes: Sequence[BlockHash]
+    blocks: Sequence[int]
+    slot: int | None  # of the state; None: no state is read
+    num_usable: int  # leading blocks that a request could use without the read
+    begin: int  # the first block to read
+    end: int  # the first block that is not there yet
+    has_state: bool = False
     num_looks: int = 0
     has_started: bool = False
 
@@ -64,7 +65,7 @@ class DiskCache(Below):
     """Connects a `BlockStore` to the caches of this computer.
 
     Args:
-        groups: `tier -> group of its keys`; other tiers do not use the disk.
+        groups: `tier -> group of its keys`; None: of recurrent states. Other tiers do not use the disk.
         compute_ms: Returns the predicted time to compute the tokens `begin .. end - 1` of a prompt.
         on_device: Returns a context for the thread's work on the device, which has ended after it.
     """
@@ -74,17 +75,23 @@ class DiskCache(Below):
         store: BlockStore,
         kv_cache: KVCache,
         storage: KVStorage,
-        groups: Mapping[KVTier, bytes],
+        groups: Mapping[KVTier | None, bytes],
         compute_ms: Callable[[int, int], float],
         on_device: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._store, self._kv, self._groups = store, kv_cache, groups
-        self._bytes = {tier: BlockBytes(storage[tier]) for tier in groups}
-        self._memory = {tier: each.empty(PIECE) for tier, each in self._bytes.items()}
+        self._places: dict[KVTier | None, Place] = {
+            tier: Blocks(kv_cache, tier, storage[tier]) for tier in groups if tier is not None
+        }
+        if kv_cache.states is not None:
+            self._places[None] = Checkpoints(kv_cache.states, storage.states)
+        self._memory = {
+            tier: np.empty((place.piece, place.num_bytes), np.uint8) for tier, place in self._places.items()
+        }
         self._compute_ms, self._on_device = compute_ms, on_device
-        self._left: dict[tuple[KVTier, BlockHash], int] = {}  # blocks to write -> time of their use
+        self._left: dict[tuple[KVTier | None, BlockHash], int] = {}  # items to write -> time of their use
         self._reading: _Read | None = None
-        self._num_jobs = self._num_writes = self._num_lost = self._num_hit_tokens = 0
+        self._num_jobs = self._num_writes = self._num_lost_bytes = self._num_hit_tokens = 0
         self._numbers = count()
         self._is_closed = False
         self._bytes_per_s = FIRST_RATE
@@ -98,42 +105,56 @@ class DiskCache(Below):
     @property
     def counters(self) -> BelowCounters:
         store = self._store
-        dropped_bytes = store.dropped_bytes + self._num_lost
+        dropped_bytes = store.dropped_bytes + self._num_lost_bytes
         return BelowCounters(store.read_bytes, store.written_bytes, dropped_bytes, self._num_hit_tokens)
 
     def keep(self, tier: KVTier, hashes: Sequence[BlockHash]) -> None:
         if tier not in self._groups or not self._store.is_writable:
             return
-        now = time.time_ns()
+        now, states = time.time_ns(), self._kv.states
         # The end of a prefix is useless without its beginning, and so counts as used earlier.
-        used = {block_hash: now - 1000 * depth for depth, block_hash in enumerate(hashes)}
-        known = {key: used[key.name] for each in used if self._store.has(key := self._key(tier, each))}
+        used: dict[tuple[KVTier | None, BlockHash], int] = {
+            (tier, block_hash): now - 1000 * depth for depth, block_hash in enumerate(hashes)
+        }
+        if states is not None:
+            used |= {(None, each): used[tier, each] for each in hashes if states.has(each)}
+        known = {key: used[item] for item in used if self._store.has(key := self._key(*item))}
         if known:
             self._submit(TOUCH, partial(self._touch, known))
-        for block_hash, used_ns in used.items():
-            if self._key(tier, block_hash) not in known:
-                self._left[tier, block_hash] = used_ns
+        self._left |= {item: used_ns for item, used_ns in used.items() if self._key(*item) not in known}
 
     def brings(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
         if (read := self._reading) is not None:
             return read.tier == tier and read.hashes[-1] in hashes
         if tier not in self._groups or self._is_closed:
             return False
-        size = self._kv.block_size
+        size, states = self._kv.block_size, self._kv.states
         usable = hashes[: (num_tokens - 1) // size]
-        begin = end = self._kv.num_leading(usable, tier)
+        begin = end = num_usable = self._kv.num_leading(usable, tier)
         while end < len(usable) and self._store.has(self._key(tier, usable[end])):
             end += 1
-        read_ms = 1e3 * (end - begin) * self._bytes[tier].block_bytes / self._bytes_per_s
-        if begin == end or read_ms >= self._compute_ms(begin * size, end * size):
+        is_state_missing = False
+        if states is not None:
+            num_usable = states.longest(usable[:begin])
+            while end > num_usable and not states.has(usable[end - 1]):
+                if is_state_missing := self._store.has(self._key(None, usable[end - 1])):
+                    break
+                end -= 1
+        num_bytes = max(end - begin, 0) * self._places[tier].num_bytes
+        num_bytes += self._places[None].num_bytes if is_state_missing else 0
+        read_ms = 1e3 * num_bytes / self._bytes_per_s
+        if end <= num_usable or read_ms >= self._compute_ms(num_usable * size, end * size):
             return False
-        name, rest = self._name(), self._kv.blocks_for(num_tokens) - end
-        num_shared = self._kv.admit(name, end * size, usable[:end], tier, reserve_blocks=rest)
-        if num_shared is None:
+        name = f"disk {next(self._numbers)}"
+        there = self._kv.expect(name, usable[:end], tier, self._kv.blocks_for(num_tokens) - end)
+        if there is None:
+            return False
+        slot = states.expect(name) if states is not None and is_state_missing else None
+        if is_state_missing and slot is None:
+            self._kv.let_go(name)
             return False
         blocks = self._kv.block_table(name).tolist()
-        begin = num_shared // size
-        self._reading = _Read(name, tier, usable[:end], blocks, begin, begin)
+        self._reading = _Read(name, tier, usable[:end], blocks, slot, num_usable, there, there)
         return True
 
     def look(self, num_under_way: int) -> None:
@@ -167,11 +188,8 @@ class DiskCache(Below):
         self._submit(STOP, _nothing)
         self._thread.join(CLOSE_S)
 
-    def _key(self, tier: KVTier, block_hash: BlockHash) -> Key:
+    def _key(self, tier: KVTier | None, block_hash: BlockHash) -> Key:
         return Key(self._groups[tier], block_hash)
-
-    def _name(self) -> str:
-        return f"disk {next(self._numbers)}"
 
     def _submit(self, priority: int, job: Job, end: Job | None = None) -> None:
         self._num_jobs += 1
@@ -185,36 +203,42 @@ class DiskCache(Below):
 
     def _start(self, read: _Read) -> None:
         read.has_started = True
-        for begin in range(read.begin, len(read.blocks), PIECE):
-            end = partial(self._end_read, read) if begin + PIECE >= len(read.blocks) else None
-            self._submit(READ, partial(self._read, read, begin), end)
+        for begin in range(read.begin, len(read.blocks), self._places[read.tier].piece):
+            self._submit(READ, partial(self._read_blocks, read, begin))
+        self._submit(READ, partial(self._read_state, read), partial(self._end_read, read))
 
     def _end_read(self, read: _Read) -> None:
-        self._kv.commit(read.name, read.hashes, read.end * self._kv.block_size)
+        size, num_usable = self._kv.block_size, read.end
+        self._kv.commit(read.name, read.hashes, read.end * size)
         self._kv.let_go(read.name)
-        self._num_hit_tokens += (read.end - read.begin) * self._kv.block_size
+        if (states := self._kv.states) is not None:
+            if read.has_state:
+                states.arrived(read.name, read.hashes[-1])
+            states.let_go(read.name)
+            num_usable = states.longest(read.hashes[: read.end])
+        self._num_hit_tokens += max(num_usable - read.num_usable, 0) * size
         self._reading = None
 
     def _start_writes(self) -> None:
-        """Write the blocks that left first, of one tier."""
+        """Write the items that left first, of one place."""
         if not self._store.is_writable:
             self._left.clear()
             return
         tier = next(iter(self._left))[0]
-        most = min(MOST_HELD, self._kv.num_free_blocks(tier) // FREE_SHARE)
-        left = list(islice((block_hash for there, block_hash in self._left if there == tier), most))
-        for begin in range(0, len(left), PIECE):
-            used = {each: self._left.pop((tier, each)) for each in left[begin : begin + PIECE]}
-            name = self._name()
-            blocks = self._kv.hold(name, list(used), tier)
-            self._num_lost += (len(used) - len(blocks)) * self._bytes[tier].block_bytes
+        place = self._places[tier]
+        left = list(islice((item for item in self._left if item[0] == tier), place.most_held))
+        for begin in range(0, len(left), place.piece):
+            used = {item[1]: self._left.pop(item) for item in left[begin : begin + place.piece]}
+            name = f"disk {next(self._numbers)}"
+            found = place.hold(name, list(used))
+            self._num_lost_bytes += (len(used) - len(found)) * place.num_bytes
             self._num_writes += 1
-            keys = {self._key(tier, each): used[each] for each in blocks}
-            job = partial(self._write, tier, keys, list(blocks.values()))
-            self._submit(WRITE, job, partial(self._end_write, name))
+            keys = {self._key(tier, each): used[each] for each in found}
+            job = partial(self._write, tier, keys, list(found.values()))
+            self._submit(WRITE, job, partial(self._end_write, place, name))
 
-    def _end_write(self, name: str) -> None:
-        self._kv.let_go(name)
+    def _end_write(self, place: Place, name: str) -> None:
+        place.let_go(name)
         self._num_writes -= 1
 
     # The thread of the disk.
@@ -235,29 +259,38 @@ class DiskCache(Below):
     def _measure(self) -> None:
         self._bytes_per_s = self._store.bytes_per_s() or self._bytes_per_s
 
-    def _read(self, read: _Read, begin: int) -> None:
+    def _read_blocks(self, read: _Read, begin: int) -> None:
         if read.end < begin:  # an earlier block is missing
             return
-        started_s, now = time.perf_counter(), time.time_ns()
-        blocks, memory = read.blocks[begin : begin + PIECE], self._memory[read.tier]
-        num_read = 0
-        for content, block_hash in zip(memory, read.hashes[begin : begin + PIECE], strict=False):
-            key = self._key(read.tier, block_hash)
+        hashes = read.hashes[begin : begin + self._places[read.tier].piece]
+        keys = [self._key(read.tier, each) for each in hashes]
+        read.end += self._read(read.tier, keys, read.blocks[begin : begin + len(keys)], begin)
+
+    def _read_state(self, read: _Read) -> None:
+        if read.slot is not None and read.end == len(read.hashes):
+            key = self._key(None, read.hashes[-1])
+            read.has_state = bool(self._read(None, [key], [read.slot], len(read.hashes)))
+
+    def _read(self, tier: KVTier | None, keys: Sequence[Key], items: Sequence[int], depth: int) -> int:
+        """Read items up to the first one that is missing; return their number."""
+        started_s, now = time.perf_counter(), time.time_ns() - 1000 * depth
+        place, memory, num_read = self._places[tier], self._memory[tier], 0
+        for content, key in zip(memory, keys, strict=False):
             if not self._store.read(key, content.data):
                 break
-            self._store.touch(key, now - 1000 * (begin + num_read))
+            self._store.touch(key, now - 1000 * num_read)
             num_read += 1
         if num_read:
-            self._bytes[read.tier].put(blocks[:num_read], memory[:num_read])
-            read.end += num_read
-            rate = num_read * self._bytes[read.tier].block_bytes / (time.perf_counter() - started_s)
+            place.put(items[:num_read], memory[:num_read])
+            rate = num_read * place.num_bytes / (time.perf_counter() - started_s)
             self._bytes_per_s += (rate - self._bytes_per_s) / 4
+        return num_read
 
-    def _write(self, tier: KVTier, keys: Mapping[Key, int], blocks: Sequence[int]) -> None:
-        if not blocks or not self._store.is_writable:
+    def _write(self, tier: KVTier | None, keys: Mapping[Key, int], items: Sequence[int]) -> None:
+        if not items or not self._store.is_writable:
             return
         memory = self._memory[tier]
-        self._bytes[tier].take(blocks, memory[: len(blocks)])
+        self._places[tier].take(items, memory[: len(items)])
         for content, (key, used_ns) in zip(memory, keys.items(), strict=False):
             self._store.write(key, content.data, used_ns)
 
