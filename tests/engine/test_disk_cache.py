@@ -9,6 +9,8 @@ import torch
 from checkpoints import VOCAB_SIZE
 from cost_models import machine
 from idle import assert_is_idle
+from recurrent_models import RECURRENT
+from traced_models import save
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cache_files import cache_folder
@@ -23,6 +25,7 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
+STATE_CHATS = [[token % 300 for token in chat] for chat in prompts([90, 40, 64])]
 CHATS = prompts([150, 200, 33, 90, 180])
 
 
@@ -78,6 +81,27 @@ def assert_is_idle_after_writes(engine: Engine) -> None:
         engine.rest()
     assert_is_idle(engine)
     engine._kv_cache.check()
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("policy", ["gpu-only", "auto", "pie"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_states_come_back_as_checkpoints(family: str, policy: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / family, *RECURRENT[family])
+    with engine(folder, policy) as first:
+        expected = [first.generate([chat], GREEDY)[0].token_ids for chat in STATE_CHATS]
+    continued = [[*chat, *answer] for chat, answer in zip(STATE_CHATS, expected, strict=True)]
+    with engine(folder, policy, gib=0) as without:
+        next_answers = [without.generate([chat], GREEDY)[0].token_ids for chat in continued]
+    with engine(folder, policy) as second:
+        again = [second.generate([chat], GREEDY)[0] for chat in STATE_CHATS]
+        then = [second.generate([chat], GREEDY)[0] for chat in continued]
+        assert_is_idle_after_writes(second)
+        hits = second.stats().below.num_hit_tokens
+    assert tokens(again) == expected
+    assert tokens(then) == next_answers
+    assert [each.num_cached_tokens for each in again] == [(len(chat) - 1) // 16 * 16 for chat in STATE_CHATS]
+    assert hits >= sum(each.num_cached_tokens for each in again)
 
 
 def test_chats_in_turn_come_back_from_disk(checkpoints: dict[str, Path]) -> None:
