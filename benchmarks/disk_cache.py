@@ -1,12 +1,14 @@
 """Time to the first token of chats whose KV comes from disk, beside computing it.
 
+Usage:
+
     python -m benchmarks.disk_cache --model FILE --tokens 8000
     python -m benchmarks.disk_cache --shape qwen2.5-1.5b --tokens 8000
     python -m benchmarks.disk_cache --model FILE --tokens 500 --chats 100 --held 5
 
 With one chat, every repetition is a new engine, as after a restart, and its files have left the page cache.
-With several chats, one engine serves them in turn, twice; its caches hold a few of them, and the second round
-is measured. KV is in a temporary folder. Prints figures, asserts nothing.
+With several chats, one engine serves them in turn, twice; its caches hold a few chats, and the second round
+reads the others. KV is in a temporary folder. Prints figures, asserts nothing.
 """
 
 import argparse

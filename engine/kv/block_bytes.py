@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 class BlockBytes:
     """Copies blocks of a pool to bytes and back, exactly.
 
-    A block's bytes are its layers in order, in each of them K and V, of KV in 8 bits also their scales.
+    A block's bytes are its layers in order: K, then V, and with KV in 8 bits also their scales.
     Tokens come first: `[block_size, kv_heads, ...]`.
 
     Args:

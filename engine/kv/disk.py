@@ -5,7 +5,7 @@
 
 The time of a file is that of its last use. Several processes may share a folder: a file appears under its
 name when it is complete, any process may delete any file, and a missing file is a miss. Each process scans
-the folder before it exceeds the budget, and whenever it has written a sixteenth of it.
+the folder before it exceeds the budget, and after each sixteenth of the budget that it has written.
 """
 
 import logging
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1  # raise it when the content of files changes
 MAGIC = b"neo-kv"
-HEADER = struct.Struct("<6sHQI16s16s")  # magic, format, bytes, checksum, group, name
-SCANS = 16  # scans per budget of written bytes
-MEASURED, MEASURED_BYTES = 8, 1 << 22  # files, and bytes of each, that measure the disk
-ABANDONED_S = 60.0  # age of temporary files that no process writes any more
+HEADER = struct.Struct("<6sHQI16s16s")  # magic, format, bytes, checksum, group, name.
+SCANS = 16  # scans per budget of written bytes.
+MEASURED, MEASURED_BYTES = 8, 1 << 22  # to measure the disk: files, bytes per file.
+ABANDONED_S = 60.0  # age of temporary files that no process writes any more.
 
 
 class Key(NamedTuple):
@@ -52,11 +52,11 @@ class UnusableFileError(ValueError):
 
 
 class BlockStore:
-    """Bytes by key, on disk. One thread reads and writes; any thread may ask `has`.
+    """Bytes by key, on disk. One thread reads and writes; any thread may call `has`.
 
     Args:
-        folder: Created for this user alone.
-        budget_bytes: Limit on the size of all files.
+        folder: Created, private to this user.
+        budget_bytes: Limit on the total size.
 
     Raises:
         OSError: The folder cannot be used.
@@ -84,7 +84,7 @@ class BlockStore:
         self._known = set()
 
     def bytes_per_s(self) -> float | None:
-        """Measure the rate of reads from the disk, with files that are there; None: there are none."""
+        """Measure the rate of reads from the disk, with some files; None: the folder is empty."""
         num_bytes, begun_s = 0, time.perf_counter()
         for key in list(islice(self._known, MEASURED)):
             with suppress(OSError), open(key.below(self._folder), "rb", buffering=0) as file:
@@ -183,7 +183,7 @@ class BlockStore:
         self._known = {file.key for file in files}
 
     def _files(self) -> Iterator[_File]:
-        """Yield the blocks of all groups; delete abandoned temporary files."""
+        """Yield every block; delete abandoned temporary files."""
         for group in _entries(self._folder):
             for entry in _entries(group.path):
                 try:

@@ -35,10 +35,10 @@ from neo_desktop.engine.kv_tier import KVTier
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.05  # longest wait of the engine's thread, which has other commands to carry out
-CLOSE_S = 10.0  # longest time to write the rest
-FIRST_RATE = 5e8  # bytes per second, until the disk has been measured
-MOST_UNDER_WAY = 2  # iterations at one time
+WAIT_S = 0.05  # longest wait of the engine's thread.
+CLOSE_S = 10.0  # longest time to write the rest.
+FIRST_RATE = 5e8  # bytes per second, until the disk has been measured.
+MOST_UNDER_WAY = 2  # iterations at one time.
 READ, TOUCH, WRITE, STOP = range(4)  # priorities
 
 Job = Callable[[], object]

@@ -29,7 +29,7 @@ class Place(Protocol):
         """Number of items that may be held now."""
 
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
-        """Keep items until `let_go`; return `hash -> index` of those that are there."""
+        """Keep items until `let_go`; return `hash -> index` without missing ones."""
 
     def let_go(self, name: str) -> None:
         """Release all items under a name."""

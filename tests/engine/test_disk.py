@@ -41,7 +41,7 @@ def files(folder: Path) -> list[Path]:
 def test_the_budget_holds_and_the_last_used_blocks_stay(
     steps: list[tuple[bool, Key]], processes: int
 ) -> None:
-    """Several stores share the folder; what one of them cannot know of the others costs it a scan's share."""
+    """Several stores share the folder; each may exceed the budget by its writes between two scans."""
     with TemporaryDirectory() as name:
         folder = Path(name, "kv")
         stores = [BlockStore(folder, BUDGET) for _ in range(processes)]
