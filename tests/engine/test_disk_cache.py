@@ -212,3 +212,19 @@ def test_off_leaves_no_folder(checkpoints: dict[str, Path], folder: Path) -> Non
     with engine(checkpoints["llama"], gib=0) as made:
         made.generate(CHATS, GREEDY)
     assert not folder.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["gpu-only", "fastdecode", "auto", "pie"])
+def test_on_a_gpu_tokens_are_the_same_after_a_restart(checkpoints: dict[str, Path], policy: str) -> None:
+    sizes = {"gpu_cache_tokens": 640, "cpu_cache_tokens": 1000, "swap_cache_tokens": 1000}
+    answers = []
+    for _ in range(2):
+        with Engine.from_pretrained(
+            checkpoints["llama"], device="cuda", dtype="float32", policy=policy, disk_cache_gib=0.1, **sizes
+        ) as made:
+            made._kv_cache.below._compute_ms = lambda begin, end: torch.inf  # type: ignore[attr-defined]
+            answers.append([made.generate([chat], GREEDY)[0] for chat in CHATS])
+    assert tokens(answers[1]) == tokens(answers[0])
+    assert all(each.num_cached_tokens for each in answers[1])
