@@ -120,9 +120,9 @@ class Iterations:
             self._give_up(error)
 
     def rest(self) -> bool:
-        """Check the host memory reserve and the memory below; return True if a cache size changed."""
-        self._below.look(len(self._under_way))
-        return self._reserve is not None and not self._under_way and self._reserve.look()
+        """Check the host memory reserve and the memory below; return True if statistics have changed."""
+        has_changed = self._below.look(len(self._under_way))
+        return (self._reserve is not None and not self._under_way and self._reserve.look()) or has_changed
 
     def _await_workers(self, workers: Workers) -> None:
         """Wait a moment for a lost worker, if no other tier can hold the first request."""

@@ -42,12 +42,13 @@ class Below:
         """
         return False
 
-    def look(self, num_under_way: int) -> None:
-        """Publish blocks that have arrived, and start further work.
+    def look(self, num_under_way: int) -> bool:
+        """Publish blocks that have arrived, and start further work; return True if work has ended.
 
         Args:
             num_under_way: Number of iterations that are running.
         """
+        return False
 
     def wait(self) -> bool:
         """Wait a moment for blocks; return False if there is nothing to wait for. No iteration is running."""

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 0.05  # longest wait of the engine's thread.
 CLOSE_S = 10.0  # longest time to write the rest.
+JOIN_S = 1.0  # longest wait for the thread, whose device may be lost.
 FIRST_RATE = 5e8  # bytes per second, until the disk has been measured.
 MOST_UNDER_WAY = 2  # iterations at one time.
 READ, TOUCH, WRITE, STOP = range(4)  # priorities
@@ -157,8 +158,8 @@ class DiskCache(Below):
         self._reading = _Read(name, tier, usable[:end], blocks, slot, num_usable, there, there)
         return True
 
-    def look(self, num_under_way: int) -> None:
-        self._finish()
+    def look(self, num_under_way: int) -> bool:
+        has_ended = self._finish()
         if (read := self._reading) is not None and not read.has_started:
             read.num_looks += 1
             # Iterations that run since before the admission may still write to the blocks' earlier content.
@@ -166,6 +167,7 @@ class DiskCache(Below):
                 self._start(read)
         if self._left and not self._num_writes:
             self._start_writes()
+        return has_ended
 
     def wait(self) -> bool:
         if (read := self._reading) is not None and not read.has_started:
@@ -186,7 +188,7 @@ class DiskCache(Below):
                 break
         self._left.clear()
         self._submit(STOP, _nothing)
-        self._thread.join(CLOSE_S)
+        self._thread.join(JOIN_S)
 
     def _key(self, tier: KVTier | None, block_hash: BlockHash) -> Key:
         return Key(self._groups[tier], block_hash)
@@ -195,11 +197,13 @@ class DiskCache(Below):
         self._num_jobs += 1
         self._jobs.put((priority, next(self._numbers), job, end or _nothing))
 
-    def _finish(self) -> None:
-        """Do the engine's part of the jobs that have ended."""
+    def _finish(self) -> bool:
+        """Do the engine's part of the jobs that have ended; return False if there are none."""
+        num_jobs = self._num_jobs
         while self._ends:
             self._num_jobs -= 1
             self._ends.popleft()()
+        return self._num_jobs != num_jobs
 
     def _start(self, read: _Read) -> None:
         read.has_started = True

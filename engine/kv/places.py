@@ -14,6 +14,7 @@ from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
 
+PIECE, PIECE_BYTES = 16, 32 << 20  # the most to copy at a time.
 MOST_HELD = 256  # blocks that wait to be written and cannot be evicted
 FREE_SHARE = 4  # at most this fraction of the free blocks is held
 
@@ -44,10 +45,9 @@ class Place(Protocol):
 class Blocks(BlockBytes):
     """The blocks of a tier."""
 
-    piece = 16
-
     def __init__(self, kv_cache: KVCache, tier: KVTier, pool: KVPool) -> None:
         super().__init__(pool)
+        self.piece = max(min(PIECE, PIECE_BYTES // self.num_bytes), 1)
         self._kv, self._tier = kv_cache, tier
 
     @property
