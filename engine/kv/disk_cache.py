@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from queue import PriorityQueue
 from threading import Event, Thread
 
@@ -91,8 +91,9 @@ class DiskCache(Below):
         }
         self._compute_ms, self._on_device = compute_ms, on_device
         self._left: dict[tuple[KVTier | None, BlockHash], int] = {}  # items to write -> time of their use
+        self._num_held = dict.fromkeys(self._places, 0)
         self._reading: _Read | None = None
-        self._num_jobs = self._num_writes = self._num_lost_bytes = self._num_hit_tokens = 0
+        self._num_jobs = self._num_lost_bytes = self._num_hit_tokens = 0
         self._numbers = count()
         self._is_closed = False
         self._bytes_per_s = FIRST_RATE
@@ -165,7 +166,7 @@ class DiskCache(Below):
             # Iterations that run since before the admission may still write to the blocks' earlier content.
             if not num_under_way or read.num_looks > MOST_UNDER_WAY:
                 self._start(read)
-        if self._left and not self._num_writes:
+        if self._left:
             self._start_writes()
         return has_ended
 
@@ -224,26 +225,28 @@ class DiskCache(Below):
         self._reading = None
 
     def _start_writes(self) -> None:
-        """Write the items that left first, of one place."""
+        """Write the items that left first."""
         if not self._store.is_writable:
             self._left.clear()
             return
-        tier = next(iter(self._left))[0]
-        place = self._places[tier]
-        left = list(islice((item for item in self._left if item[0] == tier), place.most_held))
-        for begin in range(0, len(left), place.piece):
-            used = {item[1]: self._left.pop(item) for item in left[begin : begin + place.piece]}
-            name = f"disk {next(self._numbers)}"
-            found = place.hold(name, list(used))
-            self._num_lost_bytes += (len(used) - len(found)) * place.num_bytes
-            self._num_writes += 1
-            keys = {self._key(tier, each): used[each] for each in found}
-            job = partial(self._write, tier, keys, list(found.values()))
-            self._submit(WRITE, job, partial(self._end_write, place, name))
+        for tier, place in self._places.items():
+            if place.num_more(self._num_held[tier]) <= 0:
+                continue
+            left = deque(item for item in self._left if item[0] == tier)
+            while left and (num_more := place.num_more(self._num_held[tier])) > 0:
+                items = [left.popleft() for _ in range(min(num_more, place.piece, len(left)))]
+                used = {block_hash: self._left.pop((there, block_hash)) for there, block_hash in items}
+                name = f"disk {next(self._numbers)}"
+                found = place.hold(name, list(used))
+                self._num_lost_bytes += (len(used) - len(found)) * place.num_bytes
+                self._num_held[tier] += len(found)
+                keys = {self._key(tier, each): used[each] for each in found}
+                job = partial(self._write, tier, keys, list(found.values()))
+                self._submit(WRITE, job, partial(self._end_write, tier, name, len(found)))
 
-    def _end_write(self, place: Place, name: str) -> None:
-        place.let_go(name)
-        self._num_writes -= 1
+    def _end_write(self, tier: KVTier | None, name: str, num_held: int) -> None:
+        self._places[tier].let_go(name)
+        self._num_held[tier] -= num_held
 
     # The thread of the disk.
 

@@ -16,7 +16,6 @@ from neo_desktop.engine.kv_tier import KVTier
 
 PIECE, PIECE_BYTES = 16, 32 << 20  # the most to copy at a time.
 MOST_HELD = 256  # blocks that wait to be written and cannot be evicted
-FREE_SHARE = 4  # at most this fraction of the free blocks is held
 
 
 class Place(Protocol):
@@ -25,9 +24,8 @@ class Place(Protocol):
     num_bytes: int  # of an item
     piece: int  # items to copy at a time
 
-    @property
-    def most_held(self) -> int:
-        """Number of items that may be held now."""
+    def num_more(self, num_held: int) -> int:
+        """Return how many items may be held in addition."""
 
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Keep items until `let_go`; return `hash -> index` without missing ones."""
@@ -50,9 +48,9 @@ class Blocks(BlockBytes):
         self.piece = max(min(PIECE, PIECE_BYTES // self.num_bytes), 1)
         self._kv, self._tier = kv_cache, tier
 
-    @property
-    def most_held(self) -> int:
-        return min(MOST_HELD, self._kv.num_free_blocks(self._tier) // FREE_SHARE)
+    def num_more(self, num_held: int) -> int:
+        # At least half of the free blocks stay free.
+        return min(MOST_HELD - num_held, (self._kv.num_free_blocks(self._tier) - num_held + 1) // 2)
 
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         return self._kv.hold(name, hashes, self._tier)
@@ -68,12 +66,15 @@ class Checkpoints:
         states: per recurrent operator, [slots, ...].
     """
 
-    piece = most_held = 1
+    piece = 1
 
     def __init__(self, cache: StateCache, states: Sequence[Tensor]) -> None:
         self._states = states
         self.hold, self.let_go = cache.hold, cache.let_go
         self.num_bytes = sum(state[0].nbytes for state in states)
+
+    def num_more(self, num_held: int) -> int:
+        return 1 - num_held
 
     def take(self, items: Sequence[int], out: Bytes) -> None:
         """Copy slots to `out`, [slots, num_bytes]."""
