@@ -148,6 +148,7 @@ def doctor(
             "tensor_parallel",
             "trace_timeline",
             "host_reserve_gib",
+            "disk_cache_gib",
             "workers",
             "worker_partition",
             "worker_secret",

@@ -24,7 +24,7 @@ OFFLINE = """
 import json, sys, time
 from neo_desktop import Engine, SamplingParams
 options, prompts, num_tokens = json.load(sys.stdin)
-with Engine.from_pretrained(**options) as engine:
+with Engine.from_pretrained(disk_cache_gib=0, **options) as engine:
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
     engine.generate(prompts[:2], SamplingParams(max_tokens=2, ignore_eos=True))
     begun_s, cpu_s = time.perf_counter(), time.process_time()

@@ -7,12 +7,11 @@ twice as fast to make.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -21,6 +20,13 @@ from neo_desktop.models.vision.prompt import ImageRows
 FloatArray = NDArray[np.float32]
 
 UNKNOWN_TOKEN = -1  # placeholder in a plan for a token that the previous, unfinished iteration will choose
+
+
+class TokenMask(Protocol):
+    """Tokens that may come next."""
+
+    def allowed_tokens(self) -> bytes:
+        """Return one bit per token, see `GrammarState.allowed_tokens`."""
 
 
 class SamplingInput(NamedTuple):
@@ -32,7 +38,7 @@ class SamplingInput(NamedTuple):
     position: int  # index of the chosen token in prompt + output
     prompt_token_ids: IntView  # without duplicates; empty unless a penalty needs them
     output_token_ids: IntView  # in order; empty unless a penalty needs them
-    grammar: GrammarState | None = None  # allowed tokens; None: all
+    grammar: TokenMask | None = None  # allowed tokens; None: all
 
 
 class StateSlots(NamedTuple):

@@ -33,6 +33,7 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
+from neo_desktop.engine.saved_kv import DiskFolder, disk_cache_of, disk_folder
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
@@ -84,7 +85,9 @@ class Engine:
         self._notes = Notes(timeline)
         self._workers = workers
         self._resources = ExitStack()  # closes workers and other ranks
-        self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers, reserve)
+        self._iterations = Iterations(
+            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.below
+        )
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
         self._has_answered = False
@@ -140,6 +143,7 @@ class Engine:
                 timeline=None if options.trace_timeline is None else Timeline(options.trace_timeline),
                 progress=part(progress, WEIGHTS_SHARE, 1.0, MEASURING),
                 host_reserve_bytes=reserve_bytes(options),
+                disk_cache=disk_folder(options),
             )
 
     @classmethod
@@ -152,6 +156,7 @@ class Engine:
         timeline: Timeline | None = None,
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
+        disk_cache: DiskFolder | None = None,
     ) -> Self:
         """Make an engine from a loaded model and the memory for the policy's tiers.
 
@@ -161,6 +166,7 @@ class Engine:
         Args:
             host_reserve_bytes: host memory left to other programs, see `HostReserve`; None: the caches keep
                 all.
+            disk_cache: folder for KV that leaves the caches; None: it is lost.
 
         Raises:
             ValueError: the policy is unknown.
@@ -173,6 +179,8 @@ class Engine:
             timeline = timeline or Timeline(max_spans=0, is_continuous=False)
             executor = executor_of(parts, timeline)
             kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
+            if disk_cache is not None:
+                kv_cache.below = disk_cache_of(parts, kv_cache, corrected, disk_cache)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(
                 kv_cache, chosen_policy, parts.limits, corrected, num_layers
@@ -346,6 +354,7 @@ class Engine:
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
+            below=self._kv_cache.below.counters,
         )
 
     def live_view(self) -> LiveView:

@@ -12,6 +12,7 @@ from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
+from neo_desktop.engine.thought_budget import ThoughtBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,16 @@ def new_requests(
                 params.thoughts,
             ),
             grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
+            budget=_budget(params, input_processor),
             block_hashes=prepared.block_hashes,
             images=prepared.images,
         )
+
+
+def _budget(params: SamplingParams, input_processor: InputProcessor) -> ThoughtBudget | None:
+    if params.thought_tokens is None or params.thoughts is None:
+        return None
+    is_open = params.thoughts == "open"
+    return ThoughtBudget(
+        input_processor.tokenizer, params.thought_tokens, is_open, input_processor.vocab_size
+    )

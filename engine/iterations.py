@@ -8,6 +8,7 @@ from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, Iteration
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.host_reserve import HostReserve
+from neo_desktop.engine.kv.below import Below
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.remote.link import WorkerLostError
@@ -30,6 +31,7 @@ class Iterations:
         notes: for live views.
         workers: attention workers; None: no workers.
         reserve: manages host memory; None: caches keep their size.
+        below: memory below the caches; None: nothing is below them.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Iterations:
         notes: Notes,
         workers: Workers | None = None,
         reserve: HostReserve | None = None,
+        below: Below | None = None,
     ) -> None:
         self.executor = executor
         self.num_started = 0
@@ -49,6 +52,7 @@ class Iterations:
         self._notes = notes
         self._workers = workers
         self._reserve = reserve
+        self._below = below or Below()
         self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or briefly two
         self._gained: list[Request] = []  # requests with outputs that have not been taken yet
         self._failed: list[RequestOutput] = []  # last outputs of failed requests
@@ -83,6 +87,7 @@ class Iterations:
             if self._cost_model is not None:
                 self._cost_model.learn(plan.predicted, result.timing)
         self._gained += self._scheduler.update(result)
+        self._below.look(len(self._under_way))
 
     def launch(self) -> None:
         """Plan the next iteration with all requests present, and start it.
@@ -96,6 +101,9 @@ class Iterations:
             for tier, num_blocks in self._workers.take_returned().items():
                 self._scheduler.open(tier, num_blocks)
         plan = self._scheduler.schedule()
+        if plan is None and self._scheduler.queues.waiting and self._below.wait():
+            self._last_end_s = None
+            return
         while plan is None and self._scheduler.queues.waiting and self._reserve and self._reserve.make_room():
             plan = self._scheduler.schedule()
         if plan is None:
@@ -112,8 +120,9 @@ class Iterations:
             self._give_up(error)
 
     def rest(self) -> bool:
-        """Check the host memory reserve; return True if a cache size changed."""
-        return self._reserve is not None and not self._under_way and self._reserve.look()
+        """Check the host memory reserve and the memory below; return True if statistics have changed."""
+        has_changed = self._below.look(len(self._under_way))
+        return (self._reserve is not None and not self._under_way and self._reserve.look()) or has_changed
 
     def _await_workers(self, workers: Workers) -> None:
         """Wait a moment for a lost worker, if no other tier can hold the first request."""
@@ -195,6 +204,8 @@ class Iterations:
 
     def close(self) -> None:
         """Close and drop the executor and the KV pools; may be called again."""
+        self._below.close()
+        self._below = Below()
         self._reserve = None
         if (executor := vars(self).pop("executor", None)) is not None:
             executor.close()

@@ -48,6 +48,7 @@ from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 from neo_desktop.models.traced.config import TracedConfig, with_long_factors
 from neo_desktop.models.vision.tower import TEXT_ONLY, Vision, why_blind
+from neo_desktop.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class LoadedModel:
     streams: Streams  # of the decoder's device
     vision: Vision | None = None
     blindness: str = TEXT_ONLY  # the sentence that refuses images where `vision` is None
+    identity: str | None = None  # of config and weights: equal after a restart, if nothing has changed
 
 
 # Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
@@ -113,7 +115,9 @@ def load(
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
         check_weight_pages()
-        return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
+        return LoadedModel(
+            f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams, options.shape
+        )
 
     started_s = time.perf_counter()
     checkpoint = open_model(options.model)
@@ -149,7 +153,20 @@ def load(
     vision = (
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
-    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness)
+    identity = identity_of(checkpoint.path, weights)
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity)
+
+
+def identity_of(path: Path, weights: Weights) -> str:
+    """Return a text that differs if a model's files differ: their names, sizes and times.
+
+    Args:
+        path: of the checkpoint.
+    """
+    files = {stored.file for stored in weights.tensors.values()}
+    files |= set(path.glob("*.json")) if path.is_dir() else {path}
+    stats = ((file.name, file.stat()) for file in sorted(files))
+    return repr([(name, status.st_size, status.st_mtime_ns) for name, status in stats])
 
 
 def available_bytes(rank: Rank) -> int:

@@ -214,6 +214,17 @@ class EngineOptions:
             "a tenth of the memory, at most 2.",
         ),
     ] = None
+    disk_cache_gib: Annotated[
+        float | None,
+        Option(
+            flag="--disk-cache",
+            metavar="GIB",
+            least=0,
+            help="Limit on KV on disk, in the user's cache folder: it serves prompts that come back after "
+            "their KV left the caches, or after a restart; 0: none. Default: 10, at most a tenth of the "
+            "free space.",
+        ),
+    ] = None
     cpu_cache_dtype: Annotated[
         str,
         Option(
@@ -362,6 +373,7 @@ class EngineKeywords(TypedDict, total=False):
     gpu_slice: int | None
     cpu_memory_gib: float | None
     host_reserve_gib: float | None
+    disk_cache_gib: float | None
     cpu_cache_dtype: str
     workers: str | int | Sequence[str] | Sequence[tuple[str, int]] | None
     worker_partition: str

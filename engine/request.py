@@ -12,6 +12,7 @@ from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.thought_budget import ThoughtBudget
 from neo_desktop.models.vision.prompt import ImageRows
 
 
@@ -102,6 +103,7 @@ class Request(RequestState):
         max_context_tokens: limit on prompt and output together.
         eos_token_ids: the model's end-of-sequence tokens.
         grammar: initial grammar state of the output.
+        budget: of its thoughts.
         block_hashes: known hashes of the prompt's full blocks.
         images: rows of the prompt that come from images.
     """
@@ -119,6 +121,7 @@ class Request(RequestState):
         eos_token_ids: tuple[int, ...],
         text: IncrementalText,
         grammar: GrammarState | None = None,
+        budget: ThoughtBudget | None = None,
         block_hashes: Sequence[BlockHash] = (),
         images: ImageRows | None = None,
     ) -> None:
@@ -146,6 +149,7 @@ class Request(RequestState):
         )
         self._text = text
         self._grammar = grammar
+        self._budget = budget
         self.is_pooled = params.pooling is not None
         self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
@@ -172,7 +176,8 @@ class Request(RequestState):
     @property
     def needs_tokens(self) -> bool:
         """True if choosing a token requires all earlier ones."""
-        return self._grammar is not None or self.params.has_penalties
+        is_due = self._budget is not None and self._budget.is_due
+        return self._grammar is not None or self.params.has_penalties or is_due
 
     def sampling_input(self) -> SamplingInput:
         """Return the sampler's input for the next token."""
@@ -183,7 +188,7 @@ class Request(RequestState):
             position=self.num_tokens,
             prompt_token_ids=self._distinct_prompt.view(),
             output_token_ids=self._output.view(),
-            grammar=self._grammar,
+            grammar=(self._budget and self._budget.mask()) or self._grammar,
         )
 
     def num_pooled(self, num_tokens: int) -> int:
@@ -206,6 +211,8 @@ class Request(RequestState):
         if self._grammar is not None and not self._grammar.accept(token.token_id):
             self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
+        if self._budget is not None:
+            self._budget.accept(token.token_id)
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)
         if self.params.has_penalties:

@@ -39,6 +39,7 @@ class SamplingParams:
     stop: Sequence[str] = ()  # text that ends the output and is excluded
     # position of thoughts, in which stop strings do not count; None: raw text
     thoughts: Thoughts | None = None
+    thought_tokens: int | None = None  # limit on tokens of thoughts, whose end is then forced; None: no limit
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, in addition to the model's own
     logprobs: int | None = None  # return log-probabilities of the chosen token and this many top ones;
     n: int = 1  # independent outputs per prompt
@@ -81,6 +82,8 @@ class SamplingParams:
         if self.thoughts not in (None, *get_args(Thoughts)):
             names = " or ".join(get_args(Thoughts))
             raise SettingError("thoughts", f"must be {names}, got {self.thoughts!r}")
+        if self.thought_tokens is not None:
+            _check_integer("thought_tokens", self.thought_tokens, 0)
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
         if self.logprobs is not None:

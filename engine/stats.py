@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from neo_desktop.engine.kv.below import NOTHING, BelowCounters
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.kv_tier import KVTier
 
@@ -35,6 +36,7 @@ class EngineStats:
     num_double_iterations: int  # iterations with two sub-batches
     outside_s: float  # between the end of an iteration and the start of the next; nothing computes then
     pools: Mapping[KVTier, PoolUsage]
+    below: BelowCounters = NOTHING  # of the disk
     backend: str = NEO
 
     def to_json(self) -> dict[str, Any]:
@@ -42,4 +44,5 @@ class EngineStats:
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         data["num_running_at"] = {tier.name: count for tier, count in self.num_running_at.items()}
         data["pools"] = {tier.name: asdict(usage) for tier, usage in self.pools.items()}
+        data["disk"] = data.pop("below")._asdict()
         return data

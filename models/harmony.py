@@ -63,6 +63,11 @@ class HarmonyStream:
         """True for text that the user should see: outside headers, thoughts and calls."""
         return self._header is None and not self._is_thought and not self._is_call
 
+    @property
+    def is_header(self) -> bool:
+        """True between two messages."""
+        return self._header is not None
+
     def step(self, token_id: int) -> str:
         mark = self._special.get(token_id)
         if mark is None:

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -34,6 +35,8 @@ OVER_LAYERS = 1.2  # minimum speedup over whole layers on either side, with weig
 MOST_OUTSIDE_MS = 1.0  # maximum wait of the device between two iterations
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
 
+new_engine = partial(Engine.from_pretrained, disk_cache_gib=0.0)  # every prompt is computed
+
 
 def prompts(vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
@@ -48,12 +51,12 @@ def first_logprobs(engine: Engine) -> list[dict[int, float]]:
 
 def check_logits(device: str) -> None:
     """Compare first-token log-probabilities with float32 on the CPU, within the dtype's tolerance."""
-    with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
+    with new_engine(device="cpu", dtype="float32") as engine:
         reference = first_logprobs(engine)
     for dtype, tolerance in (("float32", 1e-3), ("float16", 2e-2), ("bfloat16", 2e-1)):
         if dtype == "bfloat16" and device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
             continue
-        with Engine.from_pretrained(device=device, dtype=dtype) as engine:
+        with new_engine(device=device, dtype=dtype) as engine:
             found = first_logprobs(engine)
         error = max(
             abs(expected[token] - logprob)
@@ -81,7 +84,7 @@ def check_policies(device: str) -> None:
         ("auto", 400, 0.012),
     )
     for policy, gpu_cache_tokens, gpu_weights_gib in caches:
-        with Engine.from_pretrained(
+        with new_engine(
             device=device,
             dtype="float32",
             policy=policy,
@@ -100,7 +103,7 @@ def check_policies(device: str) -> None:
             )
     first, *others = results
     assert all(other == first for other in others), "a policy changed the tokens"
-    with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
+    with new_engine(device="cpu", dtype="float32") as engine:
         expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
     same = sum(tokens == wanted for tokens, wanted in zip(first, expected, strict=True))
     print(f"{same} of {len(batch)} answers of {GREEDY.max_tokens} tokens are those of the CPU")
@@ -124,7 +127,7 @@ def check_computer(page: Page, device: str, shape: str | None = None) -> None:
 def measure_decode(page: Page, device: str, shape: str) -> None:
     """Measure decode throughput with random weights, by batch size and KV tier."""
     for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("fastdecode", None))):
-        with Engine.from_pretrained(
+        with new_engine(
             device=device,
             shape=shape,
             policy=policy,
@@ -175,7 +178,7 @@ def measure_policies(
     baseline = None
     for policy in ("gpu-only", "neo", "auto"):
         started_s = time.perf_counter()
-        with Engine.from_pretrained(
+        with new_engine(
             device=device,
             shape=shape,
             policy=policy,

@@ -19,7 +19,7 @@ def server(
     *options: str, command: str = "serve", port: int = 0, data: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a server; yield the process and its port once it answers. `data` is its folder for chats."""
-    arguments = [str(PROGRAM), command, "--port", str(port), *options]
+    arguments = [str(PROGRAM), command, "--port", str(port), "--disk-cache", "0", *options]
     arguments += ["--no-browser"] if command == "chat" else []
     environment = os.environ | ({} if data is None else {"NEO_DESKTOP_DATA": str(data)})
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:

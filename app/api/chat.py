@@ -25,7 +25,7 @@ from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallStart, Piece, Text, Thought
-from neo_desktop.app.generate.conversation import Conversation, thinking_fields
+from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.history import arguments_of
 from neo_desktop.app.generate.outputs import Answer, Call, Outputs, begin, collect
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, Tool, ToolChoice
@@ -148,6 +148,8 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # llama.cpp's: limit on tokens of thoughts; -1: no limit
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
     chat_template_kwargs: Json | None = None  # vLLM's; e.g. {"enable_thinking": false} for Qwen3
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -214,6 +216,7 @@ class ChatCompletionRequest(GenerationRequest):
                 raise ApiError(400, message, param="chat_template_kwargs")
         if self.add_generation_prompt is False:
             fields["add_generation_prompt"] = False
+        budget = None if self.reasoning_budget == -1 else self.reasoning_budget
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             tools=[tool.tool() for tool in self.tools or ()],
@@ -222,6 +225,7 @@ class ChatCompletionRequest(GenerationRequest):
             template_fields=fields,
             structure=self.structure(),
             continues_last=continues,
+            thought_tokens=thought_tokens(template, self.reasoning_effort, budget),
         )
 
     def _choice(self) -> ToolChoice | None:

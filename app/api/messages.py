@@ -19,7 +19,7 @@ from neo_desktop.app.api.message_blocks import (
 from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields
+from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
 from neo_desktop.app.generate.outputs import begin, collect
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
@@ -44,10 +44,10 @@ OTHER_THINKING = {"between_tools": "ask for adaptive"}
 
 
 class Thinking(Model):
-    """A switch for thinking; the model decides the length, a budget is no limit here."""
+    """A switch for thinking, and its budget: a thought that has used it up ends."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[Annotated[int, Field(ge=1)] | None, HINT] = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Label = None  # thoughts are shown as they are
     block_binding: Unsupported = None
 
@@ -125,7 +125,7 @@ class CountTokensRequest(Model):
         structure = None
         if config.format is not None:
             structure = Structure("output_config.format", "json_schema", config.format.schema_)
-        is_thinking = None
+        is_thinking, budget = None, self.thinking.budget_tokens if self.thinking else None
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_thinking = self.thinking.type == "enabled"
         return Conversation(
@@ -137,6 +137,7 @@ class CountTokensRequest(Model):
             is_parallel=not choice.disable_parallel_tool_use,
             template_fields=thinking_fields(template, config.effort, is_thinking, is_hint=True),
             structure=structure,
+            thought_tokens=thought_tokens(template, config.effort, budget),
             continues_last=self.messages[-1].role == "assistant",
         )
 

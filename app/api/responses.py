@@ -28,7 +28,7 @@ from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.api.response_tools import FunctionTool, ResponseTool, ResponseTools
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.conversation import Conversation, thinking_fields
+from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.outputs import Outputs, begin
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
@@ -203,6 +203,7 @@ class ResponsesRequest(Model):
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=thinking_fields(template, effort, is_hint=True),
             structure=self._structure(),
+            thought_tokens=thought_tokens(template, effort, None),
             field="input",
         )
 

@@ -89,7 +89,9 @@ class ResultFlags:
 def bench(
     *,
     model: Model = None,
-    options: Annotated[BenchOptions, Without("policy", "trace_timeline", "host_reserve_gib", *WITHOUT_FLAG)],
+    options: Annotated[
+        BenchOptions, Without("policy", "trace_timeline", "host_reserve_gib", "disk_cache_gib", *WITHOUT_FLAG)
+    ],
     random_weights: RandomWeights = False,
     result: ResultFlags,
     suite: Annotated[

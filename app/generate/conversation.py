@@ -27,6 +27,7 @@ from neo_desktop.models.thoughts import CLOSING, OPENING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}  # of thoughts; more effort has no limit.
 
 
 class Begun(NamedTuple):
@@ -49,6 +50,7 @@ class Conversation:
         template_fields: for the template alone, like {"enable_thinking": False}.
         structure: the form of the answer.
         continues_last: continue the last message rather than answer it.
+        thought_tokens: limit on tokens of thoughts; None: no limit.
         field: of the body, that holds the messages.
     """
 
@@ -59,6 +61,7 @@ class Conversation:
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     structure: Structure | None = None
     continues_last: bool = False
+    thought_tokens: int | None = None
     begun: Begun | None = None
     field: str = "messages"
 
@@ -185,6 +188,13 @@ def thinking_fields(
         message = "reasoning_effort is not something that this model knows; leave it out"
         raise ApiError(400, message, param="reasoning_effort")
     return fields
+
+
+def thought_tokens(template: str | None, effort: str | None, budget: int | None) -> int | None:
+    """Return the limit on tokens of thoughts: a budget, or a level that the template lacks."""
+    if budget is not None or "reasoning_effort" in (template or ""):
+        return budget
+    return EFFORT_TOKENS.get(effort or "")
 
 
 def _callable_tools(conversation: Conversation) -> Sequence[Tool]:

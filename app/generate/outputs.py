@@ -263,6 +263,7 @@ async def begin(
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)
     params = dataclasses.replace(params, thoughts="open" if is_thinking else "possible")
+    params = dataclasses.replace(params, thought_tokens=conversation.thought_tokens)
     generation = await submit(
         service,
         [prepared.prompt],

@@ -11,7 +11,7 @@ Callers: loading (`load`), the KV pools (`take_memory`), profiling (`load_or_pro
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Protocol
@@ -178,3 +178,21 @@ def _open_slice(index: int, num_sms: int) -> GpuSlice:
             num_sms,
         )
     return made
+
+
+def own_stream(streams: Streams) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes contexts for a thread's device work, in a stream of its own.
+
+    The work has ended after the context.
+    """
+    if streams.device.type != "cuda":
+        return nullcontext
+    stream = streams.stream()
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    return on_stream

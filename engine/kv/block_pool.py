@@ -173,6 +173,10 @@ class BlockPool:
         """Return the block that holds this content, or None."""
         return self._block_of_hash.get(block_hash)
 
+    def hash_of(self, block: int) -> BlockHash | None:
+        """Return the hash under which a block is found, or None."""
+        return self._hash_of_block.get(block)
+
     def announce(self, block: int, block_hash: BlockHash) -> None:
         """Register the content that a used block will hold after its computation."""
         is_known = block_hash in self._block_to_come or block_hash in self._block_of_hash

@@ -8,6 +8,7 @@ import numpy as np
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntArray, IntView
+from neo_desktop.engine.kv.below import Below
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.kv_tier import KVTier
@@ -63,6 +64,7 @@ class KVCache:
         self.states = None if num_states is None else StateCache(num_states, block_size)
         self._pools = {tier: _pool(tier, count) for tier, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
+        self.below = Below()
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
@@ -158,22 +160,46 @@ class KVCache:
             if not self.states.has_room:
                 return None
             del shared[self.states.longest(hashes[: len(shared)]) :]
-        num_new = self.blocks_for(num_tokens) - len(shared)
-        num_revived = sum(not pool.is_used(block) for block in shared)
-        if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
+        if not self._allocate(request_id, shared, self.blocks_for(num_tokens), hashes, tier, reserve_blocks):
             return None
+        if self.states is not None:
+            self.states.admit(request_id, hashes[: len(shared)])
+        return len(shared) * self.block_size
+
+    def expect(
+        self, name: str, hashes: Sequence[BlockHash], tier: KVTier, reserve_blocks: int = 0
+    ) -> int | None:
+        """Allocate blocks for content that the memory below brings, after the blocks that are there.
+
+        Args:
+            name: As a request's ID, for `commit` and `let_go`.
+
+        Returns:
+            The number of blocks that are there; None, without any change, if the tier is too full.
+        """
+        shared = _leading(self._pools[tier], hashes)
+        is_done = self._allocate(name, shared, len(hashes), hashes, tier, reserve_blocks)
+        return len(shared) if is_done else None
+
+    def _allocate(
+        self, name: str, shared: list[int], num_all: int, hashes: Sequence[BlockHash], tier: KVTier, rest: int
+    ) -> bool:
+        pool, num_new = self._pools[tier], num_all - len(shared)
+        num_revived = sum(not pool.is_used(block) for block in shared)
+        if num_new + num_revived + rest > pool.num_free_blocks:
+            return False
         blocks = _with_shared(shared, num_new, pool)
         for block, block_hash in zip(
             blocks.view()[len(shared) :].tolist(), hashes[len(shared) :], strict=False
         ):
             pool.announce(block, block_hash)
-        self._tables[request_id] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
-        if self.states is not None:
-            self.states.admit(request_id, hashes[: len(shared)])
-        return len(shared) * self.block_size
+        self._tables[name] = _Table(tier, blocks, len(blocks) * self.block_size, len(shared))
+        return True
 
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
-        """Return True if requests in the tier are about to compute most of a new request's missing KV.
+        """Return True if most of a new request's missing KV is about to be there.
+
+        Requests in the tier compute it, or the memory below brings it.
 
         Args:
             num_tokens: Length of the new request.
@@ -190,7 +216,28 @@ class KVCache:
                 break
             else:
                 num_there += 1
-        return 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size
+        if 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size:
+            return True
+        return self.below.brings(num_tokens, hashes, tier)
+
+    def num_leading(self, hashes: Sequence[BlockHash], tier: KVTier) -> int:
+        """Return the length of the longest prefix that the tier holds, in blocks."""
+        return len(_leading(self._pools[tier], hashes))
+
+    def hold(self, name: str, hashes: Sequence[BlockHash], tier: KVTier) -> dict[BlockHash, int]:
+        """Keep blocks in a tier until `let_go`.
+
+        Args:
+            name: As a request's ID.
+
+        Returns:
+            `hash -> block` of the blocks that the tier holds.
+        """
+        pool = self._pools[tier]
+        found = {each: block for each in hashes if (block := pool.find(each)) is not None}
+        blocks = _with_shared(list(found.values()), 0, pool)
+        self._tables[name] = _Table(tier, blocks, len(blocks) * self.block_size, len(blocks))
+        return found
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Extend the table to `num_tokens`; return False, without any change, if the tier is too full."""
@@ -277,11 +324,19 @@ class KVCache:
         table.num_published = end
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request."""
-        table = self._tables.pop(request_id)
-        _release(table.blocks, self._pools[table.tier])
+        """Release all blocks of a request, whose content may go to the memory below."""
+        table = self._tables[request_id]
+        pool = self._pools[table.tier]
+        hashes = [pool.hash_of(block) for block in table.blocks.view()[: table.num_published].tolist()]
+        self.let_go(request_id)
         if self.states is not None:
             self.states.free(request_id)
+        self.below.keep(table.tier, [each for each in hashes if each is not None])
+
+    def let_go(self, name: str) -> None:
+        """Release all blocks under a name."""
+        table = self._tables.pop(name)
+        _release(table.blocks, self._pools[table.tier])
 
     def check(self) -> None:
         """Check the invariants of every pool against the block tables.

@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -91,6 +91,27 @@ class HostLayer(KVLayer):
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots to `out`, converted to its dtype."""
         native.paged_kv_read(self._k, self._v, slots, *out, k_scale=self._k_scale, v_scale=self._v_scale)
+
+    def load_exactly(self, slots: Tensor, out: Sequence[Tensor]) -> None:
+        """Copy K, V and their scales at slots to `out` without conversion, each [tokens, kv_heads, ...]."""
+        page, row = self._positions(slots)
+        for part, values in zip(self._parts, out, strict=True):
+            values.copy_(part[page, :, row])
+
+    def store_exactly(self, slots: Tensor, parts: Sequence[Tensor]) -> None:
+        """Write parts as from `load_exactly` to slots, all different."""
+        page, row = self._positions(slots)
+        for part, values in zip(self._parts, parts, strict=True):
+            part[page, :, row] = values
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        every = self._k, self._v, self._k_scale, self._v_scale
+        return [part for part in every if part is not None]
+
+    def _positions(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        page_tokens = BLOCKS_PER_RUN * self.block_size
+        return slots // page_tokens, slots % page_tokens
 
     def decode(
         self,

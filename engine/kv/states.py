@@ -47,17 +47,49 @@ class StateCache:
         self._checkpoints: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._hash_of: dict[int, BlockHash] = {}
         self._owned: dict[str, _Owned] = {}
+        self._held: dict[str, list[int]] = {}  # slots that are read or written beside the iterations
 
     @property
     def has_room(self) -> bool:
         """True if another request can be admitted."""
         pending = (slots.checkpoint for each in self._owned.values() for slots in each.planned)
-        num_pending = sum(slot != NO_SLOT for slot in pending)
+        num_pending = sum(slot != NO_SLOT for slot in pending) + sum(map(len, self._held.values()))
         return (len(self._owned) + 1) * SLOTS_PER_REQUEST + num_pending <= self.num_slots
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
         """Return the number of leading blocks that end at a checkpoint."""
         return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self._checkpoints), 0)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """Return True if there is a checkpoint after this block."""
+        return block_hash in self._checkpoints
+
+    def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
+        """Keep checkpoints until `let_go`, as far as requests can spare the slots; return `hash -> slot`."""
+        found = {}
+        for block_hash in hashes:
+            if block_hash in self._checkpoints and self._has_spare:
+                slot = found[block_hash] = self._checkpoints[block_hash]
+                self._references[slot] += 1
+        self._held[name] = list(found.values())
+        return found
+
+    def expect(self, name: str) -> int | None:
+        """Return a slot for a checkpoint that arrives before `let_go`; None: requests can spare none."""
+        if not self._has_spare:
+            return None
+        slot = self._take()
+        self._held[name] = [slot]
+        return slot
+
+    def arrived(self, name: str, block_hash: BlockHash) -> None:
+        """Publish the checkpoint for which `expect` gave a slot."""
+        self._register(self._held[name][0], block_hash)
+
+    def let_go(self, name: str) -> None:
+        """Release the slots under a name; do nothing if there are none."""
+        for slot in self._held.pop(name, ()):
+            self._release(slot)
 
     def admit(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
         """Start a request at the checkpoint after these blocks; no blocks: at an empty state."""
@@ -135,6 +167,8 @@ class StateCache:
             AssertionError: a slot is lost or owned twice.
         """
         references = [0] * self.num_slots
+        for slot in (slot for slots in self._held.values() for slot in slots):
+            references[slot] += 1
         for owned in self._owned.values():
             held = [
                 owned.current,

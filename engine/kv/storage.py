@@ -81,6 +81,11 @@ class KVPool:
         return self._layers[index]
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    @property
     def fused_kv_append(self) -> bool:
         """True if the rotation kernel stores rows, False if attention does."""
         return self.kind.fused_kv_append

@@ -347,3 +347,12 @@ def attending_ms(cost: TableCostModel, shape: IterationShape) -> float:
             if tier.host_attends:
                 ms += cost.attention_ms(tier, requests, context_tokens)
     return ms * cost.num_layers
+
+
+def prompt_ms(cost: TableCostModel, begin: int, end: int, max_batch_tokens: int) -> float:
+    """Return the time to compute the tokens `begin .. end - 1` of a prompt in chunks, alone."""
+    chunks = [(start, min(max_batch_tokens, end - start)) for start in range(begin, end, max_batch_tokens)]
+    return sum(
+        cost.outside_ms + cost.num_layers * (cost.linear_ms(n) + cost.prefill_attention_ms(n, start))
+        for start, n in chunks
+    )

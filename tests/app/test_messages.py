@@ -8,6 +8,8 @@ import anthropic
 import httpx
 import pytest
 
+from neo_desktop.app.api.messages import MessagesRequest
+from neo_desktop.app.generate.conversation import EFFORT_TOKENS
 from neo_desktop.app.web.warnings import HEADER
 
 from .conftest import RunningServer, running
@@ -89,6 +91,21 @@ def test_thinking(ask: Any, prompts: list[str]) -> None:
     assert prompts[-1].endswith("<think>\n")
     ask("Rain.", thinking={"type": "disabled"})
     assert prompts[-1].endswith("<assistant>")
+
+
+def test_a_budget_limits_thoughts() -> None:
+    body = {"model": "m", "max_tokens": 9000, "messages": [{"role": "user", "content": "Hm?"}]}
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    low = {"output_config": {"effort": "low"}}
+    for fields, template, limit in (
+        ({}, "enable_thinking", None),
+        (budget, "enable_thinking", 1024),
+        (budget | low, "reasoning_effort", 1024),
+        (low, "enable_thinking", EFFORT_TOKENS["low"]),
+        (low, "reasoning_effort", None),
+    ):
+        request = MessagesRequest.model_validate(body | fields)
+        assert request.conversation(template).thought_tokens == limit
 
 
 def test_tools(ask: Any, prompts: list[str]) -> None:

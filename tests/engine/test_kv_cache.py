@@ -373,3 +373,34 @@ def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(tier: KVTie
         kv.commit(name, hashes, len(tokens))
         kv.free(name)
     assert (highest < 3 * BLOCKS_PER_RUN) == tier.is_streamed
+
+
+def test_held_blocks_stay_until_they_are_let_go() -> None:
+    kv, prompt, tier = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18)), KVTier.DEVICE
+    admit(kv, "a", prompt, tier)
+    commit(kv, "a", prompt)
+    kv.free("a")
+    found = kv.hold("writer", hashes(prompt)[1:3], tier)
+    assert list(found) == hashes(prompt)[1:3]
+    assert kv.num_free_blocks(tier) == NUM_BLOCKS[tier] - 2
+    admit(kv, "b", [99] * (NUM_BLOCKS[tier] - 2) * BLOCK_SIZE, tier)
+    assert kv.hold("another", hashes(prompt), tier) == found
+    kv.check()
+    for name in ("writer", "another", "b"):
+        kv.let_go(name)
+    assert kv.num_used_blocks(tier) == 0
+    kv.check()
+
+
+def test_expected_blocks_are_found_once_they_have_arrived() -> None:
+    kv, prompt, tier = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18)), KVTier.DEVICE
+    admit(kv, "a", prompt[:9], tier)
+    commit(kv, "a", prompt[:9])
+    assert kv.expect("reader", hashes(prompt), tier, reserve_blocks=6) is None, "too few blocks"
+    assert kv.expect("reader", hashes(prompt), tier) == 2
+    assert kv.num_leading(hashes(prompt), tier) == 2
+    assert kv.is_mostly_coming(len(prompt), hashes(prompt), tier) == (2 * 2 * BLOCK_SIZE > 18 - 8)
+    kv.commit("reader", hashes(prompt), 3 * BLOCK_SIZE)
+    kv.let_go("reader")
+    assert kv.num_leading(hashes(prompt), tier) == 3
+    kv.check()

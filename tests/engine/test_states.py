@@ -36,6 +36,8 @@ class Slots:
         self.content: list[tuple[int, ...] | None] = [None] * num_slots
         self.running: list[Sequence] = []
         self.made = self.reused = 0
+        self.saved: dict[BlockHash, tuple[int, ...] | None] = {}  # on disk
+        self.held: dict[str, tuple[BlockHash, int, bool]] = {}  # name -> hash, slot, is to be read
 
     def admit(self) -> None:
         if not self.cache.has_room:
@@ -85,6 +87,30 @@ class Slots:
                 sequence.computed = sequence.planned.pop()[0]
                 self.cache.take_back(sequence.name)
 
+    def begin_copy(self) -> None:
+        """Begin to write a checkpoint to disk, or to read one that has been written."""
+        hashes = [each for sequence in self.running for each in sequence.hashes]
+        if not hashes:
+            return
+        block_hash, name = self.rng.choice(hashes), f"copy {self.made}"
+        if name in self.held:
+            return
+        if self.cache.has(block_hash):
+            for slot in self.cache.hold(name, [block_hash]).values():
+                self.held[name] = block_hash, slot, False
+        elif block_hash in self.saved and (slot := self.cache.expect(name)) is not None:
+            self.held[name] = block_hash, slot, True
+
+    def end_copy(self) -> None:
+        for name, (block_hash, slot, is_read) in self.held.items():
+            if is_read:
+                self.content[slot] = self.saved[block_hash]
+                self.cache.arrived(name, block_hash)
+            else:
+                self.saved[block_hash] = self.content[slot]
+            self.cache.let_go(name)
+        self.held.clear()
+
     def end(self) -> None:
         if self.running:
             self.cache.free(self.running.pop(self.rng.randrange(len(self.running))).name)
@@ -94,13 +120,16 @@ class Slots:
 @given(seed=st.integers(0, 2**31), requests=st.integers(1, 4), more=st.integers(0, 6))
 def test_every_iteration_reads_the_state_of_its_tokens(seed: int, requests: int, more: int) -> None:
     slots = Slots(seed, requests * SLOTS_PER_REQUEST + more)
-    actions = slots.admit, slots.plan, slots.plan, slots.settle, slots.settle, slots.take_back, slots.end
+    actions = [slots.admit, slots.plan, slots.plan, slots.settle, slots.settle, slots.take_back, slots.end]
+    actions += [slots.begin_copy, slots.end_copy]
     for _ in range(150):
         slots.rng.choice(actions)()
         slots.cache.check()
     while slots.running:
         slots.end()
         slots.cache.check()
+    slots.end_copy()
+    slots.cache.check()
     assert slots.cache.has_room
 
 

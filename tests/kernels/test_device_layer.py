@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from kv_pools import spoiled
 
 from neo_desktop.engine.kv import device_layer
+from neo_desktop.engine.kv.block_bytes import BlockBytes
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.kv.streamed import StreamedPool
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
 
@@ -141,3 +143,27 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
             k, tables = q[:, : config.num_kv_heads], zeros.new_zeros(requests, 400)
             layer.decode(q, k, k, zeros.long() - 1, tables, zeros, q, 1.0, window)
     assert set(launched) == set(at_start) == {False, True}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: torch.device) -> None:
+    config = replace(make_config(), num_layers=4)
+    pools = [
+        make_pool(config, HostLayer, 12, dtype, CPU),
+        make_pool(config, DeviceLayer, 9, dtype, device),
+        spoiled(StreamedPool(config, 7, 16, dtype, device, DeviceLayer)),
+    ]
+    blocks = [[8, 2, 3], [1, 0, 7], [2, 6, 5]]
+    content = None
+    for pool, there in zip(pools, blocks, strict=True):
+        access = BlockBytes(pool)
+        if content is None:
+            for layer in range(config.num_layers):
+                pool.rows_at(slots_of(torch.tensor(there), 16)).write(layer, some_rows(config, 48, dtype))
+            content = access.empty(3)
+            access.take(there, content)
+        access.put(there, content)
+        again = access.empty(3)
+        access.take(there, again)
+        assert (again == content).all()
+        assert len(set(map(bytes, content))) == 3
