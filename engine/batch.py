@@ -34,6 +34,13 @@ class SamplingInput(NamedTuple):
     grammar: GrammarState | None = None  # allowed tokens; None: all
 
 
+class DraftRow(NamedTuple):
+    """A token of a draft, and the choice of the token after it."""
+
+    token_id: int
+    sampling: SamplingInput
+
+
 class StateSlots(NamedTuple):
     """The slots of a request's recurrent states in one iteration; -1: none."""
 
@@ -54,6 +61,7 @@ class ScheduledSequence(NamedTuple):
     sampling: SamplingInput | None  # None: choose no token after the last of `token_ids`
     num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
     states: StateSlots | None = None  # None: the model has no recurrent layers, or the states are not kept
+    is_draft: bool = False  # its token is a draft: the request's row before it may choose another
 
     def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
         """Return the sequence with its last token, if that was unknown; None: the request failed."""
@@ -116,6 +124,9 @@ MAX_ASYNC_DECODES = 16  # slots of a group
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
     """The work of one iteration: block copies in order, then the sub-batches.
+
+    A request with drafts has several rows in its sub-batch, one after the other: a decode, then a decode per
+    draft at the next position (`is_draft`). The KV of all rows is stored before any of them attends.
 
     The copies of a layer finish before that layer is computed or stored; those of later layers may still
     run. Two sub-batches overlap (NEO, section 3.1): the GPU computes linear stages of one while the CPU
@@ -189,6 +200,8 @@ class IterationResult:
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, str]
+    # request_id -> the tokens chosen after its drafts, in order, up to the first row that is not finite
+    after_drafts: Mapping[str, tuple[SampledToken, ...]] = field(default_factory=dict)
     pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
     timing: IterationTiming | None = None  # None: not measured
 

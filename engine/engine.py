@@ -35,6 +35,7 @@ from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
@@ -174,7 +175,12 @@ class Engine:
             kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(
-                kv_cache, chosen_policy, parts.limits, corrected, num_layers
+                kv_cache,
+                chosen_policy,
+                parts.limits,
+                corrected,
+                num_layers,
+                Speculation.of(parts.speculate, kv_cache, corrected, parts.limits.max_batch_requests),
             )
             reserve = None
             if host_reserve_bytes is not None:
@@ -345,6 +351,7 @@ class Engine:
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
+            speculative=self._scheduler.speculative,
         )
 
     def live_view(self) -> LiveView:

@@ -293,6 +293,16 @@ class EngineOptions:
         ),
     ] = MAX_TOKEN_MS
 
+    speculate: Annotated[
+        str,
+        Option(
+            flag="--speculate",
+            fixed_choices=("auto", "off", "ngram"),
+            help="Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
+            "texts stay the same. Drafts come from the request's own text (ngram); auto takes every source.",
+        ),
+    ] = "auto"
+
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
@@ -355,3 +365,4 @@ class EngineKeywords(TypedDict, total=False):
     max_batch_tokens: int | None
     max_batch_requests: int | None
     max_token_ms: float
+    speculate: str

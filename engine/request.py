@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neo_desktop.engine.batch import FloatArray, SampledToken, SamplingInput
+from neo_desktop.engine.batch import DraftRow, FloatArray, SampledToken, SamplingInput
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntArray
@@ -98,6 +98,7 @@ class Request(RequestState):
         eos_token_ids: the model's end-of-sequence tokens.
         grammar: initial grammar state of the output.
         block_hashes: known hashes of the prompt's full blocks.
+        predicted_token_ids: a text that the output probably resembles; a source of drafts.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Request(RequestState):
         text: IncrementalText,
         grammar: GrammarState | None = None,
         block_hashes: Sequence[BlockHash] = (),
+        predicted_token_ids: Sequence[int] = (),
     ) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
@@ -138,6 +140,9 @@ class Request(RequestState):
         )
         self._text = text
         self._grammar = grammar
+        self.predicted_token_ids = predicted_token_ids
+        self.num_accepted_predicted = 0  # tokens of the predicted output that were drafted, and right
+        self.num_rejected_predicted = 0  # and wrong
         self.is_pooled = params.pooling is not None
         self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
@@ -172,6 +177,22 @@ class Request(RequestState):
             output_token_ids=self._output.view(),
             grammar=self._grammar,
         )
+
+    def draft_rows(self, draft: Sequence[int]) -> list[DraftRow]:
+        """Return the rows that verify a draft, up to a token that is forbidden or ends the output."""
+        rows: list[DraftRow] = []
+        last = self.sampling_input()
+        for token_id in draft:
+            grammar = None if last.grammar is None else last.grammar.after(token_id)
+            is_end = last.grammar is not None and (grammar is None or grammar.is_complete)
+            if is_end or token_id in self._end_token_ids:
+                break
+            output = last.output_token_ids
+            if self.params.has_penalties:
+                output = np.append(output, np.int32(token_id))
+            last = last._replace(position=last.position + 1, output_token_ids=output, grammar=grammar)
+            rows.append(DraftRow(token_id, last))
+        return rows
 
     def num_pooled(self, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens need hidden states; they are the last ones."""

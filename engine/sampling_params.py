@@ -49,6 +49,7 @@ class SamplingParams:
     pooling: Pooling | None = None
     grammar: str | None = None  # constraint on the output, for llguidance; see `engine.grammar`
     grammar_after: str | None = None  # text before the constrained part, for example the end of a thought
+    speculation: bool = True  # verify drafts where that is faster; the tokens are the same
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)

@@ -192,6 +192,10 @@ class KVCache:
                 num_there += 1
         return 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size
 
+    def room(self, request_id: str) -> int:
+        """Return the number of tokens that fit into the request's blocks."""
+        return self._tables[request_id].capacity_tokens
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Extend the table to `num_tokens`; return False, without any change, if the tier is too full."""
         table = self._tables[request_id]

@@ -96,6 +96,7 @@ class DecodeCall {
                                                               std::memory_order_relaxed);
       }
     }
+    if (new_rows_ && shares_rows()) append_all();
     ThreadPool::shared().run(threads, [this](int participant) { work(participant); });
   }
 
@@ -159,7 +160,7 @@ class DecodeCall {
       task.scale_page_stride = cache_.scale_page_stride;
       task.scale_head_stride = cache_.scale_head_stride;
     }
-    task.block_table = static_cast<const int32_t*>(block_tables_.data) + request.b * block_tables_.stride(0);
+    task.block_table = table_of(request.b);
     task.begin = item.begin;
     task.end = item.end;
     task.block_tokens = block_tokens_;
@@ -180,7 +181,7 @@ class DecodeCall {
     const auto [b, head, heads] = std::tuple(request.b, item.head, item.heads);
     const Partial own = partial_at(memory + q_floats_ + state_floats_, request);
 
-    if (new_rows_ && item.chunk + 1 == request.chunks) append(request, head, heads);
+    if (new_rows_ && !has_appended_ && item.chunk + 1 == request.chunks) append(request, head, heads);
     task.q = memory;
     task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
     task.state = memory + q_floats_;
@@ -210,12 +211,34 @@ class DecodeCall {
     }
   }
 
+  // True if a request attends to the new row of the one before it: both are rows of one sequence.
+  bool shares_rows() const {
+    const std::vector<DecodeRequest>& requests = schedule_.requests();
+    for (size_t i = 1; i < requests.size(); ++i) {
+      const DecodeRequest& before = requests[i - 1];
+      if (requests[i].b != before.b + 1 || requests[i].end != before.end + 1) continue;
+      const int64_t block = (before.end - 1) / block_tokens_;
+      if (table_of(before.b)[block] == table_of(requests[i].b)[block]) return true;
+    }
+    return false;
+  }
+
+  void append_all() {
+    has_appended_ = true;
+    for (const DecodeRequest& request : schedule_.requests()) {
+      append(request, 0, static_cast<int>(cache_.kv_heads));
+    }
+  }
+
+  const int32_t* table_of(int64_t b) const {
+    return static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
+  }
+
   // Only the item that attends to these heads' last token reads it, so no other thread waits for the write.
   void append(const DecodeRequest& request, int64_t head, int heads) const {
     const int64_t b = request.b;
     const int64_t token = request.end - 1;
-    const auto* table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
-    const int64_t slot = table[token / block_tokens_] * block_tokens_ + token % block_tokens_;
+    const int64_t slot = table_of(b)[token / block_tokens_] * block_tokens_ + token % block_tokens_;
     const int64_t page = slot / cache_.page_tokens;
     const int64_t row = slot % cache_.page_tokens;
     SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, page, row, head, heads);
@@ -293,6 +316,7 @@ class DecodeCall {
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;
 
+  bool has_appended_ = false;  // the cache holds the new rows
   std::atomic<int>* unfinished_ = nullptr;  // chunks of (request, head range) still to come
 };
 
