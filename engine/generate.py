@@ -137,4 +137,5 @@ def new_requests(
             ),
             grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
             block_hashes=prepared.block_hashes,
+            predicted_token_ids=prepared.predicted_token_ids,
         )

@@ -21,6 +21,7 @@ class PreparedRequest:
     token_ids: tuple[int, ...]
     params: SamplingParams
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks
+    predicted_token_ids: tuple[int, ...] = ()  # of `SamplingParams.prediction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class InputProcessor:
         hashes: list[BlockHash] = []
         if params.pooling is None:  # pooling needs every token's hidden state, so no KV may be reused
             extend_hashes(hashes, token_ids, self.block_size)
-        return PreparedRequest(token_ids, params, tuple(hashes))
+        predicted = (params.prediction or "")[: self.max_context_tokens * CHARS_PER_TOKEN]
+        predicted_token_ids = self._encode(predicted, False) if predicted else ()
+        return PreparedRequest(token_ids, params, tuple(hashes), tuple(predicted_token_ids))
 
     def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
         # A far too long text is rejected after its start; tokenising all could take minutes.

@@ -38,6 +38,8 @@ class RequestOutput(NamedTuple):
     num_output_tokens: int  # so far
     embedding: FloatArray | None = None  # unit length, [hidden]; set at the end if pooling was requested
     stopped_by: str | None = None  # the stop string that ended it
+    num_accepted_predicted: int = 0  # tokens of the predicted output that were drafted and right, so far
+    num_rejected_predicted: int = 0  # and wrong
 
 
 class RequestState:
@@ -141,8 +143,8 @@ class Request(RequestState):
         self._text = text
         self._grammar = grammar
         self.predicted_token_ids = predicted_token_ids
-        self.num_accepted_predicted = 0  # tokens of the predicted output that were drafted, and right
-        self.num_rejected_predicted = 0  # and wrong
+        self.num_accepted_predicted = 0  # see `RequestOutput`
+        self.num_rejected_predicted = 0
         self.is_pooled = params.pooling is not None
         self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
@@ -245,6 +247,8 @@ class Request(RequestState):
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
             embedding=None if self.finish_reason is not FinishReason.STOP else self._embedding(),
             stopped_by=self._text.stopped_by,
+            num_accepted_predicted=self.num_accepted_predicted,
+            num_rejected_predicted=self.num_rejected_predicted,
         )
 
     def _embedding(self) -> FloatArray | None:

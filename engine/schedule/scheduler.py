@@ -235,6 +235,8 @@ class Scheduler(Generic[R]):
             if sequence.sampling is not None:
                 num_tokens = scheduled.append_tokens(result)
                 context_len += num_tokens - 1
+                self.counters.num_accepted += num_tokens - 1
+                self.counters.num_cpu_decodes += (num_tokens - 1) * sequence.tier.host_attends
                 self.counters.num_output_tokens += num_tokens
                 if self._speculation is not None:
                     self._speculation.learn(request, len(draft), num_tokens)
