@@ -140,3 +140,22 @@ def without_ended(
         if sub_batches
         else None
     )
+
+
+def can_start_ahead(
+    decision: Decision[Request], queues: RequestQueues[Request], running: Sequence[Scheduled]
+) -> bool:
+    """Return True if an iteration of decodes needs nothing of the running one but tokens on the device."""
+    under_way = {scheduled.request.request_id for scheduled in running}
+    return (
+        not decision.copies
+        and not decision.is_async_step
+        and all(
+            num_tokens == 1
+            and request.num_uncomputed_tokens == 1
+            and queues.tier_of(request).stays_on_device
+            and not (request.needs_tokens and request.request_id in under_way)
+            for batch in decision.sub_batches
+            for request, num_tokens in batch
+        )
+    )

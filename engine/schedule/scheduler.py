@@ -12,7 +12,7 @@ from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
 from neo_desktop.engine.schedule.iteration_builder import Admission, Decision, IterationBuilder
-from neo_desktop.engine.schedule.plans import Scheduled, plan_of, without_ended
+from neo_desktop.engine.schedule.plans import Scheduled, can_start_ahead, plan_of, without_ended
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.speculation import Speculation
@@ -187,28 +187,14 @@ class Scheduler(Generic[R]):
         if any(scheduled.draft for running in self._under_way for scheduled in running):
             return None  # its result decides how many tokens its requests gain
         self._ahead = decision = without_ended(self._ahead, self.queues) or self.decide()
-        if not may_start or decision is None or len(self._under_way) != 1 or not self._can_start(decision):
+        if not may_start or decision is None or len(self._under_way) != 1 or not self._stays_on_device:
+            return None
+        if not can_start_ahead(decision, self.queues, self._under_way[0]):
             return None
         if self._speculation is not None and self._speculation.awaits_tokens(decision, self.queues):
             return None
         self._ahead = None
         return self._plan(decision, is_ahead=True)
-
-    def _can_start(self: "Scheduler[Request]", decision: Decision[Request]) -> bool:
-        under_way = {scheduled.request.request_id for scheduled in self._under_way[0]}
-        return (
-            self._stays_on_device
-            and not decision.copies
-            and not decision.is_async_step
-            and all(
-                num_tokens == 1
-                and request.num_uncomputed_tokens == 1
-                and self.queues.tier_of(request).stays_on_device
-                and not (request.needs_tokens and request.request_id in under_way)
-                for batch in decision.sub_batches
-                for request, num_tokens in batch
-            )
-        )
 
     def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
         plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)

@@ -1,7 +1,8 @@
 """Drafters that know the fake model's tokens, and are right as often as a test wants."""
 
-from random import Random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from engine_fakes import next_token
 
@@ -24,3 +25,18 @@ class OftenRight:
             drafted.append(token)
             tokens.append(token)
         return Draft(drafted)
+
+
+@dataclass
+class Informed:
+    """Drafts from answers by (prompt, choice); each token is right with the probability `share`."""
+
+    answers: Mapping[tuple[tuple[int, ...], int], Sequence[int]]
+    share: float
+    random: Random = field(default_factory=lambda: Random(0))
+    expected = (0.9,)
+
+    def draft(self, request: Request, most: int) -> Draft:
+        done = len(request.token_ids) - request.num_prompt_tokens
+        answer = self.answers[request.prompt_token_ids, request.choice][done : done + most]
+        return Draft([token ^ (self.random.random() >= self.share) for token in answer])
