@@ -27,14 +27,13 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
 from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
+from neo_desktop.engine.speculate.relative_times import RelativeTimes
 from neo_desktop.engine.stats import SpeculationStats
 
 MAX_WIDTH = 8  # tokens of a draft
-WORTHWHILE = 1.02  # least predicted gain: predictions have larger errors
-TRIED_ROWS = 3  # rows that may share the cost of a kernel's larger tile
-UNMEASURED_ROWS = 8  # without tables: reading the weights takes as long as this number of rows
-SMOOTHING = 0.1  # weight of the newest iteration
-FORGETTING = 0.99  # per iteration without drafts, of the excess of iterations with drafts
+WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
+TRIED_ROWS = 4  # rows that may share the cost of a kernel's larger tile
+READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
 @dataclass(slots=True)
@@ -44,6 +43,14 @@ class _Speculated:
     acceptance: Acceptance
     draft: Draft = NO_DRAFT
     position: int = 0  # of the draft's first token
+
+
+class _Begun(NamedTuple):
+    """An iteration of decodes alone."""
+
+    num_decodes: int
+    plain_ms: float  # predicted without drafts
+    guess: float  # of its relative time; 1: it has no drafts
 
 
 class _Candidate(NamedTuple):
@@ -71,10 +78,9 @@ class Speculation:
         self._cost = cost
         self._max_rows = max_rows
         self._requests: WeakKeyDictionary[Request, _Speculated] = WeakKeyDictionary()
-        # Measured times over predicted times, of iterations without and with drafts.
-        self._pace = 1.0
-        self._excess = 1.0
-        self._begun: tuple[float, float, int] | None = None  # predicted with and without drafts; decodes
+        self._times = RelativeTimes()
+        self._is_timed = True  # False: iterations have no measured times
+        self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
         self._num_gained = 0  # tokens of the current iteration's decodes
         self._num_drafts = self._num_drafted = self._num_accepted = 0
         self._with_ms = self._without_ms = 0.0
@@ -125,7 +131,8 @@ class Speculation:
         self._num_gained, self._begun = 0, None
         whole = decision.shape._replace(batches=tuple(batches))
         if num_decodes and not whole.async_decodes and not any(batch.prefill_ms for batch in batches):
-            self._begun = self._ms(_decodes_of(whole)), self._ms(shape), num_decodes
+            guess = self._guess(shape, _decodes_of(whole)) if drafts else 1.0
+            self._begun = _Begun(num_decodes, self._ms(shape), guess)
         if not drafts:
             return decision
         predicted = decision.predicted if self._cost is None else predict(self._cost, whole)
@@ -159,17 +166,14 @@ class Speculation:
     def measure(self, timing: IterationTiming | None) -> None:
         """Compare the iteration that has ended with its prediction."""
         begun, self._begun = self._begun, None
+        self._is_timed = timing is not None
         if begun is None or timing is None or timing.is_first or not timing.total_ms:
             return
-        predicted_ms, plain_ms, num_decodes = begun
-        ratio = timing.total_ms / predicted_ms
-        if predicted_ms == plain_ms:
-            self._pace *= min(max(ratio / self._pace, 0.5), 2.0) ** SMOOTHING
-            self._excess **= FORGETTING
-            return
-        self._excess *= min(max(ratio / self._pace / self._excess, 0.5), 2.0) ** SMOOTHING
-        self._with_ms += timing.total_ms
-        self._without_ms += plain_ms * self._pace * self._num_gained / num_decodes
+        num_decodes, plain_ms, guess = begun
+        self._times.learn(num_decodes, plain_ms, timing.total_ms, guess)
+        if guess > 1.0:
+            self._with_ms += timing.total_ms
+            self._without_ms += plain_ms * self._times.pace(num_decodes) * self._num_gained / num_decodes
 
     def _widths(
         self,
@@ -191,7 +195,8 @@ class Speculation:
             for request, num_tokens in batch
             if num_tokens == 1 and _is_able(request)
         ]
-        if not able or num_free < 1 or not self._can_pay(shape, able[0]):
+        is_known = not self._is_timed or self._times.pace(_num_tokens(shape)) > 0
+        if not able or num_free < 1 or not is_known or not self._can_pay(shape, able[0]):
             return []
         candidates = [(each, chances) for each in able if (chances := self._chances(each.request))]
         rows = [
@@ -201,13 +206,13 @@ class Speculation:
         ]
         rows.sort(key=lambda row: -row[0])  # stable: a request's rows stay in order, as their chances fall
         num_decodes = _num_tokens(shape)
-        count, best_rate = 0, WORTHWHILE * num_decodes / self._ms(shape)
+        count, best_rate = 0, WORTHWHILE * num_decodes
         gained, batches = float(num_decodes), list(shape.batches)
         for number, (chance, index, row) in enumerate(rows[:num_free], 1):
             candidate, _ = candidates[index]
             gained += chance
             batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            rate = gained / (self._ms(shape._replace(batches=tuple(batches))) * self._excess)
+            rate = gained / self._relative_time(shape, shape._replace(batches=tuple(batches)))
             if rate > best_rate:
                 count, best_rate = number, rate
         widths: Counter[int] = Counter(index for _, index, _ in rows[:count])
@@ -216,11 +221,10 @@ class Speculation:
     def _can_pay(self, shape: IterationShape, candidate: _Candidate) -> bool:
         """Return True if some more rows would pay if all their tokens were right."""
         num_decodes, batches = _num_tokens(shape), list(shape.batches)
-        least_rate = WORTHWHILE * num_decodes / self._ms(shape)
         for row in range(1, TRIED_ROWS + 1):
             batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            ms = self._ms(shape._replace(batches=tuple(batches))) * self._excess
-            if (num_decodes + row) / ms > least_rate:
+            time = self._relative_time(shape, shape._replace(batches=tuple(batches)))
+            if num_decodes + row > WORTHWHILE * num_decodes * time:
                 return True
         return False
 
@@ -239,9 +243,19 @@ class Speculation:
         mean = known.acceptance.mean(known.draft.kind)
         return [mean**row for row in range(num_pending + 1, len(known.draft.token_ids) + 1)]
 
+    def _relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:
+        """Return the time of an iteration with drafts over its time without."""
+        return self._times.corrected(_num_tokens(shape), self._guess(shape, with_drafts))
+
+    def _guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:
+        """Return the relative time by the tables, or by a rule if that is less: tables contain noise."""
+        by_rule = (READING_ROWS + _num_tokens(with_drafts)) / (READING_ROWS + _num_tokens(shape))
+        plain_ms = self._ms(shape)
+        return min(self._ms(with_drafts) / plain_ms, by_rule)
+
     def _ms(self, shape: IterationShape) -> float:
-        measured_ms = 0.0 if self._cost is None else iteration_ms(self._cost, shape)
-        return measured_ms or float(UNMEASURED_ROWS + _num_tokens(shape))
+        predicted_ms = 0.0 if self._cost is None else iteration_ms(self._cost, shape)
+        return predicted_ms or float(READING_ROWS + _num_tokens(shape))
 
 
 def _is_able(request: Request) -> bool:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import grammar as grammars
+from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
@@ -125,7 +126,7 @@ def test_a_predicted_output_is_drafted_and_counted(model: Path) -> None:
     with Engine.from_pretrained(model, device="cpu", policy="gpu-only", cost_model=COST) as engine:
         answer = engine.generate(["abcdefgh"], replace(params, speculation=False))[0]
         prepared = engine.prepare("abcdefgh", replace(params, prediction="abc"))
-        assert prepared.predicted_token_ids == tuple(b"abc")
+        assert prepared.predicted_token_ids == engine.prepare("abc", params).token_ids
         engine.add("r", replace(prepared, predicted_token_ids=answer.token_ids))
         outputs = []
         while engine.has_work:
@@ -138,29 +139,35 @@ def test_a_predicted_output_is_drafted_and_counted(model: Path) -> None:
     assert len(outputs) < 30
 
 
-def iterations(share: float | None, count: int = 1) -> int:
-    """Return the iterations of some requests with 40 tokens each."""
-    kv = KVCache({KVTier.DEVICE: 200}, 4)
+def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
+    """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms."""
+    kv = KVCache({KVTier.DEVICE: 4000}, 4)
     speculation = None if share is None else Speculation(OftenRight(share), None, 64)
-    limits = SchedulerLimits(256, 64)
-    scheduler = Scheduler(kv, POLICIES["gpu-only"], limits, speculation=speculation)
-    requests = [make_request(str(i), [1, 2, i], SamplingParams(max_tokens=40)) for i in range(count)]
-    executor, number = FakeExecutor(4, 256), 0
+    scheduler = Scheduler(kv, POLICIES["gpu-only"], SchedulerLimits(256, 64), speculation=speculation)
+    requests = [make_request(str(i), [1, 2, i], SamplingParams(max_tokens=200)) for i in range(count)]
+    executor, ms = FakeExecutor(4, 256), 0.0
     for request in requests:
         scheduler.add(request)
     while (plan := scheduler.schedule()) is not None:
-        scheduler.update(executor.execute(plan))
-        number += 1
+        total_ms = 8 + row_ms * sum(batch.num_tokens for batch in plan.sub_batches)
+        scheduler.update(replace(executor.execute(plan), timing=IterationTiming(total_ms, 0.0)))
+        ms += total_ms
     for request in requests:
-        assert request.token_ids[3:] == reference_output(request, 40)
-    return number
+        assert request.token_ids[3:] == reference_output(request, 200)
+    return ms
 
 
-def test_drafts_save_iterations_if_they_are_right_and_cost_none_if_they_are_wrong() -> None:
-    assert iterations(None) == iterations(0.0) == 40
-    assert iterations(1.0) < 40 / 3
-    assert iterations(0.9) < 40 / 2
-    assert iterations(1.0, count=40) == 40, "rows cost too much beside 40 chats"
+@pytest.mark.parametrize("row_ms", [0.1, 1.0, 4.0, 16.0])
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_drafts_save_time_where_they_are_right_and_rows_are_cheap_and_cost_little_elsewhere(
+    count: int, row_ms: float
+) -> None:
+    without = virtual_ms(None, count, row_ms)
+    by_share = {share: virtual_ms(share, count, row_ms) for share in (0.0, 0.3, 0.6, 0.9, 1.0)}
+    assert max(by_share.values()) < 1.05 * without
+    if count == 1 and row_ms == 0.1:
+        assert by_share[1.0] < without / 4
+        assert by_share[0.6] < without / 1.7
 
 
 @given(
