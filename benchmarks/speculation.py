@@ -46,7 +46,7 @@ def chat(question: str) -> str:
 
 
 def repeating() -> list[str]:
-    """Return prompts whose answers repeat parts of them."""
+    """Return prompts whose answers repeat parts of the prompt."""
     begun = "Here is the file:\n\n"
     codes = [(REPOSITORY / "engine" / name).read_text()[:CHARS] for name in EDITED]
     pages = [(REPOSITORY / "docs" / name).read_text()[:CHARS] for name in EXTRACTED]
@@ -61,7 +61,7 @@ class Comparison:
     """Runs prompts with and without drafts.
 
     Args:
-        turns: pairs of runs; the best of each side counts.
+        turns: pairs of runs; the best run with and the best run without drafts count.
         tokens: of an answer.
     """
 

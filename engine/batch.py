@@ -126,7 +126,7 @@ class IterationPlan:
     """The work of one iteration: block copies in order, then the sub-batches.
 
     A request with drafts has several rows in its sub-batch, one after the other: a decode, then a decode per
-    draft at the next position (`is_draft`). The KV of all rows is stored before any of them attends.
+    draft at the next position (`is_draft`). All their KV is stored before a row attends.
 
     The copies of a layer finish before that layer is computed or stored; those of later layers may still
     run. Two sub-batches overlap (NEO, section 3.1): the GPU computes linear stages of one while the CPU

@@ -33,6 +33,7 @@ from neo_desktop.engine.stats import SpeculationStats
 MAX_WIDTH = 8  # tokens of a draft
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that may share the cost of a kernel's larger tile
+SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
 READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
@@ -78,6 +79,7 @@ class Speculation:
         self._cost = cost
         self._max_rows = max_rows
         self._requests: WeakKeyDictionary[Request, _Speculated] = WeakKeyDictionary()
+        self._acceptance = Acceptance(drafter.expected, SMOOTHING_OF_ALL)
         self._times = RelativeTimes()
         self._is_timed = True  # False: iterations have no measured times
         self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
@@ -157,7 +159,8 @@ class Speculation:
         if known is None or not known.draft.token_ids:
             return
         chosen = request.token_ids[known.position : known.position + num_tokens]
-        known.acceptance.learn(known.draft.kind, known.draft.token_ids, chosen)
+        for acceptance in (known.acceptance, self._acceptance):
+            acceptance.learn(known.draft.kind, known.draft.token_ids, chosen)
         if known.draft.is_predicted:
             request.num_accepted_predicted += num_tokens - 1
             request.num_rejected_predicted += width - (num_tokens - 1)
@@ -187,7 +190,7 @@ class Speculation:
         Args:
             shape: of the decision's decodes. Prompts do not count: they take their time with and without
                 drafts.
-            num_free: most tokens of all drafts.
+            num_free: most tokens of the drafts together.
         """
         able = [
             _Candidate(request, index, queues.tier_of(request))
@@ -229,18 +232,19 @@ class Speculation:
         return False
 
     def _chances(self, request: Request) -> list[float]:
-        """Draft the request's next tokens; return the probability of each that the sampler chooses it.
+        """Draft the request's next tokens; return their probabilities of being chosen.
 
         The first drafted tokens stand for those that are pending.
         """
         known = self._requests.get(request)
         if known is None:
-            known = self._requests[request] = _Speculated(Acceptance(self._drafter.expected))
+            acceptance = Acceptance(self._acceptance.means, SMOOTHING)
+            known = self._requests[request] = _Speculated(acceptance)
         num_pending = request.num_tokens - len(request.token_ids)
         most = min(MAX_WIDTH, request.max_num_tokens - request.num_tokens - 1)
         known.draft = self._drafter.draft(request, most + num_pending) if most > 0 else NO_DRAFT
         known.position = len(request.token_ids)
-        mean = known.acceptance.mean(known.draft.kind)
+        mean = known.acceptance.means[known.draft.kind]
         return [mean**row for row in range(num_pending + 1, len(known.draft.token_ids) + 1)]
 
     def _relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:

@@ -45,7 +45,7 @@ class NgramDrafter:
         end, length = _occurrence(tokens, text.num_predicted)
         if length < SHORTEST:
             return NO_DRAFT
-        following = np.resize(tokens[end + 1 :], most)  # a text that repeats itself to its end goes on so
+        following = np.resize(tokens[end + 1 :], most)  # a repetition up to the end continues
         boundaries = np.flatnonzero(following == BOUNDARY)
         if len(boundaries):
             following = following[: boundaries[0]]
