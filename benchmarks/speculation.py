@@ -7,9 +7,12 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.batch import IterationPlan
+from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.speculate.drafter import Draft, Drafter
@@ -57,11 +60,17 @@ def repeating() -> list[str]:
     ]
 
 
+Steps = list[tuple[int, float]]  # rows and seconds of the steps of decodes
+
+
 class Comparison:
     """Runs prompts with and without drafts.
 
+    Other programs delay single steps. So a step counts with the time of the fastest tenth of all steps with as
+    many rows.
+
     Args:
-        turns: pairs of runs; the best run with and the best run without drafts count.
+        turns: pairs of runs.
         tokens: of an answer.
     """
 
@@ -69,42 +78,70 @@ class Comparison:
         self._engine = engine
         self._turns = turns
         self._params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self._plans: list[IterationPlan] = []
+        executor = engine._iterations.executor
+        start = executor.start
 
-    def seconds(self, prompts: Sequence[str], *, drafts: bool) -> tuple[float, list[tuple[int, ...]]]:
-        """Return the time of an answer whose prompt is in the prefix cache, and the answers."""
-        params = replace(self._params, speculation=drafts)
-        started = time.perf_counter()
-        answers = self._engine.generate(prompts, params)
-        return time.perf_counter() - started, [answer.token_ids for answer in answers]
+        def noted(plan: IterationPlan) -> Wait:
+            self._plans.append(plan)
+            return start(plan)
+
+        executor.start = noted  # type: ignore[method-assign]
+
+    def run(self, prompts: Sequence[str], *, drafts: bool) -> tuple[Steps, list[list[int]]]:
+        """Return the steps, and the answers."""
+        engine, params = self._engine, replace(self._params, speculation=drafts)
+        answers: list[list[int]] = [[] for _ in prompts]
+        steps: Steps = []
+        for index, prompt in enumerate(prompts):
+            engine.add(str(index), engine.prepare(prompt, params))
+        while engine.has_work:
+            self._plans.clear()
+            started = time.perf_counter()
+            engine.collect()
+            seconds = time.perf_counter() - started
+            if self._plans and all(sequence.is_decode for sequence in self._plans[0].sequences):
+                steps.append((self._plans[0].sub_batches[0].num_tokens, seconds))
+            for output in engine.take_outputs():
+                answers[int(output.request_id)] += [token.token_id for token in output.tokens]
+        return steps, answers
 
     def gain(self, name: str, batches: Sequence[Sequence[str]], drafter: Drafter) -> None:
         """Print the gain over some batches of chats."""
-        scheduler = self._engine._scheduler
-        parts = self._engine._kv_cache, self._engine._cost_model
-        best = {True: 0.0, False: 0.0}
+        scheduler, encode = self._engine._scheduler, self._engine.input_processor.tokenizer.encode
+        scheduler._speculation = Speculation(drafter, self._engine._cost_model, 256)
+        totals = {True: 0.0, False: 0.0}
         for batch in batches:
-            seconds: dict[bool, list[float]] = {True: [], False: []}
-            self.seconds(batch, drafts=False)
-            scheduler._speculation = Speculation(drafter, parts[1], len(batch) * 9 + 16)
+            steps: dict[bool, list[Steps]] = {True: [], False: []}
+            self.run(batch, drafts=False)
             for _ in range(self._turns):
                 answers = []
                 for drafts in (False, True):
-                    took, tokens = self.seconds(batch, drafts=drafts)
-                    seconds[drafts].append(took)
+                    taken, tokens = self.run(batch, drafts=drafts)
+                    steps[drafts].append(taken)
                     answers.append(tokens)
                 assert answers[0] == answers[1], "drafts changed an answer"
                 if isinstance(drafter, Replay):
-                    ids = self._engine.input_processor.tokenizer.encode
-                    for prompt, tokens in zip(batch, answers[0], strict=True):
-                        drafter.answers[tuple(ids(prompt, True))] = tokens
-            for drafts, found in seconds.items():
-                best[drafts] += min(found)
-            print(f"    {min(seconds[False]) / min(seconds[True]):.2f}x  {scheduler.speculative}", flush=True)
-        print(
-            f"{name}: {best[False]:.2f} s without drafts, {best[True]:.2f} s with: "
-            f"{best[False] / best[True]:.2f}x",
-            flush=True,
-        )
+                    drafter.answers |= {
+                        tuple(encode(prompt)): answer
+                        for prompt, answer in zip(batch, answers[0], strict=True)
+                    }
+            seconds = {drafts: typical_seconds(runs) for drafts, runs in steps.items()}
+            for drafts, took in seconds.items():
+                totals[drafts] += took
+            print(f"    {seconds[False] / seconds[True]:.2f}x, {len(steps[True][-1])} steps", flush=True)
+        gain = totals[False] / totals[True]
+        print(f"{name}: {totals[False]:.2f} s without drafts, {totals[True]:.2f} s with, {gain:.2f}x")
+        print(f"    {scheduler.speculative}", flush=True)
+
+
+def typical_seconds(runs: Sequence[Steps]) -> float:
+    """Return the time of the last run, if each of its steps took as long as the fastest tenth of its size."""
+    by_rows: dict[int, list[float]] = {}
+    for rows, seconds in chain.from_iterable(runs):
+        by_rows.setdefault(rows, []).append(seconds)
+    fast = {rows: sorted(found)[len(found) // 10] for rows, found in by_rows.items()}
+    return sum(fast[rows] for rows, _ in runs[-1])
 
 
 def main() -> None:

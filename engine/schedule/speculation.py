@@ -27,13 +27,14 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
 from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
-from neo_desktop.engine.speculate.relative_times import RelativeTimes
+from neo_desktop.engine.speculate.relative_times import RelativeTimes, rounded_size
 from neo_desktop.engine.stats import SpeculationStats
 
 MAX_WIDTH = 8  # tokens of a draft
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
-TRIED_ROWS = 4  # rows that may share the cost of a kernel's larger tile
+TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
+LEAST_ROW = 0.005  # least time of a row, relative to an iteration
 READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
@@ -82,6 +83,7 @@ class Speculation:
         self._acceptance = Acceptance(drafter.expected, SMOOTHING_OF_ALL)
         self._times = RelativeTimes()
         self._is_timed = True  # False: iterations have no measured times
+        self._guesses: dict[int, float] = {}  # decodes -> relative time of `TRIED_ROWS` rows
         self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
         self._num_gained = 0  # tokens of the current iteration's decodes
         self._num_drafts = self._num_drafted = self._num_accepted = 0
@@ -133,8 +135,9 @@ class Speculation:
         self._num_gained, self._begun = 0, None
         whole = decision.shape._replace(batches=tuple(batches))
         if num_decodes and not whole.async_decodes and not any(batch.prefill_ms for batch in batches):
+            plain_ms = decision.predicted.total_ms or float(READING_ROWS + num_decodes)
             guess = self._guess(shape, _decodes_of(whole)) if drafts else 1.0
-            self._begun = _Begun(num_decodes, self._ms(shape), guess)
+            self._begun = _Begun(num_decodes, plain_ms, guess)
         if not drafts:
             return decision
         predicted = decision.predicted if self._cost is None else predict(self._cost, whole)
@@ -142,7 +145,8 @@ class Speculation:
 
     def awaits_tokens(self, decision: Decision[Request], queues: RequestQueues[Request]) -> bool:
         """Return True if an iteration should wait for pending tokens, because drafts will probably pay."""
-        return bool(self._widths(decision, queues, _decodes_of(decision.shape), self._max_rows))
+        shape = _decodes_of(decision.shape)
+        return not self._is_known(shape) or bool(self._widths(decision, queues, shape, self._max_rows))
 
     def learn(self, request: Request, width: int, num_tokens: int) -> None:
         """Note the tokens that a request gained in an iteration.
@@ -198,8 +202,7 @@ class Speculation:
             for request, num_tokens in batch
             if num_tokens == 1 and _is_able(request)
         ]
-        is_known = not self._is_timed or self._times.pace(_num_tokens(shape)) > 0
-        if not able or num_free < 1 or not is_known or not self._can_pay(shape, able[0]):
+        if not able or num_free < 1 or not self._is_known(shape) or not self._can_pay(shape, able[0]):
             return []
         candidates = [(each, chances) for each in able if (chances := self._chances(each.request))]
         rows = [
@@ -215,21 +218,32 @@ class Speculation:
             candidate, _ = candidates[index]
             gained += chance
             batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
+            if rounded_size(number) != number < len(rows):
+                continue  # predictions take time
             rate = gained / self._relative_time(shape, shape._replace(batches=tuple(batches)))
             if rate > best_rate:
                 count, best_rate = number, rate
+            elif number >= TRIED_ROWS:
+                break  # chances fall
         widths: Counter[int] = Counter(index for _, index, _ in rows[:count])
         return [(candidates[index][0], width) for index, width in widths.items()]
 
+    def _is_known(self, shape: IterationShape) -> bool:
+        """Return True if an iteration like this one was measured without drafts, or none ever is."""
+        return not self._is_timed or self._times.pace(_num_tokens(shape)) > 0
+
     def _can_pay(self, shape: IterationShape, candidate: _Candidate) -> bool:
         """Return True if some more rows would pay if all their tokens were right."""
-        num_decodes, batches = _num_tokens(shape), list(shape.batches)
-        for row in range(1, TRIED_ROWS + 1):
-            batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            time = self._relative_time(shape, shape._replace(batches=tuple(batches)))
-            if num_decodes + row > WORTHWHILE * num_decodes * time:
-                return True
-        return False
+        num_decodes = _num_tokens(shape)
+        guess = self._guesses.get(num_decodes)
+        if guess is None:  # it hardly changes
+            batches = list(shape.batches)
+            for row in range(1, TRIED_ROWS + 1):
+                batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
+            guess = self._guess(shape, shape._replace(batches=tuple(batches)))
+            self._guesses[num_decodes] = guess
+        time = self._times.corrected(num_decodes, guess)
+        return num_decodes + TRIED_ROWS > WORTHWHILE * num_decodes * time
 
     def _chances(self, request: Request) -> list[float]:
         """Draft the request's next tokens; return their probabilities of being chosen.
@@ -254,8 +268,8 @@ class Speculation:
     def _guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:
         """Return the relative time by the tables, or by a rule if that is less: tables contain noise."""
         by_rule = (READING_ROWS + _num_tokens(with_drafts)) / (READING_ROWS + _num_tokens(shape))
-        plain_ms = self._ms(shape)
-        return min(self._ms(with_drafts) / plain_ms, by_rule)
+        least = 1.0 + LEAST_ROW * (_num_tokens(with_drafts) - _num_tokens(shape))
+        return max(min(self._ms(with_drafts) / self._ms(shape), by_rule), least)
 
     def _ms(self, shape: IterationShape) -> float:
         predicted_ms = 0.0 if self._cost is None else iteration_ms(self._cost, shape)

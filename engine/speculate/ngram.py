@@ -39,7 +39,11 @@ class NgramDrafter:
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _begun(request)
-        text.tokens.extend(request.token_ids[text.num_own :])
+        if text.num_own:
+            for token_id in request.token_ids[text.num_own :]:
+                text.tokens.append(token_id)
+        else:
+            text.tokens.extend(request.token_ids)
         text.num_own = len(request.token_ids)
         tokens = text.tokens.view()
         end, length = _occurrence(tokens, text.num_predicted)
@@ -71,7 +75,7 @@ def _occurrence(tokens: IntView, num_predicted: int) -> tuple[int, int]:
         best, length = ends, length + 1
         if length == LONGEST or length > last:
             break
-        ends = ends[ends >= length]
+        ends = ends[int(ends[0] < length) :]
         ends = ends[tokens[ends - length] == tokens[last - length]]
     if not length:
         return 0, 0

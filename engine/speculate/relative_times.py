@@ -37,8 +37,7 @@ class RelativeTimes:
         self._measured: dict[int, _Measured] = {}
 
     def _of(self, num_decodes: int) -> _Measured:
-        step = 1 << max((num_decodes - 1).bit_length() - 2, 0)  # 1, 2, 3, 4, 6, 8, 12, 16, ...
-        return self._measured.setdefault(-(-num_decodes // step) * step, _Measured())
+        return self._measured.setdefault(rounded_size(num_decodes), _Measured())
 
     def corrected(self, num_decodes: int, guess: float) -> float:
         """Return the relative time for a guess."""
@@ -67,3 +66,9 @@ class RelativeTimes:
             ratio = min(ms / (predicted_ms * measured.pace), LONGEST * expected)
             measured.products = REMEMBERED * measured.products + (ratio - 1.0) * excess
             measured.squares = REMEMBERED * measured.squares + excess**2
+
+
+def rounded_size(count: int) -> int:
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    step = 1 << max((count - 1).bit_length() - 2, 0)
+    return -(-count // step) * step
