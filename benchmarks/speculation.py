@@ -1,6 +1,6 @@
 """Measures generation with drafts against generation without, in one engine, in alternating turns.
 
-python -m benchmarks.speculation MODEL [--turns 3] [--tokens 160]
+python -m benchmarks.speculation MODEL [--turns 3] [--tokens 160] [--prompts 10]
 """
 
 import argparse
@@ -66,8 +66,8 @@ Steps = list[tuple[int, float]]  # rows and seconds of the steps of decodes
 class Comparison:
     """Runs prompts with and without drafts.
 
-    Other programs delay single steps. So a step counts with the time of the fastest tenth of all steps with as
-    many rows.
+    Other programs delay single steps. So a step counts with the time of the fastest tenth of the steps with
+    as many rows.
 
     Args:
         turns: pairs of runs.
@@ -122,10 +122,8 @@ class Comparison:
                     answers.append(tokens)
                 assert answers[0] == answers[1], "drafts changed an answer"
                 if isinstance(drafter, Replay):
-                    drafter.answers |= {
-                        tuple(encode(prompt)): answer
-                        for prompt, answer in zip(batch, answers[0], strict=True)
-                    }
+                    known = zip((tuple(encode(prompt)) for prompt in batch), answers[0], strict=True)
+                    drafter.answers |= dict(known)
             seconds = {drafts: typical_seconds(runs) for drafts, runs in steps.items()}
             for drafts, took in seconds.items():
                 totals[drafts] += took
@@ -149,15 +147,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--prompts", type=int, default=10, help="of text that repeats its prompt")
     parser.add_argument("--policy", default="auto")
     given = parser.parse_args()
     with Engine.from_pretrained(given.model, policy=given.policy) as engine:
         compared = Comparison(engine, given.turns, given.tokens)
         prose = [chat(question) for question in PROSE]
-        compared.gain("text that repeats its prompt", [[prompt] for prompt in repeating()], NgramDrafter())
+        repeated = [[prompt] for prompt in repeating()[:: 10 // given.prompts]]
+        compared.gain("text that repeats its prompt", repeated, NgramDrafter())
         compared.gain("prose", [[prompt] for prompt in prose], NgramDrafter())
         compared.gain("16 chats of prose", [prose * 4], NgramDrafter())
-        compared.gain("16 chats that repeat", [(repeating() * 2)[:16]], NgramDrafter())
         compared.gain(f"perfect drafts of {PERFECT_WIDTH}", [[prompt] for prompt in prose], Replay({}))
 
 
