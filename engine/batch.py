@@ -41,6 +41,13 @@ class SamplingInput(NamedTuple):
     grammar: TokenMask | None = None  # allowed tokens; None: all
 
 
+class DraftRow(NamedTuple):
+    """A token of a draft, and the choice of the token after it."""
+
+    token_id: int
+    sampling: SamplingInput
+
+
 class StateSlots(NamedTuple):
     """The slots of a request's recurrent states in one iteration; -1: none."""
 
@@ -62,6 +69,7 @@ class ScheduledSequence(NamedTuple):
     num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
     states: StateSlots | None = None  # None: the model has no recurrent layers, or the states are not kept
     images: ImageRows | None = None  # of the request's prompt
+    is_draft: bool = False  # its token is a draft: the request's row before it may choose another
 
     def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
         """Return the sequence with its last token, if that was unknown; None: the request failed."""
@@ -129,6 +137,9 @@ MAX_ASYNC_DECODES = 16  # slots of a group
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
     """The work of one iteration: block copies in order, then the sub-batches.
+
+    A request with drafts has several rows in its sub-batch, one after the other: a decode, then a decode per
+    draft at the next position (`is_draft`). All their KV is stored before a row attends.
 
     The copies of a layer finish before that layer is computed or stored; those of later layers may still
     run. Two sub-batches overlap (NEO, section 3.1): the GPU computes linear stages of one while the CPU
@@ -202,6 +213,8 @@ class IterationResult:
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, str]
+    # request_id -> the tokens chosen after its drafts, in order, up to the first row that is not finite
+    after_drafts: Mapping[str, tuple[SampledToken, ...]] = field(default_factory=dict)
     pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
     timing: IterationTiming | None = None  # None: not measured
 

@@ -36,6 +36,7 @@ from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.saved_kv import DiskFolder, disk_cache_of, disk_folder
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
@@ -183,7 +184,12 @@ class Engine:
                 kv_cache.below = disk_cache_of(parts, kv_cache, corrected, disk_cache)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(
-                kv_cache, chosen_policy, parts.limits, corrected, num_layers
+                kv_cache,
+                chosen_policy,
+                parts.limits,
+                corrected,
+                num_layers,
+                Speculation.of(parts.speculate, kv_cache, corrected, parts.limits.max_batch_requests),
             )
             reserve = None
             if host_reserve_bytes is not None:
@@ -355,6 +361,7 @@ class Engine:
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
             below=self._kv_cache.below.counters,
+            speculative=self._scheduler.speculative,
         )
 
     def live_view(self) -> LiveView:

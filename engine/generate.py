@@ -140,6 +140,7 @@ def new_requests(
             budget=_budget(params, input_processor),
             block_hashes=prepared.block_hashes,
             images=prepared.images,
+            predicted_token_ids=prepared.predicted_token_ids,
         )
 
 

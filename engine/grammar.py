@@ -184,6 +184,14 @@ class GrammarState:
                 self._keys.feed(self._vocabulary.tokens[token_id])
         return self._error is None
 
+    def after(self, token_id: int) -> "GrammarState | None":
+        """Return the state after one more token, this one unchanged; None: the token is not allowed."""
+        keys = None if self._keys is None else self._keys.copy()
+        # A failure of the copy says nothing about the output.
+        copy = GrammarState(self._matcher.deep_copy(), self._awaited, self._vocabulary, keys, bool)
+        copy._end, copy._error = self._end, self._error
+        return copy if copy.accept(token_id) else None
+
     def _fail(self) -> None:
         self._error = f"grammar cannot be followed any further: {_reason(self._matcher.get_error())}"
         self._on_error()

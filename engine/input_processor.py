@@ -23,6 +23,7 @@ class PreparedRequest:
     params: SamplingParams
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks
     images: ImageRows | None = None
+    predicted_token_ids: tuple[int, ...] = ()  # of `SamplingParams.prediction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class InputProcessor:
         hashes: list[BlockHash] = []
         if params.pooling is None:  # pooling needs every token's hidden state, so no KV may be reused
             extend_hashes(hashes, token_ids, self.block_size, images)
-        return PreparedRequest(token_ids, params, tuple(hashes), images)
+        predicted = (params.prediction or "")[: self.max_context_tokens * CHARS_PER_TOKEN]
+        predicted_token_ids = self._encode(predicted, False) if predicted else ()
+        return PreparedRequest(token_ids, params, tuple(hashes), images, tuple(predicted_token_ids))
 
     def _tokenise(self, text: str | ChatText, add_special_tokens: bool) -> tuple[int, ...]:
         # A far too long text is rejected after its start; tokenising all could take minutes.

@@ -80,13 +80,15 @@ class Iterations:
         except Exception as error:
             self._give_up(error)
             return
+        num_accepted = -self._scheduler.counters.num_accepted
+        self._gained += self._scheduler.update(result)
+        num_accepted += self._scheduler.counters.num_accepted
         if result.timing is not None:
             self._book_time(result.timing)
             if self._notes.is_on:
-                self._notes.note(plan, result.timing)
+                self._notes.note(plan, result.timing, num_accepted)
             if self._cost_model is not None:
                 self._cost_model.learn(plan.predicted, result.timing)
-        self._gained += self._scheduler.update(result)
         self._below.look(len(self._under_way))
 
     def launch(self) -> None:

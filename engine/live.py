@@ -70,15 +70,16 @@ class LiveIteration:
     decoded: tuple[str, ...]  # requests whose decode produced a token
 
     @classmethod
-    def of(cls, plan: IterationPlan, timing: IterationTiming) -> "LiveIteration":
-        """Summarise an iteration."""
+    def of(cls, plan: IterationPlan, timing: IterationTiming, num_accepted: int = 0) -> "LiveIteration":
+        """Summarise an iteration; `num_accepted` tokens of drafts were right."""
         decoded: list[str] = []
-        num_gpu = num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
+        num_gpu = num_cpu = num_prompts = num_prompt_tokens = decode_context = 0
+        num_outputs = num_accepted
         prompt_context, longest_prompt = 0.0, 1
         # a single pass, because the engine's thread runs it in every iteration
         for sequence in plan.sequences:
             num_tokens = len(sequence.token_ids)
-            num_outputs += sequence.sampling is not None
+            num_outputs += sequence.sampling is not None and not sequence.is_draft
             if num_tokens == 1:
                 decoded.append(sequence.request_id)
                 num_cpu += sequence.tier.host_attends
@@ -279,8 +280,9 @@ class Notes:
         if self._timeline is not None:
             self._timeline.record_next()
 
-    def note(self, plan: IterationPlan, timing: IterationTiming) -> None:
-        iteration = LiveIteration.of(plan, timing)
+    def note(self, plan: IterationPlan, timing: IterationTiming, num_accepted: int = 0) -> None:
+        """Note an iteration; `num_accepted` tokens of drafts were right."""
+        iteration = LiveIteration.of(plan, timing, num_accepted)
         self._iterations.append(iteration)
         self.count(iteration.num_prompt_tokens, iteration.num_outputs)
 

@@ -315,6 +315,16 @@ class EngineOptions:
         ),
     ] = MAX_TOKEN_MS
 
+    speculate: Annotated[
+        str,
+        Option(
+            flag="--speculate",
+            fixed_choices=("auto", "off", "ngram"),
+            help="Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
+            "texts stay the same. Drafts come from the request's own text (ngram); auto takes every source.",
+        ),
+    ] = "auto"
+
     @property
     def keeps_weights(self) -> bool:
         """True if quantised weights stay as stored where the device has kernels for them."""
@@ -384,3 +394,4 @@ class EngineKeywords(TypedDict, total=False):
     max_batch_tokens: int | None
     max_batch_requests: int | None
     max_token_ms: float
+    speculate: str

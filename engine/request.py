@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neo_desktop.engine.batch import FloatArray, SampledToken, SamplingInput
+from neo_desktop.engine.batch import DraftRow, FloatArray, SampledToken, SamplingInput
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntArray
@@ -40,6 +40,8 @@ class RequestOutput(NamedTuple):
     num_output_tokens: int  # so far
     embedding: FloatArray | None = None  # unit length, [hidden]; set at the end if pooling was requested
     stopped_by: str | None = None  # the stop string that ended it
+    num_accepted_predicted: int = 0  # tokens of the predicted output that were drafted and right, so far
+    num_rejected_predicted: int = 0  # and wrong
 
 
 class RequestState:
@@ -106,6 +108,7 @@ class Request(RequestState):
         budget: of its thoughts.
         block_hashes: known hashes of the prompt's full blocks.
         images: rows of the prompt that come from images.
+        predicted_token_ids: a text that the output probably resembles; a source of drafts.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Request(RequestState):
         budget: ThoughtBudget | None = None,
         block_hashes: Sequence[BlockHash] = (),
         images: ImageRows | None = None,
+        predicted_token_ids: Sequence[int] = (),
     ) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
@@ -150,6 +154,9 @@ class Request(RequestState):
         self._text = text
         self._grammar = grammar
         self._budget = budget
+        self.predicted_token_ids = predicted_token_ids
+        self.num_accepted_predicted = 0  # see `RequestOutput`
+        self.num_rejected_predicted = 0
         self.is_pooled = params.pooling is not None
         self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
@@ -190,6 +197,25 @@ class Request(RequestState):
             output_token_ids=self._output.view(),
             grammar=(self._budget and self._budget.mask()) or self._grammar,
         )
+
+    def draft_rows(self, draft: Sequence[int]) -> list[DraftRow]:
+        """Return the rows that verify a draft, up to a token that is forbidden or ends the output."""
+        rows: list[DraftRow] = []
+        if self._budget is not None and self._budget.is_thinking:  # it may force any of the next tokens
+            return rows
+        last, grammar = self.sampling_input(), self._grammar
+        for token_id in draft:
+            after = None if grammar is None else grammar.after(token_id)
+            is_end = grammar is not None and (after is None or after.is_complete)
+            if is_end or token_id in self._end_token_ids:
+                break
+            output = last.output_token_ids
+            if self.params.has_penalties:
+                output = np.append(output, np.int32(token_id))
+            grammar = after
+            last = last._replace(position=last.position + 1, output_token_ids=output, grammar=grammar)
+            rows.append(DraftRow(token_id, last))
+        return rows
 
     def num_pooled(self, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens need hidden states; they are the last ones."""
@@ -244,6 +270,8 @@ class Request(RequestState):
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
             embedding=None if self.finish_reason is not FinishReason.STOP else self._embedding(),
             stopped_by=self._text.stopped_by,
+            num_accepted_predicted=self.num_accepted_predicted,
+            num_rejected_predicted=self.num_rejected_predicted,
         )
 
     def _embedding(self) -> FloatArray | None:

@@ -50,6 +50,8 @@ class SamplingParams:
     pooling: Pooling | None = None
     grammar: str | None = None  # constraint on the output, for llguidance; see `engine.grammar`
     grammar_after: str | None = None  # text before the constrained part, for example the end of a thought
+    speculation: bool = True  # verify drafts where that is faster; the tokens are the same
+    prediction: str | None = None  # text that the output probably resembles: a source of drafts
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
@@ -92,6 +94,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise SettingError("prediction", f"must be text, got {self.prediction!r}")
         _check_grammar(self)
         _check_pooling(self)
 

@@ -54,6 +54,7 @@ class EngineParts:
     limits: SchedulerLimits
     num_blocks: dict[KVTier, int]  # of the requested tiers, and of workers
     storage: KVStorage
+    speculate: str = "auto"  # see `EngineOptions`
     leader: Driver | None = None  # of the other ranks; None: a single rank
     workers: Workers | None = None  # attention workers; None: no workers
     resources: ExitStack = field(default_factory=ExitStack)  # closes workers and other ranks
@@ -268,7 +269,7 @@ def take_memory(
             if count or not tier.is_streamed
         }
         states = allocate_states(loaded.config, num_states, decoder.device)
-    return EngineParts(loaded, limits, num_blocks, KVStorage(pools, states))
+    return EngineParts(loaded, limits, num_blocks, KVStorage(pools, states), options.speculate)
 
 
 def bind_threads() -> None:

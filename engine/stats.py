@@ -12,6 +12,17 @@ NEO, LLAMACPP = "neo", "llamacpp"  # backends: the engine of this project, and l
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counters of speculation since the engine's start."""
+
+    num_drafts: int = 0  # verified drafts
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    mean_width: float = 0.0  # tokens per draft
+    gain: float = 1.0  # time without drafts, as predicted, over measured time, in iterations with drafts
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot; counters run from the engine's start."""
 
@@ -37,12 +48,14 @@ class EngineStats:
     outside_s: float  # between the end of an iteration and the start of the next; nothing computes then
     pools: Mapping[KVTier, PoolUsage]
     below: BelowCounters = NOTHING  # of the disk
+    speculative: SpeculationStats | None = None  # None: no speculation
     backend: str = NEO
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; tiers appear by name."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         data["num_running_at"] = {tier.name: count for tier, count in self.num_running_at.items()}
+        data["speculative"] = self.speculative and asdict(self.speculative)
         data["pools"] = {tier.name: asdict(usage) for tier, usage in self.pools.items()}
         data["disk"] = data.pop("below")._asdict()
         return data

@@ -41,6 +41,11 @@ class ThoughtBudget:
         self._check()
 
     @property
+    def is_thinking(self) -> bool:
+        """True while the output is a thought, or its end is forced."""
+        return bool(self._forced) or self._is_header or self._splitter.is_thinking
+
+    @property
     def is_due(self) -> bool:
         """True if one of the next tokens may be forced, so that choosing it requires all earlier ones."""
         is_near = self._splitter.is_thinking and self._left <= MOST_PENDING

@@ -196,6 +196,11 @@ def _facts(live: LiveView) -> Markup:
             ("… attention on the CPU", _part(stats.num_cpu_decodes, stats.num_output_tokens)),
             ("… asynchronously", _part(stats.num_async_decodes, stats.num_output_tokens)),
         ]
+    if (speculative := stats.speculative) is not None and speculative.num_drafts:
+        rows += [
+            ("… drafted", _part(speculative.num_accepted_tokens, stats.num_output_tokens)),
+            ("Drafts", f"{speculative.mean_width:.1f} tokens, {speculative.gain:.2f} times as fast"),
+        ]
     rows += [
         ("Prompt tokens", f"{stats.num_prompt_tokens:,}"),
         ("… from the prefix cache", _part(stats.num_cached_tokens, stats.num_prompt_tokens)),

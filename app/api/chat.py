@@ -126,6 +126,13 @@ class NamedChoice(Model):
     function: FunctionName
 
 
+class Prediction(Model):
+    """A text that the answer will probably resemble, so that it comes faster."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None  # OpenAI's newer name for max_tokens
@@ -147,6 +154,8 @@ class ChatCompletionRequest(GenerationRequest):
     ) = None
     parallel_tool_calls: bool | None = None
 
+    prediction: Prediction | None = None
+
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # llama.cpp's: limit on tokens of thoughts; -1: no limit
     reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
@@ -156,7 +165,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     # Labels and hints: they say nothing about the answer.
     metadata: Annotated[dict[str, str] | None, HINT] = None
-    prediction: Annotated[Json | None, HINT] = None  # what the answer may be, to be faster
     prompt_cache_key: Label = None
     prompt_cache_options: Annotated[Json | None, HINT] = None
     prompt_cache_retention: Label = None
@@ -195,6 +203,7 @@ class ChatCompletionRequest(GenerationRequest):
             defaults,
             max_tokens=self._max_tokens(self.max_completion_tokens),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prediction=None if self.prediction is None else self.prediction.content,
         )
 
     def conversation(self, template: str | None) -> Conversation:

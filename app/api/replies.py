@@ -35,12 +35,17 @@ def head(prefix: str, kind: str, model: str) -> Json:
 
 def usage_body(usage: TokensUsed) -> Json:
     """The usage object of chats and completions."""
+    accepted, rejected = (sum(counts) for counts in zip((0, 0), *usage.predicted.values(), strict=True))
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_thought_tokens,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }
 
 

@@ -43,12 +43,17 @@ class ThoughtTokens(TypedDict):
     reasoning_tokens: int
 
 
+class CompletionTokens(ThoughtTokens):
+    accepted_prediction_tokens: int  # of `prediction`
+    rejected_prediction_tokens: int
+
+
 class TokenUsage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ThoughtTokens
+    completion_tokens_details: CompletionTokens
 
 
 class FunctionCall(TypedDict):

@@ -114,6 +114,8 @@ class GenerationRequest(Model):
     grammar: str | None = None
     json_schema: Json | None = None
 
+    speculation: Literal["auto", "off"] | None = None  # off: verify no drafts, see docs/dev/speculation.md
+
     return_token_ids: bool | None = None  # vLLM's: beside the text, those of prompt and output
 
     # Labels and hints: they say nothing about the answer.
@@ -184,7 +186,12 @@ class GenerationRequest(Model):
         return one_of(asked if form is None else [*asked, form])
 
     def _sampling_params(
-        self, defaults: GenerationDefaults, *, max_tokens: int | None, logprobs: int | None
+        self,
+        defaults: GenerationDefaults,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prediction: str | None = None,
     ) -> SamplingParams:
         penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         return sampling_params(
@@ -204,6 +211,8 @@ class GenerationRequest(Model):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logit_bias=self.logit_bias or None,
+            speculation=self.speculation != "off",
+            prediction=prediction,
         )
 
     def _max_tokens(self, newer_name: int | None = None) -> int | None:

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from neo_desktop.engine.request import RequestOutput
-from neo_desktop.engine.stats import EngineStats
+from neo_desktop.engine.stats import EngineStats, SpeculationStats
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -132,5 +132,20 @@ class EngineCollector(Collector):
                 stats.below.dropped_bytes,
             ),
             ("disk_hit_tokens", "Prompt tokens whose KV came from disk", stats.below.num_hit_tokens),
+            *_speculative_counters(stats.speculative),
         ):
             yield CounterMetricFamily(f"neo_desktop_{name}", help_text, value=count)
+        if (speculative := stats.speculative) is not None:
+            name, help_text = "neo_desktop_draft_width", "Tokens per verified draft"
+            yield GaugeMetricFamily(name, help_text, value=speculative.mean_width)
+            name, help_text = "neo_desktop_speculation_gain", "Speed of iterations with drafts; 1: as without"
+            yield GaugeMetricFamily(name, help_text, value=speculative.gain)
+
+
+def _speculative_counters(stats: SpeculationStats | None) -> Sequence[tuple[str, str, int]]:
+    if stats is None:
+        return ()
+    return (
+        ("drafted_tokens", "Tokens of verified drafts", stats.num_drafted_tokens),
+        ("accepted_draft_tokens", "Drafted tokens that were right", stats.num_accepted_tokens),
+    )

@@ -42,6 +42,8 @@ class TokensUsed:
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> tokens, cached ones
     outputs: dict[int, int] = field(default_factory=dict)
     num_thought_tokens: int = 0
+    # per output: tokens of the client's `prediction` that were drafted and right, and wrong
+    predicted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,6 +64,7 @@ class TokensUsed:
         """Take in an output; its counts are totals."""
         self.prompts[output.request_id] = (output.num_prompt_tokens, output.num_cached_tokens)
         self.outputs[index] = output.num_output_tokens
+        self.predicted[index] = (output.num_accepted_predicted, output.num_rejected_predicted)
 
 
 class Outputs:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -88,17 +89,25 @@ class Outputs:
 
     def result(self, timing: IterationTiming) -> IterationResult:
         """Wait for the started computation, and return the result."""
-        by_request = dict(zip(self._names, self._tokens(), strict=True))
+        by_request: dict[str, list[SampledToken | None]] = {}
+        for request_id, token in zip(self._names, self._tokens(), strict=True):
+            by_request.setdefault(request_id, []).append(token)
+        firsts = {request_id: tokens[0] for request_id, tokens in by_request.items()}
         sums = self._sums()
-        damaged = [request_id for request_id, token in by_request.items() if token is None]
+        damaged = [request_id for request_id, token in firsts.items() if token is None]
         damaged += [request_id for request_id, total in sums.items() if not np.isfinite(total).all()]
         return IterationResult(
-            sampled={request_id: token for request_id, token in by_request.items() if token is not None},
+            sampled={request_id: token for request_id, token in firsts.items() if token is not None},
             failed=dict.fromkeys(
                 damaged,
                 "the model's output is not finite: its weights may be damaged, or the numbers "
                 f"exceed {self._stages.decoder.dtype}; try another dtype",
             ),
+            after_drafts={
+                request_id: tuple(token for token in takewhile(bool, tokens[1:]) if token is not None)
+                for request_id, tokens in by_request.items()
+                if len(tokens) > 1
+            },
             pooled=sums,
             timing=timing,
         )

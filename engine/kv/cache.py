@@ -239,6 +239,10 @@ class KVCache:
         self._tables[name] = _Table(tier, blocks, len(blocks) * self.block_size, len(blocks))
         return found
 
+    def room(self, request_id: str) -> int:
+        """Return the number of tokens that fit into the request's blocks."""
+        return self._tables[request_id].capacity_tokens
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Extend the table to `num_tokens`; return False, without any change, if the tier is too full."""
         table = self._tables[request_id]

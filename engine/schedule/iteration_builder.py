@@ -1,12 +1,12 @@
 """The requests of the next iteration: the scheduler's steps 2 to 5."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, IterationTiming
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, DraftRow, IterationTiming
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, IterationShape, joined, predict
 from neo_desktop.engine.request import RequestState
@@ -32,6 +32,7 @@ class Decision(Generic[R]):
     predicted: IterationTiming
     new_async: tuple[R, ...] = ()  # decodes that become async decodes
     is_async_step: bool = False  # async decodes advance by a layer
+    drafts: Mapping[str, Sequence[DraftRow]] = field(default_factory=dict)  # request ID -> rows to verify
 
 
 @dataclass(slots=True)

@@ -1,10 +1,17 @@
 """From the scheduler's decisions to plans for executors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from neo_desktop.engine.batch import UNKNOWN_TOKEN, AsyncGroup, IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import (
+    UNKNOWN_TOKEN,
+    AsyncGroup,
+    IterationPlan,
+    IterationResult,
+    ScheduledSequence,
+    SubBatch,
+)
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
@@ -18,6 +25,27 @@ class Scheduled(NamedTuple):
     num_preemptions: int  # of the request, when the iteration started
     is_last: bool  # it computes the request's last known token: a token or the pooled states follow
     is_on_its_way: bool  # its async decode continues in later iterations
+    draft: Sequence[int] = ()  # tokens that further rows verify
+
+    def append_tokens(self, result: IterationResult) -> int:
+        """Append the chosen tokens to the request: one, and one per token of the draft that was right.
+
+        Returns:
+            The number of tokens.
+        """
+        request, request_id = self.request, self.request.request_id
+        token, num_tokens = result.sampled[request_id], 1
+        request.append(token)
+        for drafted, following in zip(self.draft, result.after_drafts.get(request_id, ()), strict=False):
+            if request.is_finished or token.token_id != drafted:
+                break
+            token = following
+            request.append(token)
+            num_tokens += 1
+        request.num_tokens += num_tokens - 1
+        if request.num_preemptions == self.num_preemptions:
+            request.num_computed_tokens += num_tokens - 1
+        return num_tokens
 
 
 def plan_of(
@@ -60,7 +88,13 @@ def plan_of(
         placed.sort(key=lambda item: (item[0], item[2] == 1))
         for _, request, num_tokens in placed:
             is_last = request.num_computed_tokens + num_tokens == request.num_tokens
-            yield sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
+            first = sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
+            yield first
+            if rows := decision.drafts.get(request.request_id, ()):
+                scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
+                for start, (token_id, sampling) in enumerate(rows, first.start + 1):
+                    draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
+                    yield draft._replace(is_draft=True)
 
     def async_groups() -> Iterator[AsyncGroup]:
         """Yield the decodes that advance by a layer, grouped by the linear stage that they join."""
@@ -106,4 +140,23 @@ def without_ended(
         )
         if sub_batches
         else None
+    )
+
+
+def can_start_ahead(
+    decision: Decision[Request], queues: RequestQueues[Request], running: Sequence[Scheduled]
+) -> bool:
+    """Return True if an iteration of decodes needs nothing of the running one but tokens on the device."""
+    under_way = {scheduled.request.request_id for scheduled in running}
+    return (
+        not decision.copies
+        and not decision.is_async_step
+        and all(
+            num_tokens == 1
+            and request.num_uncomputed_tokens == 1
+            and queues.tier_of(request).stays_on_device
+            and not (request.needs_tokens and request.request_id in under_way)
+            for batch in decision.sub_batches
+            for request, num_tokens in batch
+        )
     )

@@ -27,6 +27,7 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # computed or reused
     num_cached_tokens: int = 0  # reused
     num_output_tokens: int = 0
+    num_accepted: int = 0  # output tokens that were drafted
     num_cpu_decodes: int = 0  # output tokens whose attention the host computed
     num_async_decodes: int = 0  # the async decodes among them
     num_double_iterations: int = 0  # with two sub-batches

@@ -12,11 +12,13 @@ from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
 from neo_desktop.engine.schedule.iteration_builder import Admission, Decision, IterationBuilder
-from neo_desktop.engine.schedule.plans import Scheduled, plan_of, without_ended
+from neo_desktop.engine.schedule.plans import Scheduled, can_start_ahead, plan_of, without_ended
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.schedule.steady_state import SteadyStateFinder
 from neo_desktop.engine.schedule.workload_stats import WorkloadStats
+from neo_desktop.engine.stats import SpeculationStats
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -54,6 +56,7 @@ class Scheduler(Generic[R]):
     Args:
         kv_cache: tiers of the policy that it lacks are not used.
         num_layers: of the model; None: the cost model's.
+        speculation: adds drafts to iterations; None: no drafts.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Scheduler(Generic[R]):
         limits: SchedulerLimits,
         cost_model: TableCostModel | None = None,
         num_layers: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._cost = ZERO if cost_model is None else cost_model
         tiers = tuple(tier for tier in policy.tiers if tier in kv_cache.tiers)
@@ -72,6 +76,7 @@ class Scheduler(Generic[R]):
         self._kv = kv_cache
         self._policy = policy
         self._limits = limits
+        self._speculation = speculation
         self._steady_states = SteadyStateFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._admission = Admission()
@@ -85,6 +90,11 @@ class Scheduler(Generic[R]):
     def is_short_of_memory(self) -> bool:
         """True if the batch limit is reduced because the device ran out of memory."""
         return self._batch_tokens < self._limits.max_batch_tokens
+
+    @property
+    def speculative(self) -> SpeculationStats | None:
+        """Counters of speculation; None: no speculation."""
+        return None if self._speculation is None else self._speculation.stats
 
     def add(self, request: R) -> None:
         self.queues.add(request)
@@ -158,6 +168,8 @@ class Scheduler(Generic[R]):
         """
         decision, self._ahead = without_ended(self._ahead, self.queues), None
         decision = decision or self.decide()
+        if decision is not None and self._speculation is not None:
+            decision = self._speculation.widened(decision, self.queues, int(self._batch_tokens))
         return None if decision is None else self._plan(decision, is_ahead=False)
 
     def look_ahead(self: "Scheduler[Request]", *, may_start: bool = False) -> IterationPlan | None:
@@ -172,27 +184,17 @@ class Scheduler(Generic[R]):
             arrive, and the start hardly matters for iterations that long. Requests that turn out to have
             finished are computed in vain.
         """
+        if any(scheduled.draft for running in self._under_way for scheduled in running):
+            return None  # its result decides how many tokens its requests gain
         self._ahead = decision = without_ended(self._ahead, self.queues) or self.decide()
-        if not may_start or decision is None or len(self._under_way) != 1 or not self._can_start(decision):
+        if not may_start or decision is None or len(self._under_way) != 1 or not self._stays_on_device:
+            return None
+        if not can_start_ahead(decision, self.queues, self._under_way[0]):
+            return None
+        if self._speculation is not None and self._speculation.awaits_tokens(decision, self.queues):
             return None
         self._ahead = None
         return self._plan(decision, is_ahead=True)
-
-    def _can_start(self: "Scheduler[Request]", decision: Decision[Request]) -> bool:
-        under_way = {scheduled.request.request_id for scheduled in self._under_way[0]}
-        return (
-            self._stays_on_device
-            and not decision.copies
-            and not decision.is_async_step
-            and all(
-                num_tokens == 1
-                and request.num_uncomputed_tokens == 1
-                and self.queues.tier_of(request).stays_on_device
-                and not (request.needs_tokens and request.request_id in under_way)
-                for batch in decision.sub_batches
-                for request, num_tokens in batch
-            )
-        )
 
     def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
         plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)
@@ -207,35 +209,44 @@ class Scheduler(Generic[R]):
         self.queues.end_moves()
         moving = {request.request_id for request in self.queues.moved}  # their KV is still incomplete
         block_size = self._kv.block_size
-        for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():
+        for scheduled in self._end_iteration():
+            request, sequence, num_preemptions, is_last, is_on_its_way, draft = scheduled
             if is_on_its_way:
                 continue
             if sequence.request_id in result.failed:
                 self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
                 gained.append(request)
                 continue
+            context_len = sequence.context_len
             if sequence.sampling is not None:
-                request.append(result.sampled[sequence.request_id])
-                self.counters.num_output_tokens += 1
+                num_tokens = scheduled.append_tokens(result)
+                context_len += num_tokens - 1
+                self.counters.num_accepted += num_tokens - 1
+                self.counters.num_cpu_decodes += (num_tokens - 1) * sequence.tier.host_attends
+                self.counters.num_output_tokens += num_tokens
+                if self._speculation is not None:
+                    self._speculation.learn(request, len(draft), num_tokens)
                 gained.append(request)
             if sequence.num_pooled:
                 request.pool(result.pooled[sequence.request_id], is_first=sequence.start == 0)
             if is_last and sequence.sampling is None:
                 request.finish(FinishReason.STOP)
                 gained.append(request)
-            has_news = sequence.context_len // block_size > sequence.start // block_size  # a block is full
+            has_news = context_len // block_size > sequence.start // block_size  # a block is full
             is_kept = request.num_preemptions == num_preemptions
             if is_kept and (states := self._kv.states) is not None:
                 hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
                 states.settle(request.request_id, hashes, sequence.start, count)
             is_there = is_kept and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
-                self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
+                self._kv.commit(request.request_id, request.block_hashes(block_size), context_len)
                 if self._admission.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
             if request.is_finished:
                 self.remove(request)
         self._num_shrinks = 0
+        if self._speculation is not None:
+            self._speculation.measure(result.timing)
         return gained
 
     def _end_iteration(self) -> list[Scheduled]:
@@ -264,7 +275,7 @@ class Scheduler(Generic[R]):
         Returns:
             False if no smaller iteration is possible; the caller must `fail` then.
         """
-        num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way[0])
+        num_tokens = sum(len(each.sequence.token_ids) + len(each.draft) for each in self._under_way[0])
         self._num_shrinks += 1
         if (num_tokens == 1 and not self.queues.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
@@ -331,7 +342,7 @@ class Scheduler(Generic[R]):
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
             self.queues.async_groups.clear()
-        for request, sequence, num_preemptions, is_last, _ in undone:
+        for request, sequence, num_preemptions, is_last, *_ in undone:
             if is_last:
                 request.num_tokens -= 1
             if request.num_preemptions == num_preemptions:

@@ -101,7 +101,8 @@ template <class M>
 void attend_pairs(const AttendTask& task) {
   using V = typename M::Vector;
   using T = typename M::T;
-  const int64_t acc_length = static_cast<int64_t>(task.kv_heads) * task.padded_group * task.padded_head_dim;
+  const int64_t acc_length =
+      static_cast<int64_t>(task.kv_heads) * task.rows * task.padded_group * task.padded_head_dim;
   for (int64_t i = 0; i < acc_length; i += V::kLanes) V::store(task.acc + i, V::zero());
   for (int head = 0; head < task.kv_heads; ++head) {
     for_each_query_tile(task, head, [&](const QueryTile& queries) {
@@ -127,14 +128,14 @@ void attend_pairs(const AttendTask& task) {
       const bool last = head + 1 == task.kv_heads && next.count > 0;
       const Segments<T>& after = last ? next : now;
       const int head_after = last ? 0 : smaller(head + 1, task.kv_heads - 1);
-      const PairTile<T> tile{.segments = now,
-                             .k_offset = head * task.k_head_stride,
-                             .v_offset = head * task.v_head_stride,
-                             .k_scale = task.k_scale + head * task.scale_head_stride,
-                             .v_scale = task.v_scale + head * task.scale_head_stride,
-                             .pair_stride = pair_stride,
-                             .first = now.first,
-                             .count = now.count};
+      PairTile<T> tile{.segments = now,
+                       .k_offset = head * task.k_head_stride,
+                       .v_offset = head * task.v_head_stride,
+                       .k_scale = task.k_scale + head * task.scale_head_stride,
+                       .v_scale = task.v_scale + head * task.scale_head_stride,
+                       .pair_stride = pair_stride,
+                       .first = now.first,
+                       .count = now.count};
       ReadAhead<T> keys(after.k, head_after * task.k_head_stride, pair_stride, task.head_dim,
                         after.k_together);
       ReadAhead<T> values(far ? after.v : now.v, far ? head_after * task.v_head_stride : tile.v_offset,
@@ -142,6 +143,8 @@ void attend_pairs(const AttendTask& task) {
       ReadAhead<T>& during_scores = far ? keys : values;
       ReadAhead<T>& during_values = far ? values : keys;
       for_each_query_tile(task, head, [&](const QueryTile& queries) {
+        if (queries.end <= now.begin + now.first) return;
+        tile.count = smaller(queries.end - now.begin, now.count);
         with_heads(queries.left, [&](auto heads) {
           PairStep<M, heads.value>::run(task, tile, queries, during_scores, during_values);
         });

@@ -233,7 +233,8 @@ class Step {
 
 template <class V, class T>
 void attend_rows(const AttendTask& task) {
-  const int64_t acc_length = static_cast<int64_t>(task.kv_heads) * task.padded_group * task.padded_head_dim;
+  const int64_t acc_length =
+      static_cast<int64_t>(task.kv_heads) * task.rows * task.padded_group * task.padded_head_dim;
   for (int64_t i = 0; i < acc_length; i += V::kLanes) V::store(task.acc + i, V::zero());
   for (int head = 0; head < task.kv_heads; ++head) {
     for_each_query_tile(task, head, [&](const QueryTile& queries) {
@@ -245,7 +246,7 @@ void attend_rows(const AttendTask& task) {
   Tile<T> tiles[2];
   int current = 0;
   int count = walker.next(tiles[0]);
-  while (count > 0) {
+  for (int64_t begin = task.begin; count > 0; begin += kTile) {
     const int next_count = walker.next(tiles[1 - current]);
     // The heads of a page are adjacent: memory is read in order until the page ends.
     for (int head = 0; head < task.kv_heads; ++head) {
@@ -258,8 +259,10 @@ void attend_rows(const AttendTask& task) {
         ahead = {&tiles[1 - current], 0, 0};
       }
       for_each_query_tile(task, head, [&](const QueryTile& queries) {
+        if (queries.end <= begin) return;
+        const int own_count = smaller(queries.end - begin, count);
         with_heads(queries.left, [&](auto heads) {
-          Step<V, T, heads.value>::run(task, rows, ahead, count, queries.q, queries.state, queries.acc);
+          Step<V, T, heads.value>::run(task, rows, ahead, own_count, queries.q, queries.state, queries.acc);
         });
       });
     }

@@ -34,6 +34,7 @@ class Scratch {
   }
 
   std::vector<DecodeRequest> requests;
+  std::vector<char> continues;
 
   // `count` counters, with values left over from the last call.
   std::atomic<int>* counters(int64_t count) {
@@ -58,6 +59,7 @@ class DecodeCall {
       : q_(arguments.q),
         cache_(cache),
         block_tables_(arguments.block_tables),
+        context_lens_(arguments.context_lens),
         block_tokens_(block_tokens),
         out_(arguments.out),
         new_rows_(arguments.new_rows),
@@ -71,13 +73,13 @@ class DecodeCall {
                       kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr &&
                       group_ >= kernels.bf16.min_group[static_cast<int>(cache.dtype)]),
         padded_head_dim_(static_cast<int>(whole_vectors(cache.head_dim))),
-        schedule_(static_cast<const int32_t*>(arguments.context_lens.data), q_.size(0), window,
+        schedule_(lens(), find_continuing(), q_.size(0), window,
                   {cache.kv_heads, group_, 2 * cache.head_dim * static_cast<int64_t>(size_of(cache.dtype))},
                   num_threads, Scratch::own().requests) {}
 
   void run() {
     if (schedule_.requests().empty()) return;
-    const int64_t heads = schedule_.most_heads_per_item();
+    const int64_t heads = schedule_.most_head_rows();
     const int64_t rows = heads * padded_group_;
     q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;
     q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
@@ -96,11 +98,13 @@ class DecodeCall {
                                                               std::memory_order_relaxed);
       }
     }
+    const std::vector<char>& continues = scratch.continues;
+    if (new_rows_ && std::count(continues.begin(), continues.end(), 1) > 0) append_all();
     ThreadPool::shared().run(threads, [this](int participant) { work(participant); });
   }
 
  private:
-  // One row per (KV head of the item, query head of its group), consecutive in memory.
+  // One row per (KV head of the item, row of its request, query head of its group), consecutive in memory.
   struct Partial {
     float* acc;  // [rows, padded_head_dim]
     float* max;  // [rows]
@@ -108,7 +112,7 @@ class DecodeCall {
   };
 
   Partial partial_at(float* memory, const DecodeRequest& request) const {
-    const int64_t rows = request.heads_per_item * padded_group_;
+    const int64_t rows = request.heads_per_item * request.rows * padded_group_;
     float* max = memory + rows * padded_head_dim_;
     return {memory, max, max + rows};
   }
@@ -116,8 +120,8 @@ class DecodeCall {
   // The result of one chunk of an item's heads, if the heads have several chunks.
   Partial partial_of(const DecodeItem& item, int64_t chunk) const {
     const DecodeRequest& request = *item.request;
-    const int64_t heads_before =
-        request.partial_heads_before + (item.range * request.chunks + chunk) * request.heads_per_item;
+    const int64_t heads_before = request.partial_heads_before + (item.range * request.chunks + chunk) *
+                                                                    request.heads_per_item * request.rows;
     return partial_at(partial_memory_ + heads_before * partial_head_floats_, request);
   }
 
@@ -159,13 +163,15 @@ class DecodeCall {
       task.scale_page_stride = cache_.scale_page_stride;
       task.scale_head_stride = cache_.scale_head_stride;
     }
-    task.block_table = static_cast<const int32_t*>(block_tables_.data) + request.b * block_tables_.stride(0);
+    task.block_table = table_of(request.b);
     task.begin = item.begin;
     task.end = item.end;
     task.block_tokens = block_tokens_;
     task.blocks_per_page = cache_.page_tokens / block_tokens_;
     task.page_tokens = cache_.page_tokens;
     task.kv_heads = item.heads;
+    task.rows = static_cast<int>(request.rows);
+    task.context_len = request.end;
     task.group = group_;
     task.padded_group = padded_group_;
     task.head_dim = cache_.head_dim;
@@ -177,10 +183,12 @@ class DecodeCall {
 
   void run(const DecodeItem& item, AttendTask& task, float* memory) {
     const DecodeRequest& request = *item.request;
-    const auto [b, head, heads] = std::tuple(request.b, item.head, item.heads);
+    const auto [head, heads] = std::tuple(item.head, item.heads);
     const Partial own = partial_at(memory + q_floats_ + state_floats_, request);
 
-    if (new_rows_ && item.chunk + 1 == request.chunks) append(request, head, heads);
+    if (new_rows_ && !has_appended_ && item.chunk + 1 == request.chunks) {
+      append(request.b, request.end - 1, head, heads);
+    }
     task.q = memory;
     task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
     task.state = memory + q_floats_;
@@ -196,26 +204,50 @@ class DecodeCall {
     }
 
     if (request.chunks == 1) {
-      store_output(b, head, heads, own);
+      store_output(request, head, heads, own);
       return;
     }
-    const int64_t rows = request.heads_per_item * padded_group_;
+    const int64_t rows = request.heads_per_item * request.rows * padded_group_;
     std::copy_n(own.acc, rows * (padded_head_dim_ + 2), partial_of(item, item.chunk).acc);
     // The last thread sees all results: each decrement releases its own, and the last one acquires all.
     if (unfinished_[request.head_ranges_before + item.range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      for (int h = 0; h < heads; ++h) {
-        for (int g = 0; g < group_; ++g) merge(item, h * padded_group_ + g, own);
+      for (int64_t row = 0; row < heads * request.rows; ++row) {
+        for (int g = 0; g < group_; ++g) merge(item, row * padded_group_ + g, own);
       }
-      store_output(b, head, heads, own);
+      store_output(request, head, heads, own);
     }
   }
 
+  // Rows of one sequence read each other's keys and values, on any thread.
+  void append_all() {
+    has_appended_ = true;
+    for (int64_t b = 0; b < q_.size(0); ++b) {
+      if (lens()[b] > 0) append(b, lens()[b] - 1, 0, static_cast<int>(cache_.kv_heads));
+    }
+  }
+
+  // Marks the rows that continue the row before them: the same blocks, and one token more.
+  const std::vector<char>& find_continuing() const {
+    std::vector<char>& continues = Scratch::own().continues;
+    continues.assign(q_.size(0), 0);
+    for (int64_t b = 1; b < q_.size(0); ++b) {
+      const int64_t before = lens()[b - 1];
+      const int64_t blocks = (before + block_tokens_ - 1) / block_tokens_;
+      continues[b] = before > 0 && lens()[b] == before + 1 &&
+                     std::equal(table_of(b), table_of(b) + blocks, table_of(b - 1));
+    }
+    return continues;
+  }
+
+  const int32_t* lens() const { return static_cast<const int32_t*>(context_lens_.data); }
+
+  const int32_t* table_of(int64_t b) const {
+    return static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
+  }
+
   // Only the item that attends to these heads' last token reads it, so no other thread waits for the write.
-  void append(const DecodeRequest& request, int64_t head, int heads) const {
-    const int64_t b = request.b;
-    const int64_t token = request.end - 1;
-    const auto* table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
-    const int64_t slot = table[token / block_tokens_] * block_tokens_ + token % block_tokens_;
+  void append(int64_t b, int64_t token, int64_t head, int heads) const {
+    const int64_t slot = table_of(b)[token / block_tokens_] * block_tokens_ + token % block_tokens_;
     const int64_t page = slot / cache_.page_tokens;
     const int64_t row = slot % cache_.page_tokens;
     SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, page, row, head, heads);
@@ -224,10 +256,13 @@ class DecodeCall {
 
   void load_queries(const DecodeItem& item, float* q) const {
     if (padded_group_ > group_ || padded_head_dim_ > cache_.head_dim) std::fill(q, q + q_floats_, 0.0f);
-    for (int h = 0; h < item.heads; ++h) {
+    const int64_t rows = item.request->rows;
+    for (int64_t i = 0; i < item.heads * rows; ++i) {
+      const int64_t h = i / rows;
+      const int64_t b = item.request->b + i % rows;
       for (int g = 0; g < group_; ++g) {
-        float* row = q + (h * padded_group_ + g) * padded_head_dim_;
-        const int64_t at = item.request->b * q_.stride(0) + ((item.head + h) * group_ + g) * q_.stride(1);
+        float* row = q + (i * padded_group_ + g) * padded_head_dim_;
+        const int64_t at = b * q_.stride(0) + ((item.head + h) * group_ + g) * q_.stride(1);
         const void* from = offset(q_.data, q_.dtype, at);
         kernels_.widen[static_cast<int>(q_.dtype)](from, row, cache_.head_dim, q_scale_);
         if (dot_products_) {
@@ -238,7 +273,7 @@ class DecodeCall {
     }
   }
 
-  void merge(const DecodeItem& item, int row, const Partial& result) const {
+  void merge(const DecodeItem& item, int64_t row, const Partial& result) const {
     float* acc = result.acc + row * padded_head_dim_;
     for (int64_t c = 0; c < item.request->chunks; ++c) {
       const Partial part = partial_of(item, c);
@@ -254,10 +289,12 @@ class DecodeCall {
     }
   }
 
-  void store_output(int64_t b, int64_t head, int heads, const Partial& result) const {
-    for (int h = 0; h < heads; ++h) {
+  void store_output(const DecodeRequest& request, int64_t head, int heads, const Partial& result) const {
+    for (int64_t i = 0; i < heads * request.rows; ++i) {
+      const int64_t h = i / request.rows;
+      const int64_t b = request.b + i % request.rows;
       for (int g = 0; g < group_; ++g) {
-        const int row = h * padded_group_ + g;
+        const int64_t row = i * padded_group_ + g;
         const float* acc = result.acc + row * padded_head_dim_;
         const int64_t at = b * out_.stride(0) + ((head + h) * group_ + g) * out_.stride(1);
         const float* sink = sinks_ == nullptr ? nullptr : sinks_ + (head + h) * group_ + g;
@@ -271,6 +308,7 @@ class DecodeCall {
   const TensorView& q_;
   const PagedCache& cache_;
   const TensorView& block_tables_;
+  const TensorView& context_lens_;
   const int64_t block_tokens_;
   const TensorView& out_;
   const std::optional<NewRows>& new_rows_;
@@ -293,6 +331,7 @@ class DecodeCall {
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;
 
+  bool has_appended_ = false;               // the cache holds the new rows
   std::atomic<int>* unfinished_ = nullptr;  // chunks of (request, head range) still to come
 };
 

@@ -18,6 +18,9 @@ constexpr int64_t kItemsPerThread = 4;
 // smaller batches threads share more memory.
 constexpr int64_t kBatchesPerThread = 3;
 
+// The rows of a sequence are divided where they would make fewer items than this per thread.
+constexpr int64_t kRowItemsPerThread = 2;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t length_of(const DecodeRequest& request) { return request.end - request.begin; }
@@ -36,17 +39,39 @@ int64_t longest_chunk(const DecodeRequest& request) {
   return std::min(request.chunk_tokens, length_of(request));
 }
 
+// True if a row can join the request of the rows before it: their chunks must be the same, up to their ends.
+bool can_join(const DecodeRequest& request, const ContextChunks& chunks) {
+  return request.begin == chunks.begin && request.first_chunk == chunks.first &&
+         request.chunk_tokens == chunks.tokens && request.chunks == chunks.count;
+}
+
 }  // namespace
 
-DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
-                               int num_threads, std::vector<DecodeRequest>& requests)
+DecodeSchedule::DecodeSchedule(const int32_t* context_lens, const std::vector<char>& continues, int64_t batch,
+                               int64_t window, const Shape& shape, int num_threads,
+                               std::vector<DecodeRequest>& requests)
     : requests_(requests), kv_heads_(shape.kv_heads) {
   requests_.clear();
+  const int64_t sequences = batch - std::count(continues.begin(), continues.end(), 1);
+  int64_t most_rows = 1;
   for (int64_t b = 0; b < batch; ++b) {
     if (context_lens[b] == 0) continue;
+    const ContextChunks chunks = ContextChunks::of(context_lens[b], window, shape.group);
+    if (!continues[b]) {
+      const auto first_row = continues.begin() + b;
+      const int64_t rows = std::find(first_row + 1, continues.end(), 0) - first_row;
+      const int64_t items = sequences * kv_heads_ * chunks.count;
+      most_rows = divide_up(rows, divide_up(kRowItemsPerThread * num_threads, items));
+    }
+    if (continues[b] && can_join(requests_.back(), chunks) && requests_.back().rows < most_rows) {
+      requests_.back().rows += 1;
+      requests_.back().end = chunks.end;
+      work_ += kv_heads_;
+      continue;
+    }
     DecodeRequest request{};
     request.b = b;
-    const ContextChunks chunks = ContextChunks::of(context_lens[b], window, shape.group);
+    request.rows = 1;
     request.begin = chunks.begin;
     request.end = chunks.end;
     request.first_chunk = chunks.first;
@@ -78,8 +103,10 @@ DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64
     items_ += request.chunks * request.head_ranges;
     done += length * kv_heads_;
     head_ranges_ += request.head_ranges;
-    if (request.chunks > 1) partial_heads_ += request.chunks * request.head_ranges * request.heads_per_item;
+    const int64_t head_rows = request.heads_per_item * request.rows;
+    if (request.chunks > 1) partial_heads_ += request.chunks * request.head_ranges * head_rows;
     most_heads_per_item_ = std::max(most_heads_per_item_, request.heads_per_item);
+    most_head_rows_ = std::max(most_head_rows_, head_rows);
   }
   threads_ = static_cast<int>(std::min(useful_threads, items_));
 }

@@ -20,9 +20,11 @@
 namespace neo_desktop {
 
 struct DecodeRequest {
-  int64_t b;      // row of the batch
-  int64_t begin;  // first token attended to
-  int64_t end;
+  int64_t b;  // row of the batch, the first one
+  int64_t
+      rows;  // of one sequence, consecutive in the batch; each attends to a token more than the one before
+  int64_t begin;        // first token attended to
+  int64_t end;          // of the last row
   int64_t first_chunk;  // first token of the first chunk, a multiple of chunk_tokens
   int64_t chunk_tokens;
   int64_t chunks;
@@ -32,7 +34,7 @@ struct DecodeRequest {
   int64_t items_before;
   int64_t work_before;  // tokens times KV heads
   int64_t head_ranges_before;
-  int64_t partial_heads_before;  // KV heads of items whose results must be merged
+  int64_t partial_heads_before;  // KV heads, times rows, of items whose results must be merged
 };
 
 struct DecodeItem {
@@ -56,14 +58,18 @@ class DecodeSchedule {
 
   // Requests of these lengths, which attend to their last `window` tokens only unless it is 0. Requests of
   // length 0 are skipped. `requests` is working memory, and must live as long as the schedule.
-  DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
-                 int num_threads, std::vector<DecodeRequest>& requests);
+  //
+  // `continues[b]` says that b is a row of the same sequence as b - 1, one token longer. Rows of a sequence
+  // become one request, so that they share a reading of its keys and values.
+  DecodeSchedule(const int32_t* context_lens, const std::vector<char>& continues, int64_t batch,
+                 int64_t window, const Shape& shape, int num_threads, std::vector<DecodeRequest>& requests);
 
   int threads() const { return threads_; }  // number of threads with work
   const std::vector<DecodeRequest>& requests() const { return requests_; }
-  int64_t head_ranges() const { return head_ranges_; }      // total of the requests
-  int64_t partial_heads() const { return partial_heads_; }  // KV heads of items whose results must be merged
-  int64_t most_heads_per_item() const { return most_heads_per_item_; }
+  int64_t head_ranges() const { return head_ranges_; }                  // total of the requests
+  int64_t partial_heads() const { return partial_heads_; }              // see DecodeRequest
+  int64_t most_heads_per_item() const { return most_heads_per_item_; }  // KV heads
+  int64_t most_head_rows() const { return most_head_rows_; }            // KV heads of an item, times its rows
 
   // Items [next, end).
   struct Batch {
@@ -93,6 +99,7 @@ class DecodeSchedule {
   int64_t head_ranges_ = 0;
   int64_t partial_heads_ = 0;
   int64_t most_heads_per_item_ = 0;
+  int64_t most_head_rows_ = 0;
   alignas(64) std::atomic<int64_t> next_item_{0};  // separate from the read-only members
 };
 

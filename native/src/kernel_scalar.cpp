@@ -37,11 +37,12 @@ float capped(float score, float cap) { return cap * std::tanh(score / cap) + 0 *
 template <class T, bool pairs>
 void attend_head(const AttendTask& task, int head) {
   const int dim = task.head_dim;
-  const float* queries = task.q + head * task.padded_group * task.padded_head_dim;
-  float* max = task.max + head * task.padded_group;
-  float* sum = task.sum + head * task.padded_group;
-  float* accs = task.acc + head * task.padded_group * task.padded_head_dim;
-  for (int g = 0; g < task.group; ++g) {
+  const int first = head * task.rows * task.padded_group;
+  const float* queries = task.q + first * task.padded_head_dim;
+  float* max = task.max + first;
+  float* sum = task.sum + first;
+  float* accs = task.acc + first * task.padded_head_dim;
+  for (int g = 0; g < task.rows * task.padded_group; ++g) {
     max[g] = -std::numeric_limits<float>::infinity();
     sum[g] = 0;
     std::memset(accs + g * task.padded_head_dim, 0, sizeof(float) * task.padded_head_dim);
@@ -67,10 +68,14 @@ void attend_head(const AttendTask& task, int head) {
       key[i] = to_float(k[at]) * k_scale;
       value[i] = to_float(v[i]) * v_scale;
     }
-    for (int g = 0; g < task.group; ++g) {
-      const float* q = queries + g * task.padded_head_dim;
-      float* acc = accs + g * task.padded_head_dim;
-      add_token(q, key, value, dim, task.softcap, max + g, sum + g, acc);
+    // Rows before the last attend to fewer tokens.
+    const int64_t first_row = std::max<int64_t>(0, token - (task.context_len - task.rows));
+    for (int row = static_cast<int>(first_row); row < task.rows; ++row) {
+      for (int g = row * task.padded_group; g < row * task.padded_group + task.group; ++g) {
+        const float* q = queries + g * task.padded_head_dim;
+        float* acc = accs + g * task.padded_head_dim;
+        add_token(q, key, value, dim, task.softcap, max + g, sum + g, acc);
+      }
     }
   }
 }

@@ -113,6 +113,7 @@ struct Segments {
   int64_t scale[kSegments];
   bool k_together;  // adjacent in memory, in the order of the pairs
   bool v_together;
+  int64_t begin;  // first token of the tile
   int first;
   int count;  // 0: the end
 };
@@ -143,6 +144,7 @@ class SegmentWalker {
         tokens_(task, task.begin / kSegmentTokens * kSegmentTokens) {}
 
   void next(Segments<T>& tile) {
+    tile.begin = next_;
     tile.first = smaller(task_.begin > next_ ? task_.begin - next_ : 0, kSegmentTokens);
     const int most = kPairTile - static_cast<int>(next_ % kPairTile);
     tile.count = task_.end > next_ ? smaller(task_.end - next_, most) : 0;

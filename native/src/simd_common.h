@@ -75,10 +75,11 @@ class TokenWalker {
   uint32_t blocks_per_page_;
 };
 
-// The query heads [g, g + kQueryTile) of one KV head, with their running results.
+// The query heads [g, g + kQueryTile) of one KV head and one row of queries, with their running results.
 struct QueryTile {
-  QueryTile(const AttendTask& task, int head, int g) : left(task.group - g) {
-    row = static_cast<int64_t>(head) * task.padded_group + g;
+  QueryTile(const AttendTask& task, int head, int of_rows, int g)
+      : left(task.group - g), end(task.context_len - (task.rows - 1 - of_rows)) {
+    row = (static_cast<int64_t>(head) * task.rows + of_rows) * task.padded_group + g;
     q = task.q + row * task.padded_head_dim;
     state = task.state + row * 2 * kMaxLanes;
     max = task.max + row;
@@ -86,6 +87,7 @@ struct QueryTile {
     acc = task.acc + row * task.padded_head_dim;
   }
   int left;     // number of query heads from g on
+  int64_t end;  // of the tokens that they attend to, also beyond the task
   int64_t row;  // of the first one
   const float* q;
   float* state;  // [kQueryTile, 2, kMaxLanes] or less: running maxima and sums, in the kernel's layout
@@ -96,7 +98,9 @@ struct QueryTile {
 
 template <class Body>
 inline void for_each_query_tile(const AttendTask& task, int head, Body body) {
-  for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, g));
+  for (int row = 0; row < task.rows; ++row) {
+    for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, row, g));
+  }
 }
 
 // A compile-time number, as an argument of generic functions.

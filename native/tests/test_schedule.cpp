@@ -66,8 +66,9 @@ void test_schedule(Random& random, Report& report) {
   report.describe(problem.text());
   const auto batch = static_cast<int64_t>(problem.lens.size());
   std::vector<DecodeRequest> memory;
-  DecodeSchedule schedule(problem.lens.data(), batch, problem.window, problem.shape, problem.num_threads,
-                          memory);
+  const std::vector<char> separate(batch, 0);
+  DecodeSchedule schedule(problem.lens.data(), separate, batch, problem.window, problem.shape,
+                          problem.num_threads, memory);
   const auto present = batch - std::count(problem.lens.begin(), problem.lens.end(), 0);
   const int least = present > 0 ? 1 : 0;
   if (schedule.threads() < least || schedule.threads() > problem.num_threads) {
@@ -88,7 +89,7 @@ void test_schedule(Random& random, Report& report) {
     if (where.second > 0) continue;
     // The request alone, in one thread: the cuts determine the rounding of results.
     std::vector<DecodeRequest> own;
-    DecodeSchedule alone(&problem.lens[b], 1, problem.window, problem.shape, 1, own);
+    DecodeSchedule alone(&problem.lens[b], {0}, 1, problem.window, problem.shape, 1, own);
     if (take_all(alone, report)[{0, 0}] != cut) {
       report.fail("chunks depend on the batch or on the number of threads");
     }

@@ -135,6 +135,10 @@ BODIES: dict[type[Model], dict[str, Any]] = {
         "logit_bias": {"1": 1},
         "stop": ["x"],
         "max_tokens": 5,
+        "prediction": {
+            "type": "content",
+            "content": [{"type": "text", "text": "t"}, {"type": "output_text", "text": "t"}],
+        },
     },
     CompletionRequest: {"prompt": ["a"], "stream_options": {"include_usage": True}, "response_format": FORM},
     EmbeddingRequest: {"input": ["a"]},

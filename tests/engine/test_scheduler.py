@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from async_policy import AllAsync
 from cost_models import THIRD, cost_models, machine
+from drafters import OftenRight
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +22,11 @@ from neo_desktop.engine.schedule.iteration_builder import TIMEOUT, Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.engine.speculate.drafter import Drafter
 
 BLOCK_SIZE = 4
 ALL_TIERS = (*MEASURED_TIERS, THIRD)
@@ -51,10 +54,15 @@ class Harness:
         max_batch_tokens: int = 16,
         max_batch_requests: int = 8,
         cost_model: TableCostModel | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.kv = KVCache(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            self.kv, ALL_POLICIES[policy], SchedulerLimits(max_batch_tokens, max_batch_requests), cost_model
+            self.kv,
+            ALL_POLICIES[policy],
+            SchedulerLimits(max_batch_tokens, max_batch_requests),
+            cost_model,
+            speculation=drafter and Speculation(drafter, cost_model, max_batch_requests),
         )
         self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens)
         self.max_batch_requests = max_batch_requests
@@ -79,7 +87,7 @@ class Harness:
         if plan is None:
             return None
         assert self.scheduler.queues.num_running <= self.max_batch_requests
-        names = [sequence.request_id for sequence in plan.all_sequences]
+        names = [sequence.request_id for sequence in plan.all_sequences if not sequence.is_draft]
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
@@ -143,6 +151,7 @@ jobs = st.lists(
     cost_model=cost_models(ALL_TIERS),
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
+    right_drafts=st.none() | st.sampled_from((0.0, 0.5, 0.9, 1.0)),
     data=st.data(),
 )
 def test_every_request_ends_with_the_tokens_it_would_get_alone(
@@ -155,9 +164,10 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     max_batch_requests: int,
     extra_tokens: int,
     cost_model: TableCostModel,
+    right_drafts: float | None,
     data: st.DataObject,
 ) -> None:
-    """Memory is scarce; 13 blocks hold the longest request.
+    """Memory is scarce; 13 blocks hold the longest request. Drafts may be right, wrong or missing.
 
     At any time, also during an iteration, requests arrive and are aborted, and the next iteration is
     planned. The device may run out of memory during any iteration.
@@ -177,6 +187,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
         max_batch_tokens=max_batch_requests + extra_tokens,
         max_batch_requests=max_batch_requests,
         cost_model=cost_model,
+        drafter=None if right_drafts is None else OftenRight(right_drafts),
     )
     pending = list(jobs)
     plan: IterationPlan | None = None

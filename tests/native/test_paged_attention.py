@@ -374,3 +374,43 @@ def test_the_newest_rows_may_come_with_the_call(
         assert torch.equal(out, expected)
     for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
         assert torch.equal(cache.nan_to_num(), before.nan_to_num())
+
+
+@each_layout
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("group", [1, 3, 8, 9])
+@pytest.mark.parametrize("window", [0, 100])
+def test_rows_of_one_sequence_have_the_bits_of_each_row_alone(
+    isa: str, paired: bool, dtype: torch.dtype, group: int, window: int
+) -> None:
+    """The rows share readings of KV; their contexts may end in different tiles and chunks."""
+    lengths = [70, 1030, 130, 5]
+    whole = make_case(lengths, group=group, dtype=dtype, paired=paired, head_dim=64)
+    rows = [
+        (request, end) for request, end in enumerate(lengths) for end in range(end - 7, end + 1) if end > 0
+    ]
+    of_rows = torch.tensor([request for request, _ in rows])
+    case = replace(
+        whole,
+        q=torch.randn(len(rows), *whole.q.shape[1:]).to(dtype),
+        block_tables=whole.block_tables[of_rows],
+        context_lens=torch.tensor([end for _, end in rows], dtype=torch.int32),
+        window=window,
+    )
+    alone = [
+        replace(
+            case,
+            q=case.q[i : i + 1],
+            block_tables=case.block_tables[i : i + 1],
+            context_lens=case.context_lens[i : i + 1],
+        ).run(isa=isa)
+        for i in range(len(rows))
+    ]
+    for num_threads in (1, 2, 5):
+        assert torch.equal(case.run(isa=isa, num_threads=num_threads), torch.cat(alone))
+    one = slice(8, 16)  # a single sequence, whose rows are divided among threads
+    case = replace(
+        case, q=case.q[one], block_tables=case.block_tables[one], context_lens=case.context_lens[one]
+    )
+    assert torch.equal(case.run(isa=isa, num_threads=4), torch.cat(alone[one]))

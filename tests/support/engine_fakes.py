@@ -80,7 +80,7 @@ class FakeExecutor(Executor):
                 if source in self.slots[copy.source]:
                     target = copy.target_block * self.block_size + offset
                     self.slots[copy.target][target] = self.slots[copy.source][source]
-        sampled = {}
+        chosen: dict[str, list[SampledToken]] = {}
         for sequence in (*plan.sequences, *self._turn(plan)):
             assert sequence.token_ids, "a request is scheduled to compute nothing"
             slots = self.slots[sequence.tier]
@@ -92,8 +92,12 @@ class FakeExecutor(Executor):
                 slots[slot(position)] = token_id
             if sequence.sampling is not None:
                 context = [slots[slot(position)] for position in range(sequence.context_len)]
-                sampled[sequence.request_id] = SampledToken(next_token(context))
-        return IterationResult(sampled, {})
+                chosen.setdefault(sequence.request_id, []).append(SampledToken(next_token(context)))
+        return IterationResult(
+            {name: first for name, (first, *_) in chosen.items()},
+            {},
+            after_drafts={name: tuple(more) for name, (_, *more) in chosen.items() if more},
+        )
 
     def _turn(self, plan: IterationPlan) -> Iterator[ScheduledSequence]:
         """Check that every async decode advances by one stage; yield decodes that pass the last stage."""

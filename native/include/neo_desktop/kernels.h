@@ -21,9 +21,10 @@ constexpr int padded_group(int group) {
   return group - rest + (rest > 4 ? 8 : rest > 2 ? 4 : rest);
 }
 
-// Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
+// Decode attention of some KV heads and their query heads over tokens [begin, end) of one request, for one
+// or more rows of queries. Row r attends to the tokens before context_len - (rows - 1 - r).
 struct AttendTask {
-  const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
+  const float* q;  // [kv_heads, rows, padded_group, padded_head_dim], times scale * log2(e); padding is zero
   const BFloat16* q_bf16;  // unscaled queries if q is bf16; for Bf16Kernels
   float score_scale;       // factor missing in q_bf16
   float softcap;           // of scores in units of log2; 0: none
@@ -44,21 +45,23 @@ struct AttendTask {
   const int32_t* block_table;
   int64_t begin;
   int64_t end;
+  int64_t context_len;  // of the last row; at least `end`
   int64_t block_tokens;
   int64_t blocks_per_page;
   int64_t page_tokens;  // block_tokens * blocks_per_page
   int kv_heads;
+  int rows;
   int group;  // query heads per KV head
   int padded_group;
   int head_dim;
   int padded_head_dim;
   const AttendTask* next;  // this thread's next task, for read-ahead; may be null
-  float* state;            // scratch [kv_heads, padded_group, 2, kMaxLanes]
+  float* state;            // scratch [kv_heads, rows, padded_group, 2, kMaxLanes]
 
   // Results. With the weight of token t for a query head: w[t] = 2^(score[t] - max),
-  float* max;  // [kv_heads, padded_group] the largest score, in units of log2
-  float* sum;  // [kv_heads, padded_group] sum of w[t] over t
-  float* acc;  // [kv_heads, padded_group, padded_head_dim] sum of w[t] * v[t] over t
+  float* max;  // [kv_heads, rows, padded_group] the largest score, in units of log2
+  float* sum;  // [kv_heads, rows, padded_group] sum of w[t] over t
+  float* acc;  // [kv_heads, rows, padded_group, padded_head_dim] sum of w[t] * v[t] over t
 };
 
 using AttendKernel = void(const AttendTask& task);

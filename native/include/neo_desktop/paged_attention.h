@@ -31,7 +31,8 @@ struct DecodeArguments {
   TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included; 0: no
                             // request, its row of `out` is not written
   // If given, they are first written to the contexts' last slots, and no two requests may share that
-  // slot; otherwise the cache holds them already.
+  // slot; otherwise the cache holds them already. A request may attend to the new row of the request before
+  // it, if its context is one token longer: rows of one sequence.
   std::optional<NewRows> new_rows;
   int64_t block_size;  // tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
   float scale;
