@@ -94,8 +94,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            raise SettingError("prediction", f"must be text, got {self.prediction!r}")
+        _check_prediction(self.prediction)
         _check_grammar(self)
         _check_pooling(self)
 
@@ -113,6 +112,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if earlier tokens change the logits, so that the sampler needs them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_prediction(prediction: object) -> None:
+    if not isinstance(prediction, str | None):
+        raise SettingError("prediction", f"must be text, got {prediction!r}")
 
 
 def _check_grammar(params: SamplingParams) -> None:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from neo_desktop.app.api.fields import (
     HINT,
     MAX_TOOLS,
+    Content,
     Json,
     Label,
     Model,

@@ -1,7 +1,7 @@
 """Kernels of `quantised` that round inputs to 8 bits per block of 32 and multiply integers.
 
-`_multiply_integers`: a thread reads blocks of four neighbouring rows, 16 bytes at once, and keeps a sum per row
-and input. DP4A, of compute capability 6.1 or later, multiplies four codes by four inputs; the
+`_multiply_integers`: a thread reads blocks of four neighbouring rows, 16 bytes at once, and keeps a sum per
+row and input. DP4A, of compute capability 6.1 or later, multiplies four codes by four inputs; the
 sum of a group becomes a float once. With x = q * scale and a weight (code - centre) * s + m:
 
     sum(x * weight) = sum(q * code) * s * scale + sum(q) * scale * (m - centre * s)
