@@ -44,7 +44,7 @@ def fresh_batch(rows: int, shapes: Sequence[tuple[int, ...]], device: torch.devi
 
 
 def decode_batch(rows: int, shapes: Sequence[tuple[int, ...]], device: torch.device) -> RecurrentBatch:
-    """Return a batch of one token per request, for measurements; few states serve all of them."""
+    """Return a batch of one token per request, for measurements; requests share a few states."""
     row = torch.arange(rows, dtype=torch.int32, device=device)
     slot = row % MEASURED_STATES
     slots = {

@@ -169,13 +169,13 @@ class KVCache:
     def expect(
         self, name: str, hashes: Sequence[BlockHash], tier: KVTier, reserve_blocks: int = 0
     ) -> int | None:
-        """Allocate blocks for content that the memory below brings, after the blocks that are there.
+        """Allocate blocks for content that the memory below brings, after the cached blocks.
 
         Args:
             name: As a request's ID, for `commit` and `let_go`.
 
         Returns:
-            The number of blocks that are there; None, without any change, if the tier is too full.
+            The number of cached blocks; None, without any change, if the tier is too full.
         """
         shared = _leading(self._pools[tier], hashes)
         is_done = self._allocate(name, shared, len(hashes), hashes, tier, reserve_blocks)

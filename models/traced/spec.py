@@ -166,7 +166,7 @@ def _without_change(rope_type: Any) -> Any:
 
 
 def has_long_factors(module: Any) -> bool:
-    """Return True for LongRoPE of all layers."""
+    """Return True for LongRoPE in each layer."""
     return getattr(module, "rope_type", None) == LONG
 
 

@@ -109,7 +109,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised} - of_latents
     dense = {name for name, _ in config.each_matrix() if not form.named(name).parts}
     assert not {name.removesuffix(".weight") for name in quantised} & dense
-    # Matmul inputs are rounded to 8 bits, which may change a token's experts, or groups of them.
+    # Matmul inputs are rounded to 8 bits, which may change a token's experts or their groups.
     share = 0.4 if family in ("deepseek-v3", "nemotron-h moe") else 0.2
     assert_close(logits(path, tokens(20), keep=True), expected, share)
 

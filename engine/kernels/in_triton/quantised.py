@@ -58,7 +58,7 @@ class Product:
 
     Args:
         weight: the matrix, or the experts' matrices.
-        bias: of all rows of the weight.
+        bias: of the weight's rows.
         rows: of a matrix.
         out: a row is contiguous.
         count: rows of inputs, or pairs per block.
