@@ -319,9 +319,7 @@ def _config_json(files: list[GGUFFile], name: str, family: Family) -> dict[str, 
         "model_type": family.model_type,
         "architectures": [family.architecture],
         "tie_word_embeddings": "output.weight" not in shapes,
-        family.eps[1]: own.number(
-            next((key for key in (family.eps[0], _RMS[0]) if key in own), family.eps[0])
-        ),
+        family.eps[1]: own.number(family.eps[0] if family.eps[0] in own else _RMS[0]),
         # The token ids come from the vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }

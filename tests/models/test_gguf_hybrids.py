@@ -126,7 +126,7 @@ def test_qwen3_next_files_may_have_the_joined_matrix(tmp_path: Path) -> None:
 
 
 def test_deepseek_files_may_have_one_matrix_of_keys_and_values(tmp_path: Path) -> None:
-    of_latents = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
+    of_latents: dict[str, Any] = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
     sizes = {"attention.key_length": 24, "attention.value_length": 16, "attention.head_count_kv": 4}
     path, model = write_hybrid(tmp_path, "deepseek-v3", is_old=True, metadata=of_latents | sizes)
     assert_close(logits(path, tokens(20)), expected_logits(model, tokens(20)), 1e-4)
@@ -134,7 +134,7 @@ def test_deepseek_files_may_have_one_matrix_of_keys_and_values(tmp_path: Path) -
 
 @pytest.mark.parametrize("keeps_both", [True, False])
 def test_nemotron_files_have_one_of_two_epsilons(keeps_both: bool, tmp_path: Path) -> None:
-    changes = {"attention.layer_norm_rms_epsilon": 1e-5}
+    changes: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-5}
     changes |= {} if keeps_both else {"attention.layer_norm_epsilon": None}
     path, model = write_hybrid(tmp_path, "nemotron-h moe", metadata=changes)
     assert_close(logits(path, tokens(12)), expected_logits(model, tokens(12)), 1e-4)
