@@ -221,7 +221,7 @@ class Joined:
 
 
 class Parts(Joined):
-    """Text parts joined, as in `Joined`; with images, a list of parts for a `Conversation`."""
+    """Joins text parts; with images, they become a list of parts for a `Conversation`."""
 
     def _content(self, parts: list[Any]) -> Any:
         return joined(getattr(part, "part", None) or text_part(part.text) for part in parts)
