@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 REMEMBERED = 0.97  # of older iterations, per iteration
 FORGOTTEN = 0.998  # of the measured excess, per iteration without drafts: what was slow is tried again
-TRUST = 0.05  # in the guess, against squares of measured excesses
+TRUST = 0.2  # in the guess, against squares of measured excesses
 LONGEST = 3.0  # most time that counts, relative to the expected: other programs delay single iterations
 
 
