@@ -115,9 +115,8 @@ def load(
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
         check_weight_pages()
-        return LoadedModel(
-            f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams, options.shape
-        )
+        name = f"{options.shape} (random weights)"
+        return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
 
     started_s = time.perf_counter()
     checkpoint = open_model(options.model)

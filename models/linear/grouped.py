@@ -104,12 +104,10 @@ class Grouped:
         codes, *others = decode(self.type_name, blocks)
         bits = self.coding.bits
         if bits < 8:
-            parts = (
-                codes.view(-1, 4, 2).unbind(2)
-                if self.coding.table
-                else codes.view(-1, 8 // bits, 4).unbind(1)
-            )
-            codes = sum(part << (bits * place) for place, part in enumerate(parts))
+            parts = codes.view(-1, 4, 2).mT if self.coding.table else codes.view(-1, 8 // bits, 4)
+            codes, *rest = parts.unbind(1)
+            for place, part in enumerate(rest, start=1):
+                codes = codes | (part << (bits * place))
         rows = torch.arange(row, row + count, device=device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
         self.words[at] = codes.reshape(count, -1).contiguous().view(torch.int32)
