@@ -256,7 +256,8 @@ def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens
         eos_token_id=None,
         pad_token_id=0,
     )
-    return output[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 @lru_cache(1)
