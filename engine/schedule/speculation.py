@@ -35,6 +35,9 @@ WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
 LEAST_ROW = 0.005  # least time of a row, relative to an iteration
+# Beside so many requests, no drafts are made in the next iterations after none was worthwhile: a search per
+# request takes time.
+MANY, PAUSE = 8, 4
 READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
@@ -85,6 +88,7 @@ class Speculation:
         self._is_timed = True  # False: iterations have no measured times
         self._guesses: dict[int, float] = {}  # decodes -> relative time of `TRIED_ROWS` rows
         self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
+        self._num_paused = 0  # iterations before drafts are made again
         self._num_gained = 0  # tokens of the current iteration's decodes
         self._num_drafts = self._num_drafted = self._num_accepted = 0
         self._with_ms = self._without_ms = 0.0
@@ -204,6 +208,9 @@ class Speculation:
         ]
         if not able or num_free < 1 or not self._is_known(shape) or not self._can_pay(shape, able[0]):
             return []
+        if len(able) >= MANY and self._num_paused:
+            self._num_paused -= 1
+            return []
         candidates = [(each, chances) for each in able if (chances := self._chances(each.request))]
         rows = [
             (chance, index, row)
@@ -225,6 +232,7 @@ class Speculation:
                 count, best_rate = number, rate
             elif number >= TRIED_ROWS:
                 break  # chances fall
+        self._num_paused = 0 if count else PAUSE
         widths: Counter[int] = Counter(index for _, index, _ in rows[:count])
         return [(candidates[index][0], width) for index, width in widths.items()]
 
