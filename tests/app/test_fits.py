@@ -159,8 +159,8 @@ def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> N
         ("Q4_K", "kept as they are", "kept as they are"),
         ("Q3_K", "Q3_K in 6 bits, others kept as they are", "Q3_K in 4 bits, others kept as they are"),
         ("Q5_0", "kept as they are", "Q5_0 in 8 bits, others kept as they are"),
-        ("IQ4_XS", "IQ4_XS in 8 bits, others kept as they are", "dequantised to float16"),
-        ("MXFP4", "kept as they are", "MXFP4 in 8 bits, others kept as they are"),
+        ("IQ4_XS", "IQ4_XS in 8 bits, others kept as they are", "kept as they are"),
+        ("MXFP4", "kept as they are", "kept as they are"),
     ],
 )
 def test_what_becomes_of_quantised_weights_is_told_for_the_device_that_is_there(
