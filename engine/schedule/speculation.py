@@ -35,7 +35,7 @@ WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
 LEAST_ROW = 0.005  # least time of a row, relative to an iteration
-# Beside so many requests, no drafts are made in the next iterations after none was worthwhile: a search per
+# Beside this many requests, no drafts are made in the next iterations after none was worthwhile: a search per
 # request takes time.
 MANY, PAUSE = 8, 4
 READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
