@@ -88,7 +88,7 @@ def test_commands_that_need_no_network_run(arguments: list[str], tmp_path: Path)
 def test_the_readme_is_short_and_honest_on_its_first_screen() -> None:
     text = PAGES[0].read_text(encoding="utf-8")
     assert len(text.split()) <= 800
-    assert "has run on one real GPU" in "\n".join(text.splitlines()[:20])
+    assert "Only two real GPUs" in "\n".join(text.splitlines()[:20])
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def scratch(ids: Tensor, weights: Tensor) -> ExpertScratch:
 
 
 def test_a_piece_is_one_expert_at_least_and_as_many_as_it_has_room_for() -> None:
-    moe, _ = moe_of("Q4_K", RESIDENT, None, has_bias=False)
+    moe, _ = moe_of("Q4_K", RESIDENT, "silu", has_bias=False)
     (piece,) = moe.pieces(3, torch.float32)
     assert (piece.first, piece.count, piece.elements) == (RESIDENT, 3, 3 * BYTES // 4)
     assert piece.nbytes < piece.elements * 0.65  # in its stored format
