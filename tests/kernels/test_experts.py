@@ -144,8 +144,8 @@ def test_gates_with_gelu(dtype: torch.dtype, device: torch.device) -> None:
     ("type_name", "dtype"),
     [("Q8_0", torch.float32), ("MXFP4", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
 )
-@pytest.mark.parametrize(("n", "k", "has_cores"), [(1, 2, True), (2, 2, True), (5, 2, True), (5, 2, False)])
-@pytest.mark.parametrize("products", ["integers", "exact"])
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (2, 2), (5, 2)])
+@pytest.mark.parametrize(("products", "has_cores"), [("integers", True), ("exact", True), ("exact", False)])
 def test_experts_that_stay_quantised(
     products: str,
     type_name: str,
@@ -170,7 +170,7 @@ def test_many_rows_are_put_into_blocks_by_sorting(
     monkeypatch.setattr(in_triton, "FEW_PAIRS", 8)
     monkeypatch.setattr(in_triton, "LARGE_BLOCK", 32)
     monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: True)
-    check(*made(3, type_name, torch.float16, device), 25, 2, torch.float16)
+    check(*made(3, type_name, torch.float16, device), 25 if type_name is None else 9, 2, torch.float16)
 
 
 @pytest.mark.sample(3)
