@@ -146,8 +146,9 @@ class PrefillGroup:
                 fallbacks.limit("prompt_attention", below, str(error).strip().partition("\n")[0])
         first = 0
         for chunk in self.chunks:
-            context = contexts[:, first : first + chunk.context_len]
-            chunk.images.attend(q[chunk.rows], context, out[chunk.rows], chunk.start, scale, window)
+            if chunk.images.spans:
+                context = contexts[:, first : first + chunk.context_len]
+                chunk.images.attend(q[chunk.rows], context, out[chunk.rows], chunk.start, scale, window)
             first += chunk.context_len
 
     def _attend_with(

@@ -118,13 +118,19 @@ def test_chats_in_turn_come_back_from_disk(checkpoints: dict[str, Path]) -> None
         assert with_disk.stats().below.num_hit_tokens > 0
 
 
+@pytest.fixture
+def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The event that reads from disk wait for."""
+    may_read, read = threading.Event(), BlockStore.read
+    monkeypatch.setattr(BlockStore, "read", lambda *given: may_read.wait(30) and read(*given))
+    return may_read
+
+
 def test_requests_run_while_another_one_waits_for_the_disk(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Path], may_read: threading.Event
 ) -> None:
     with engine(checkpoints["llama"]) as first:
         (expected,) = first.generate([CHATS[0]], GREEDY)
-    may_read, read = threading.Event(), BlockStore.read
-    monkeypatch.setattr(BlockStore, "read", lambda *given: may_read.wait(30) and read(*given))
     with engine(checkpoints["llama"]) as second:
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         second.add("runs", second.prepare(CHATS[2], params))
@@ -142,12 +148,10 @@ def test_requests_run_while_another_one_waits_for_the_disk(
 
 
 def test_a_request_may_end_while_it_waits_for_the_disk(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Path], may_read: threading.Event
 ) -> None:
     with engine(checkpoints["llama"]) as first:
         (expected,) = first.generate([CHATS[0]], GREEDY)
-    may_read, read = threading.Event(), BlockStore.read
-    monkeypatch.setattr(BlockStore, "read", lambda *given: may_read.wait(30) and read(*given))
     with engine(checkpoints["llama"]) as second:
         second.add("ends", second.prepare(CHATS[0], GREEDY))
         for _ in range(3):

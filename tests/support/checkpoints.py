@@ -140,6 +140,12 @@ def transformers_greedy(
     return list(_greedy(folder, tuple(prompt), num_tokens, attention))
 
 
+def greedy_settings(num_tokens: int) -> dict[str, Any]:
+    """Return the arguments of transformers' `generate` for exactly this number of most probable tokens."""
+    length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    return length | {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
 @cache
 @torch.inference_mode()
 def _greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int, attention: str | None) -> tuple[int, ...]:
@@ -147,11 +153,7 @@ def _greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int, attention: s
     output = _model(folder, attention).generate(
         token_ids,
         attention_mask=torch.ones_like(token_ids),
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
+        **greedy_settings(num_tokens),
     )
     return tuple(output[0, len(prompt) :].tolist())
 

@@ -28,9 +28,9 @@ from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import (
     dequantise,
+    inputs_of,
     multiply_packed,
     multiply_pairs,
-    rounded,
 )
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_state, short_convolution
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
@@ -190,8 +190,7 @@ def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> Non
         multiply_floats(x, 1, Stacked(weight, None, rows), weight, ids, places, out)
     else:
         grouped = Grouped(type_name, 128 * rows, columns, torch.device("meta"))
-        inputs = rounded(x) if fallbacks.level("quantised") == "integers" else x
-        multiply_pairs(inputs, 1, grouped, None, rows, ids, places, out)
+        multiply_pairs(inputs_of(x), 1, grouped, None, rows, ids, places, out)
 
 
 ATTENTION = ("_attend", "attend_plain")

@@ -26,6 +26,14 @@ _MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
 _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", _DELTA),
@@ -42,12 +50,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_hidden_layers": 4,
             "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 24,
-            "n_groups": 2,
-            "chunk_size": 16,
+            **_NEMOTRON,
         },
     ),
     "nemotron-h-moe": (  # experts without gates
@@ -55,12 +58,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_hidden_layers": 4,
             "layers_block_type": ["mamba", "moe", "attention", "moe"],
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 24,
-            "n_groups": 2,
-            "chunk_size": 16,
+            **_NEMOTRON,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,

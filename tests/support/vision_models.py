@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from checkpoints import save_tokenizer
+from checkpoints import greedy_settings, save_tokenizer
 from PIL import Image
 from traced_models import FAMILIES, GEMMA_4, SIZES, YARN
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -47,6 +47,27 @@ class VisionCase:
     mark: str
 
 
+def _qwen(
+    model_type: str, text: dict[str, Any], rotations: dict[str, Any], vision: dict[str, Any]
+) -> VisionCase:
+    """Return a family with Qwen's image tokens and rotations by time, height and width."""
+    rope = {"rope_type": "default", "rope_theta": 100.0} | rotations
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 7}
+    tokens = "vision_start", "image", "vision_end", "video"
+    return VisionCase(
+        model_type,
+        {
+            "text_config": TEXT | text | {"rope_parameters": rope},
+            "vision_config": sizes | {"out_hidden_size": 64, "num_position_embeddings": 64} | vision,
+            **{f"{name}_token_id": FIRST_TOKEN + number for number, name in enumerate(tokens)},
+        },
+        "Qwen2VLImageProcessor",
+        {"patch_size": 7, "size": {"shortest_edge": 14 * 14, "longest_edge": 80 * 80}},
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    )
+
+
 CASES = {
     "mistral3": VisionCase(
         "mistral3",
@@ -66,74 +87,22 @@ CASES = {
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
     ),
-    "qwen3.5": VisionCase(  # recurrent layers, and rotations by time, height and width
+    "qwen3.5": _qwen(  # recurrent layers, and rotations by time, height and width
         "qwen3_5",
         {
-            "text_config": TEXT
-            | {
-                "num_hidden_layers": 4,
-                "layer_types": ["linear_attention", "full_attention"] * 2,
-                "head_dim": 32,
-                "linear_num_value_heads": 4,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 100.0,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [3, 3, 2],
-                },
-            },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "patch_size": 7,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 64,
-            },
-            "vision_start_token_id": FIRST_TOKEN,
-            "image_token_id": FIRST_TOKEN + 1,
-            "vision_end_token_id": FIRST_TOKEN + 2,
-            "video_token_id": FIRST_TOKEN + 3,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
         },
-        "Qwen2VLImageProcessor",
-        {"patch_size": 7, "size": {"shortest_edge": 14 * 14, "longest_edge": 80 * 80}},
-        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
-        "<|vision_start|><|image_pad|><|vision_end|>",
+        {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+        {"depth": 2},
     ),
-    "qwen3-vl": VisionCase(  # rows of images enter the first layers again
-        "qwen3_vl",
-        {
-            "text_config": TEXT
-            | {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 100.0,
-                    "mrope_section": [4, 2, 2],
-                },
-            },
-            "vision_config": {
-                "depth": 3,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "patch_size": 7,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1],
-            },
-            "vision_start_token_id": FIRST_TOKEN,
-            "image_token_id": FIRST_TOKEN + 1,
-            "vision_end_token_id": FIRST_TOKEN + 2,
-            "video_token_id": FIRST_TOKEN + 3,
-        },
-        "Qwen2VLImageProcessor",
-        {"patch_size": 7, "size": {"shortest_edge": 14 * 14, "longest_edge": 80 * 80}},
-        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
-        "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3-vl": _qwen(  # rows of images enter the first layers again
+        "qwen3_vl", {}, {"mrope_section": [4, 2, 2]}, {"depth": 3, "deepstack_visual_indexes": [0, 1]}
     ),
     "gemma4": VisionCase(  # the rows of an image see each other in layers with a window
         "gemma4",
@@ -250,11 +219,7 @@ def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens
         attention_mask=torch.ones_like(token_ids),
         **{key: value for key, value in inputs.items() if key not in UNUSED},
         **({name: kinds} if name and pictures else {}),
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
+        **greedy_settings(num_tokens),
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -13,10 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
-from neo_desktop.engine.kernels.in_triton.quantised import PLAIN_ROWS, multiply_pairs, rounded
+from neo_desktop.engine.kernels.in_triton.quantised import (
+    PLAIN_ROWS,
+    inputs_of,
+    multiplies_integers,
+    multiply_pairs,
+)
 from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.linear.grouped import MOST_ROWS
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
@@ -66,7 +70,7 @@ def multiply_experts(
     assert out.stride(1) == 1
     gate_up, inner, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
     blocks: dict[int, Tensor] = {}
-    inputs = cache(rounded)  # gates and ups share theirs
+    inputs = cache(inputs_of)  # gates and ups share theirs
 
     def multiply(given: Tensor, per_row: int, matrix: Stacked, into: Tensor) -> None:
         count = pairs_of_block(given, pairs, len(x), experts.count, matrix)
@@ -75,7 +79,7 @@ def multiply_experts(
         if isinstance(matrix.weight, Tensor):
             multiply_floats(given, per_row, matrix, matrix.weight, ids, blocks[count], into)
         else:
-            rows = inputs(given) if fallbacks.level("quantised") == "integers" else given
+            rows = inputs(given)
             multiply_pairs(rows, per_row, matrix.weight, matrix.bias, matrix.rows, ids, blocks[count], into)
 
     multiply(x, k, experts.gate, gate_up[:, :intermediate])
@@ -117,7 +121,7 @@ def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stack
         return LARGE_BLOCK if uses_cores and pairs >= LARGE_BLOCK * experts // 2 else BLOCK
     if rows == 1:  # all experts of a row are different
         return 1
-    if fallbacks.level("quantised") == "integers":  # at least twice the mean, as experts differ
+    if multiplies_integers():  # at least twice the mean, as experts differ
         return next((count for count in (PLAIN_ROWS, 8) if 2 * pairs <= count * experts), MOST_ROWS)
     return MOST_ROWS if uses_cores and pairs > experts else PLAIN_ROWS
 

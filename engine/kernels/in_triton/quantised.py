@@ -106,7 +106,7 @@ def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, 
 
 
 def _multiply_few(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
-    inputs = rounded(x) if fallbacks.level("quantised") == "integers" else x
+    inputs = inputs_of(x)
     for weight, offset, target in parts_of(weights, bias, out):
         assert x.shape[1] == weight.columns
         product = Product(weight, offset, weight.rows, target, len(x))
@@ -150,6 +150,16 @@ def multiply_pairs(
         _multiply_in_tiles(x, product, count)
     else:
         _multiply_by_floats(x, product, count)
+
+
+def multiplies_integers() -> bool:
+    """Return True if kernels round their inputs, at the current fallback level."""
+    return fallbacks.level("quantised") == "integers"
+
+
+def inputs_of(x: Tensor) -> Tensor | Rounded:
+    """Return rows as the kernels of the current fallback level take them."""
+    return rounded(x) if multiplies_integers() else x
 
 
 def rounded(x: Tensor) -> Rounded:
