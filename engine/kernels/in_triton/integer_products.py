@@ -83,8 +83,9 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
+    own = pairs + tl.program_id(1) * COUNT
+    leader = 0
     if IS_EXPERT:
-        own = pairs + tl.program_id(1) * COUNT
         leader = tl.load(own)
         if leader < 0:
             return
@@ -92,17 +93,9 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
         tile += expert * (rows // TILE_ROWS)
         bias += expert * rows
     x_rows = ()
-    out_rows = ()
-    for m in tl.static_range(COUNT):  # repeat a row if there are fewer
-        if IS_EXPERT:
-            pair = tl.load(own + m)
-            pair = tl.where(pair < 0, leader, pair).to(tl.int64)
-            x_rows = x_rows + (pair // per_row * blocks,)
-            out_rows = out_rows + (pair * out_stride,)
-        else:
-            row = tl.minimum(m, count - 1).to(tl.int64)
-            x_rows = x_rows + (row * blocks,)
-            out_rows = out_rows + (row * out_stride,)
+    for m in tl.static_range(COUNT):
+        row = _row(own, m, leader, count, IS_EXPERT)
+        x_rows = x_rows + ((row // per_row if IS_EXPERT else row) * blocks,)
     places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
     words += tile * blocks * (BITS * TILE_ROWS)
     scales += tile * blocks * (GROUPS * TILE_ROWS)
@@ -167,7 +160,19 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
         added_bias += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
     for m in tl.static_range(COUNT):
         total = tl.sum(sums[m], axis=0) + added_bias
-        tl.store(out + out_rows[m] + row, total.to(dtype), mask=in_rows)
+        into = out + _row(own, m, leader, count, IS_EXPERT) * out_stride + row
+        tl.store(into, total.to(dtype), mask=in_rows)
+
+
+@triton.jit
+def _row(own, place: tl.constexpr, leader, count, IS_EXPERT: tl.constexpr):
+    """Return the number of a row, or of a block's pair; repeat one if there are fewer."""
+    if IS_EXPERT:
+        pair = tl.load(own + place)
+        row = tl.where(pair < 0, leader, pair)
+    else:
+        row = tl.minimum(place, count - 1)
+    return row.to(tl.int64)
 
 
 @triton.jit

@@ -170,7 +170,7 @@ def rounded(x: Tensor) -> Rounded:
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     factors = torch.empty(rows, blocks, 4, dtype=torch.float32, device=x.device)
     _round[rows, triton.cdiv(blocks, ROUNDED_BLOCKS)](
-        x, codes, factors, blocks, x.stride(0), BLOCKS=ROUNDED_BLOCKS, num_warps=4, enable_fp_fusion=False
+        x, codes, factors, blocks, x.stride(0), BLOCKS=ROUNDED_BLOCKS, num_warps=2, enable_fp_fusion=False
     )
     return Rounded(codes, factors)
 
