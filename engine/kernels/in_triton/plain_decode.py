@@ -37,8 +37,8 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
         element_bytes: Bytes per element of K and V.
     """
     group_pad = triton.next_power_of_2(group)
-    heads = min(group_pad, HEADS_PER_SHARE)
-    shares = group_pad // heads
+    heads = min(group_pad, HEADS_PER_SHARE if head_pad <= 256 else HEADS_PER_SHARE // 2)
+    shares, numbers = group_pad // heads, group_pad * head_pad
     threads_per_row = max(1, head_pad * element_bytes // 16)
     return {
         "SHARES": shares,
@@ -46,7 +46,7 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
         "LANES": max(1, NUM_WARPS * 32 // threads_per_row // shares),
         "STEPS": 1 if IS_OLD else 4 if group_pad == 1 else 2,
         # Lets 6 or 4 programs fit on a multiprocessor; without it the compiler uses more registers.
-        "maxnreg": 80 if group_pad <= 2 else 128 if head_pad <= 256 else 168,
+        "maxnreg": 80 if group_pad <= 2 and numbers <= 512 else 128 if numbers <= 2048 else 168,
     }
 
 
