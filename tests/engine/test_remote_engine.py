@@ -76,7 +76,8 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
     outputs = engine.generate(batch, GREEDY)
     assert [list(output.token_ids) for output in outputs] == expected
     assert_is_idle(engine)
-    assert {tier for tier in seen if tier.is_remote} == {KVTier.worker(n + 1) for n in range(num_workers)}
+    if policy != "auto":  # which uses workers if they look faster at that moment
+        assert {tier for tier in seen if tier.is_remote} == {KVTier.worker(n + 1) for n in range(num_workers)}
 
 
 @pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
