@@ -18,7 +18,8 @@ import torch
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import load_model, stages_of
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced.config import read_traced
 
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def seconds(stages: Stages, state: State, normed: torch.Tensor, scores: torch.Te
     begun = time.perf_counter()
     stages.embed(ids, ids, state)
     for layer in range(layers):
-        stages.advance(layer - 1 if layer else None, layer, state)
-    stages.advance(layers - 1, None, state)
+        stages.advance(layer, state)
+    stages.advance(layers, state)
     stages.final_norm(state, normed)
     stages.logits(normed[-len(scores) :], scores)
     return time.perf_counter() - begun

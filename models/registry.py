@@ -12,9 +12,10 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.ops import Reduce
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
-from neo_desktop.models.stages import Reduce, Stages
+from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.traced.config import TracedConfig

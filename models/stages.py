@@ -1,178 +1,53 @@
 """A decoder's arithmetic as stages in preallocated memory, for any mix of prefill chunks and decodes.
 
-An iteration over a sub-batch of n tokens, from any requests:
+Stage i is the work between the attention of layers i - 1 and i: it ends one layer and begins the next one. An
+iteration over a sub-batch of n tokens, from any requests:
 
     stages.embed(token_ids, positions, state)
     for layer in range(config.num_layers):
-        stages.advance(layer - 1 if layer else None, layer, state)
+        stages.advance(layer, state)
         ...                            # the caller attends: `stages.heads(state)` -> state.attention
-    stages.advance(layer, None, state)
+    stages.advance(config.num_layers, state)
     stages.final_norm(state, normed)
     logits = stages.logits(normed, room)
-
-Between stages, `residual + x` are the hidden states: the next normalisation adds the two.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from neo_desktop import native
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
-from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import TURN, Decoder, Experts
-from neo_desktop.models.expert_operators import ExpertScratch
+from neo_desktop.models.decoder import Decoder, GatedMLP
 from neo_desktop.models.linear.offloaded import OffloadedLinear
-from neo_desktop.models.moe import MoE, moe_layers
+from neo_desktop.models.moe import moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
-from neo_desktop.models.packed_layers import MAX_ROWS, PackedLayers
-from neo_desktop.models.recurrent import RecurrentBatch
-
-Reduce = Callable[[Tensor], object]
-"""All-reduce: replaces each rank's tensor by the sum over all ranks; see `models.ranks`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Scratch memory within a stage; states of a device share it, because stages run one after the other."""
-
-    normed: Tensor  # [rows, hidden]
-    gate_up: Tensor  # [rows, 2 * intermediate]
-    gated: Tensor  # [rows, intermediate]
-    experts: ExpertScratch | None = None  # None: a dense model
-
-    @classmethod
-    def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Allocate uninitialised memory for `rows` tokens."""
-        intermediate = config.intermediate_size if "gate_up" in config.matrices else 0
-
-        def room(width: int) -> Tensor:
-            return torch.empty(rows, width, dtype=dtype, device=device)
-
-        experts = ExpertScratch.empty(config, rows, dtype, device)
-        return cls(room(config.hidden_size), room(2 * intermediate), room(intermediate), experts)
-
-    def first(self, rows: int) -> "Scratch":
-        """Return views of the first rows."""
-        experts = None if self.experts is None else self.experts.first(rows)
-        return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows], experts)
-
-
-@dataclass(slots=True)
-class State:
-    """The tensors that the stages of one sub-batch pass on, in the model's dtype unless noted.
-
-    A stage may replace `x` and `qkv` by other tensors if a matmul cannot write to given memory
-    (`Stages.writes_in_place`).
-    """
-
-    residual: Tensor  # [rows, hidden]
-    x: Tensor  # [rows, hidden]: the next normalisation adds it to the residual
-    qkv: Tensor  # [rows, (heads + 2 * kv_heads) * head_dim]
-    attention: Tensor  # [rows, heads, head_dim]: output of the attention
-    cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
-    sin: Tensor
-    scratch: Scratch
-    recurrent: RecurrentBatch | None = None  # None: a model without recurrent layers, or fresh states
-    _seen: list[native.View] | None = field(default=None, compare=False)  # see `seen_by_native`
-
-    @classmethod
-    def empty(
-        cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
-    ) -> "State":
-        """Allocate uninitialised memory for `rows` tokens.
-
-        Args:
-            scratch: of at least as many rows.
-        """
-
-        def room(*shape: int, of: torch.dtype = dtype) -> Tensor:
-            return torch.empty(rows, *shape, dtype=of, device=device)
-
-        return cls(
-            residual=room(config.carried_width),
-            x=room(config.hidden_size),
-            qkv=room(config.qkv_rows),
-            attention=room(config.num_heads, config.head_dim),
-            cos=room(1, config.rotation_width, of=torch.float32),
-            sin=room(1, config.rotation_width, of=torch.float32),
-            scratch=scratch.first(rows),
-        )
-
-    @property
-    def rows(self) -> int:
-        """Number of tokens."""
-        return len(self.residual)
-
-    def seen_by_native(self) -> list[native.View]:
-        """Return the buffers of native row programs, see `given_rows`, each [rows, width]."""
-        if self._seen is None:
-            row_buffers = self.attention.flatten(1), self.cos[:, 0], self.sin[:, 0]
-            tensors = (self.residual, self.x, self.qkv, *row_buffers)
-            self._seen = [native.view_of("rows", tensor) for tensor in tensors]
-        return self._seen
-
-    def first(self, rows: int) -> "State":
-        x, qkv, attention, scratch = self.x[:rows], self.qkv[:rows], self.attention[:rows], self.scratch
-        angles = self.cos[:rows], self.sin[:rows]
-        return State(self.residual[:rows], x, qkv, attention, *angles, scratch.first(rows))
-
-    def select(self, rows: Tensor, into: "State", first_row: int) -> None:
-        """Copy some rows of the tensors that later stages read.
-
-        Args:
-            rows: [m] int64
-            into: destination; must not share memory with this state.
-            first_row: of the destination.
-        """
-        target = slice(first_row, first_row + len(rows))
-        torch.index_select(self.residual, 0, rows, out=into.residual[target])
-        torch.index_select(self.attention, 0, rows, out=into.attention[target])
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matmul with an offloaded matrix; the caller computes its parts, overlapped."""
-
-    name: str  # one of `TURN`
-    layer: int
-    linear: OffloadedLinear
-    x: Tensor  # [n, columns], contiguous
-    out: Tensor  # [n, rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """An all-reduce of `x`, in place."""
-
-    reduce: Reduce
-    x: Tensor
-
-    def __call__(self) -> None:
-        """Compute it, together with the other ranks."""
-        self.reduce(self.x)
+from neo_desktop.models.ops import (
+    MAX_ROWS,
+    AddNorm,
+    AllReduce,
+    Cut,
+    Gate,
+    Matmul,
+    Op,
+    Reduce,
+    Rotate,
+    Route,
+    RoutedExperts,
+    row_program,
+)
+from neo_desktop.models.state import State
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work up to an offloaded matmul or all-reduce, and that operation; None: absent."""
+    """Work up to an operation that the engine carries out, and that operation; None: absent."""
 
     work: Callable[[], object] | None
-    product: "Product | DividedExperts | Sum | None"
-
-
-@dataclass(frozen=True, slots=True)
-class DividedExperts:
-    """A layer's experts that are partly in host memory, and the rows routed to them."""
-
-    moe: MoE
-    x: Tensor  # [rows, hidden]: reusable after the device's experts have read it
-    room: ExpertScratch  # has the routing
-    out: Tensor  # [rows, hidden]
+    cut: Cut | None
 
 
 class Stages:
@@ -184,6 +59,9 @@ class Stages:
         reduce: all-reduce for a decoder that is one rank's part; None: the decoder is whole.
         has_head: this part has the head.
     """
+
+    ends_with_states = False  # True if a recurrent layer follows the last attention
+    writes_in_place = True  # True if stages write only to the given memory, as CUDA graphs require
 
     def __init__(
         self,
@@ -200,10 +78,12 @@ class Stages:
         self.has_head = has_head
         self.config = decoder.config
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
-        self._eps = decoder.config.rms_norm_eps
-        is_native = operators is None and reduce is None and decoder.device.type == "cpu"
-        self._layers = PackedLayers.of(decoder) if is_native else None
         self.moe_layers = moe_layers(decoder, self._operators)  # by layer
+        self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]
+        is_native = operators is None and reduce is None and decoder.device.type == "cpu"
+        self._programs = [
+            row_program(ops, self.config, decoder.dtype) if is_native else None for ops in self._ops
+        ]
 
     @property
     def is_part(self) -> bool:
@@ -211,28 +91,14 @@ class Stages:
         return self._reduce is not None
 
     @property
-    def ends_with_states(self) -> bool:
-        """True if a recurrent layer follows the last attention."""
-        return False
-
-    @property
-    def writes_in_place(self) -> bool:
-        """True if stages write only to the given memory, as CUDA graphs require."""
-        return all(linear.writes_in_place for linear in self.decoder.linears())
-
-    @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
-        """The offloaded matrices, by layer boundary and by name in `TURN`.
-
-        Boundary i is between the attention of layers i - 1 and i: it ends one layer and starts the next. Its
-        matmuls follow the order of `TURN`.
-        """
-        linears = {
-            (layer + (name != "qkv"), name): weights.linear(name)
-            for layer, weights in enumerate(self.decoder.layers)
-            for name in TURN
+        """The offloaded matrices, by stage and by name in `TURN`, in the order of their use."""
+        return {
+            (index, op.name): op.linear
+            for index, ops in enumerate(self._ops)
+            for op in ops
+            if isinstance(op, Matmul) and isinstance(op.linear, OffloadedLinear)
         }
-        return {place: linear for place, linear in linears.items() if isinstance(linear, OffloadedLinear)}
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Start an iteration: embed the tokens [rows], and compute RoPE for their positions [rows]."""
@@ -245,93 +111,59 @@ class Stages:
         factor = self.config.rope.attention_factor
         rotation(positions, self.decoder.inverse_frequencies, factor, cos, sin)
 
-    def advance(
-        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
-    ) -> None:
-        """Compute layer `finished` after its attention, then layer `begun` up to its attention.
+    def advance(self, index: int, state: State, store: Store | None = None) -> None:
+        """Compute a stage, whose input is the attention's output in `state.attention`.
 
         Args:
-            finished: None: no layer.
-            begun: None: no layer.
-            state: `state.attention` holds the attention's output of layer `finished`.
-            store: destination of layer `begun`'s keys and values; None: they stay in the state.
+            store: destination of the layer's keys and values; None: they stay in the state.
         """
-        if self._layers is not None and store is None and state.rows <= MAX_ROWS:
-            self._layers.advance(finished, begun, state.seen_by_native())
+        program = self._programs[index]
+        if program is not None and store is None and state.rows <= MAX_ROWS:
+            program.run(state.seen_by_native())
             return
-        if finished is not None:
-            self.post_attention(finished, state)
-        if begun is not None:
-            self.pre_attention(begun, state, store)
+        for op in self._ops[index]:
+            op.run(state, store)
 
-    def steps(
-        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
-    ) -> Iterator[Step]:
-        """Yield the arithmetic of `advance`, cut at offloaded matmuls and at all-reduces.
+    def steps(self, index: int, state: State, store: Store | None = None) -> Iterator[Step]:
+        """Yield the operations of `advance`, cut at those that the engine carries out itself.
 
-        The caller runs a step's work, then its matmul or all-reduce, one step after the other. All matmuls
-        must write in place.
+        The caller runs a step's work, then carries out its cut, one step after the other.
         """
         work: list[Callable[[], object]] = []
-        if finished is not None:
-            scratch = state.scratch
-            yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
-            yield from self._cut_at_sum(work, state)
-            moe = self.moe_layers.get(finished)
-            if moe is not None and moe.on_host is not None:
-                assert scratch.experts is not None
-                work.append(partial(self._norm_for_mlp, finished, state))
-                work.append(partial(moe.route, scratch.normed, scratch.experts))
-                experts = DividedExperts(moe, scratch.normed, scratch.experts, state.x)
-                yield Step(partial(_run, tuple(work)), experts)
-                work.clear()
-            elif moe is not None:
-                work.append(partial(self._mlp, finished, state))
+        for op in self._ops[index]:
+            cut = op.cut(state)
+            if cut is None:
+                work.append(partial(op.run, state, store))
             else:
-                work.append(partial(self._norm_for_mlp, finished, state))
-                yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
-                work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
-                yield from self._cut(work, "down", finished, scratch.gated, state.x)
-            yield from self._cut_at_sum(work, state)
-        if begun is not None:
-            work.append(partial(self._norm_for_attention, begun, state))
-            yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
-            work.append(partial(self._rotate_heads, begun, state, store))
+                yield Step(partial(_run, tuple(work)) if work else None, cut)
+                work.clear()
         if work:
             yield Step(partial(_run, tuple(work)), None)
 
-    def _cut(
-        self, work: list[Callable[[], object]], name: str, layer: int, x: Tensor, out: Tensor
-    ) -> Iterator[Step]:
-        """Yield the work before an offloaded matmul; append any other matmul to the work."""
-        linear = self.decoder.layers[layer].linear(name)
-        if isinstance(linear, OffloadedLinear):
-            yield Step(partial(_run, tuple(work)) if work else None, Product(name, layer, linear, x, out))
-            work.clear()
-        elif linear is not None:
-            work.append(partial(linear.multiply, x, out))
-
-    def _cut_at_sum(self, work: list[Callable[[], object]], state: State) -> Iterator[Step]:
-        if self._reduce is not None:
-            yield Step(partial(_run, tuple(work)), Sum(self._reduce, state.x))
-            work.clear()
-
-    def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
-        """Compute queries, keys and values; with `store`, write keys and values to a cache."""
-        self._norm_for_attention(layer, state)
-        state.qkv = self.decoder.layers[layer].qkv.multiply(state.scratch.normed, state.qkv)
-        self._rotate_heads(layer, state, store)
-
-    def _norm_for_attention(self, layer: int, state: State) -> None:
-        norm = self.decoder.layers[layer].input_norm
-        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, state.scratch.normed)
-
-    def _rotate_heads(self, layer: int, state: State, store: Store | None) -> None:
-        rest = self.decoder.layers[layer].qk_norm, self._eps
-        if store is None:
-            self._operators.rope(state.qkv, state.cos, state.sin, self.config.num_kv_heads, *rest)
-        else:
-            self._operators.rope_append(state.qkv, state.cos, state.sin, *store, *rest)
+    def _stage(self, index: int) -> list[Op]:
+        """Return the operations of a stage."""
+        ops: list[Op] = []
+        operators, config, layers = self._operators, self.config, self.decoder.layers
+        norm = partial(AddNorm, operators, eps=config.rms_norm_eps)
+        sums = [] if self._reduce is None else [AllReduce(self._reduce)]
+        if index > 0:
+            layer = layers[index - 1]
+            ops += [Matmul("output", layer.output, "attention", "x"), *sums]
+            ops += [norm(weight=layer.post_attention_norm)]
+            if isinstance(layer.mlp, GatedMLP):
+                ops += [
+                    Matmul("gate_up", layer.mlp.gate_up, "scratch.normed", "scratch.gate_up"),
+                    Gate(operators, config.intermediate_size),
+                    Matmul("down", layer.mlp.down, "scratch.gated", "x"),
+                ]
+            else:
+                ops += [Route(self.moe_layers[index - 1]), RoutedExperts(self.moe_layers[index - 1])]
+            ops += sums
+        if index < config.num_layers:
+            layer = layers[index]
+            ops += [norm(weight=layer.input_norm), Matmul("qkv", layer.qkv, "scratch.normed", "qkv")]
+            ops += [Rotate(operators, config, layer.qk_norm)]
+        return ops
 
     def heads(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], as views.
@@ -349,48 +181,16 @@ class Stages:
         heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
         return torch.unflatten(heads[:, config.num_heads :], 1, (2, config.num_kv_heads)).transpose(0, 1)
 
-    def post_attention(self, layer: int, state: State) -> None:
-        """Compute the layer after its attention, whose output is in `state.attention`."""
-        self.attention_out(layer, state)
-        self.mlp(layer, state)
-
-    def attention_out(self, layer: int, state: State) -> None:
-        """Compute the attention's output projection."""
-        state.x = self.decoder.layers[layer].output.multiply(state.attention.flatten(1), state.x)
-        if self._reduce is not None:
-            self._reduce(state.x)
-
-    def mlp(self, layer: int, state: State) -> None:
-        """Compute the feed-forward network, or the experts."""
-        self._mlp(layer, state)
-        if self._reduce is not None:
-            self._reduce(state.x)
-
-    def _mlp(self, layer: int, state: State) -> None:
-        weights, scratch = self.decoder.layers[layer], state.scratch
-        self._norm_for_mlp(layer, state)
-        if isinstance(weights.mlp, Experts):
-            assert scratch.experts is not None
-            self.moe_layers[layer].apply(scratch.normed, scratch.experts, state.x)
-        else:
-            gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
-            self._operators.silu_mul(gate_up, scratch.gated)
-            state.x = weights.mlp.down.multiply(scratch.gated, state.x)
-
-    def _norm_for_mlp(self, layer: int, state: State) -> None:
-        norm = self.decoder.layers[layer].post_attention_norm
-        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, state.scratch.normed)
-
     def final_norm(self, state: State, out: Tensor) -> None:
         """Write the input of the head, which is also a text's embedding, to `out` [rows, hidden]."""
-        self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, self._eps, out)
+        eps = self.config.rms_norm_eps
+        self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, eps, out)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
-        """Return scores [m, vocab] of the next token, in `out` if it can be written.
+        """Write scores [m, vocab] of the next token to `out`, and return them.
 
         Args:
             normed: [m, hidden], from `final_norm`.
-            out: [m, vocab]
         """
         return self.decoder.lm_head.multiply(normed, out)
 

@@ -39,7 +39,8 @@ from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.models.operators import Store
-from neo_desktop.models.stages import Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import State
 
 POLICY = "pie"
 MOST = 4096  # tokens, in tables

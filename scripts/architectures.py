@@ -22,7 +22,8 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import load_model, stages_of
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced.config import read_traced
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
     distance = positions[:, None] - positions
     stages.embed(TOKENS, positions, state)
     for layer, window in enumerate(config.layer_windows):
-        stages.advance(layer - 1 if layer else None, layer, state)
+        stages.advance(layer, state)
         q, k, v = (heads.transpose(0, 1) for heads in stages.heads(state))
         k, v = (heads.repeat_interleave(config.group_size, 0) for heads in (k, v))
         seen = (distance >= 0) & (distance < (window or rows))
@@ -121,7 +122,7 @@ def scores_of(decoder: Decoder, stages: Stages) -> Tensor:
             scores = cap * (q @ k.transpose(1, 2) * config.attention_scale / cap).tanh()
             out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         state.attention.copy_(out.transpose(0, 1))
-    stages.advance(config.num_layers - 1, None, state)
+    stages.advance(config.num_layers, state)
     normed = torch.empty(rows, config.hidden_size)
     stages.final_norm(state, normed)
     return stages.logits(normed, torch.empty(rows, config.vocab_size))

@@ -26,7 +26,8 @@ from neo_desktop.engine.execute.async_buffers import AsyncBuffers
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.models.stages import Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import State
 
 
 @dataclass(frozen=True)

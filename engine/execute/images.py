@@ -10,7 +10,8 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.models.stages import Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import State
 from neo_desktop.models.traced.decoder import TracedDecoder
 
 REPEATS = 4  # of a pair's rotation in `State.cos` of traced models, which has all: cos, cos, sin, sin

@@ -24,7 +24,7 @@ from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import WeightStream
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.moe import MoE
-from neo_desktop.models.stages import DividedExperts
+from neo_desktop.models.ops import DividedExperts
 
 
 @dataclass(frozen=True, slots=True)

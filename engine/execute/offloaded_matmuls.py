@@ -32,7 +32,8 @@ from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, Weigh
 from neo_desktop.models.decoder import TURN, LayerWeights
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
-from neo_desktop.models.stages import DividedExperts, Product, Stages, Step
+from neo_desktop.models.ops import DividedExperts, Product
+from neo_desktop.models.stages import Stages, Step
 from neo_desktop.native.relay import RelayProduct, empty_flags
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
@@ -230,7 +231,7 @@ class OffloadedMatmuls:
         """Return the division of the matrices for `rows` rows, by turn and name, in the order of a turn."""
         share = self._decoder.streamed_shares.of(rows)
         if share not in self._divided:
-            self._divided[share] = {key: _divide(self.splits[key], share) for key in self._in_order}
+            self._divided[share] = {key: _divide(split, share) for key, split in self.splits.items()}
         return self._divided[share]
 
     def of_rows(self, index: int, rows: int, turns: range) -> "OffloadedPass":
@@ -267,10 +268,6 @@ class OffloadedMatmuls:
         if on_host:
             host = HostExperts(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
         return ExpertPass(divided, host, self.room)
-
-    @property
-    def _in_order(self) -> list[tuple[int, str]]:
-        return sorted(self.splits, key=lambda key: (key[0], TURN.index(key[1])))
 
 
 def _divide(split: OffloadedLinear, share: float) -> Divided:
@@ -333,10 +330,10 @@ class OffloadedPass:
             else:
                 made = launcher.run(Lane.DEVICE, stage, step.work, after)
             after = (made,)
-            if isinstance(step.product, DividedExperts):
-                after = self.experts.submit(launcher, stream, stage, step.product, made)
-            elif isinstance(step.product, Product):
-                after = self._multiply(launcher, stream, stage, step.product, made)
+            if isinstance(step.cut, DividedExperts):
+                after = self.experts.submit(launcher, stream, stage, step.cut, made)
+            elif isinstance(step.cut, Product):
+                after = self._multiply(launcher, stream, stage, step.cut, made)
         return after
 
     def _multiply(

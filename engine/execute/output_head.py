@@ -18,7 +18,8 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.weight_stream import WeightStream
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.sampler import NO_TOKEN
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 
 
 class OutputHead:
@@ -110,9 +111,7 @@ class OutputHead:
     def _add_between_sums(self, build: PartBuilder) -> None:
         for each, stage, out in self._all_rows():
             state = each.memory.state
-            build.add_steps(
-                stage, self._stages.steps(self._config.num_layers - 1, None, state), is_fixed=True
-            )
+            build.add_steps(stage, self._stages.steps(self._config.num_layers, state), is_fixed=True)
             build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
 
     def _end_all(self, stream: WeightStream | None, launcher: Launcher) -> None:
@@ -156,15 +155,14 @@ class OutputHead:
         launcher: Launcher,
     ) -> None:
         """End the last layer for all rows of a state; `number` indexes the offloaded passes."""
-        last, after = self._config.num_layers - 1, tuple[Signal, ...]()
+        last, after = self._config.num_layers, tuple[Signal, ...]()
         if stream is not None:
-            after = tuple(
-                self._split[number].advance(launcher, stream, stage, self._stages.steps(last, None, state))
-            )
+            steps = self._stages.steps(last, state)
+            after = tuple(self._split[number].advance(launcher, stream, stage, steps))
 
         def end() -> None:
             if stream is None:
-                self._stages.advance(last, None, state)
+                self._stages.advance(last, state)
             self._stages.final_norm(state, out)
 
         launcher.run(Lane.DEVICE, stage, end, after)

@@ -6,7 +6,8 @@ from functools import partial
 
 from neo_desktop.engine.execute.lane import Lane, Launcher, Work
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.models.stages import Step, Sum
+from neo_desktop.models.ops import DividedExperts, Product
+from neo_desktop.models.stages import Step
 
 Record = Callable[[Launcher], None]
 
@@ -52,8 +53,9 @@ class PartBuilder:
         for step in steps:
             if step.work is not None:
                 self.add_work(stage, step.work, is_fixed=is_fixed)
-            if isinstance(step.product, Sum):
-                self.add_work(stage._replace(name="sum"), step.product, is_fixed=False)
+            if step.cut is not None:
+                assert not isinstance(step.cut, Product | DividedExperts)  # ranks have no offloaded weights
+                self.add_work(stage._replace(name="sum"), step.cut, is_fixed=False)
 
 
 def _run(stage: Stage, work: Work, launcher: Launcher) -> None:

@@ -234,9 +234,7 @@ class Program:
         is_fixed = self._has_fixed_layers
         if self._is_cut_at_sums:
             build.add(partial(self._begin_step, each, layer), is_fixed=is_fixed)
-            steps = self._stages.steps(
-                layer - 1 if layer else None, layer, each.memory.state, each.store(layer)
-            )
+            steps = self._stages.steps(layer, each.memory.state, each.store(layer))
             stage = Stage("linear", layer, each.memory.index, each.memory.rows.count)
             build.add_steps(stage, steps, is_fixed=is_fixed)
         else:
@@ -271,7 +269,7 @@ class Program:
 
     def _advance(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
         """Submit the linear stages."""
-        memory, finished = each.memory, layer - 1 if layer else None
+        memory = each.memory
         stage = Stage("linear", layer, memory.index, memory.rows.count)
         after = self._collect(each, layer - 1, launcher)
         if each.split is None or self._stream is None:
@@ -280,7 +278,7 @@ class Program:
         if layer == 0:
             self._stream.bring(launcher)
             launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
-        steps = self._stages.steps(finished, layer, memory.state, each.store(layer))
+        steps = self._stages.steps(layer, memory.state, each.store(layer))
         each.split.advance(launcher, self._stream, stage, steps, after)
 
     def _collect(self, each: SubBatchPass, layer: int, launcher: Launcher) -> list[Signal]:
@@ -328,7 +326,7 @@ class Program:
     def _linear(self, each: SubBatchPass, layer: int) -> None:
         if layer == 0:
             self._embed(each)
-        self._stages.advance(layer - 1 if layer else None, layer, each.memory.state, each.store(layer))
+        self._stages.advance(layer, each.memory.state, each.store(layer))
 
     def _send(self, each: SubBatchPass, offload: OffloadedDecodes) -> None:
         target = offload.batch.offload_buffers.qkv

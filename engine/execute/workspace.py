@@ -16,7 +16,8 @@ from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.native.relay import empty_flags
 
 

@@ -49,7 +49,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.recurrent import decode_batch, fresh_batch
 from neo_desktop.models.registry import stages_of
-from neo_desktop.models.stages import Scratch, State
+from neo_desktop.models.state import Scratch, State
 
 LAYERS_AT_ONCE = 4  # on a GPU: queued work hides the launch of the first kernel
 MIN_ROWS = 32  # a grid has at least two points per axis, at any limits;
@@ -279,7 +279,7 @@ class StageTimer:
             layer = (turn * LAYERS_AT_ONCE + step) % self._config.num_layers
             cache = region.pool.layer(region.layer(turn + step))
             store = cache.store(slots) if cache.fused_kv_append else None
-            self._stages.advance(layer, layer, state, store)
+            self._stages.advance(1 + layer % max(self._config.num_layers - 1, 1), state, store)
 
         return call
 
@@ -304,8 +304,7 @@ class StageTimer:
             if start is not None:
                 launcher.run(Lane.DEVICE, _MEASURED, start.record)
             for turn in range(num_layers + 1):
-                begun = turn if turn < num_layers else None
-                steps = self._stages.steps(turn - 1 if turn else None, begun, state)
+                steps = self._stages.steps(turn, state)
                 stage = LaneStage("linear", turn, NO_SUB_BATCH, tokens)
                 after = products.advance(launcher, stream, stage, steps, after)
             launcher.wait(after)

@@ -81,7 +81,6 @@ class OffloadedLinear:
     """
 
     form = "split"
-    writes_in_place = True
 
     def __init__(
         self,

@@ -53,8 +53,6 @@ class PackedMatrix:
         bias: [out]
     """
 
-    writes_in_place = True
-
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None) -> None:
         self.bias = bias
         self.packed_parts = parts

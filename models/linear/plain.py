@@ -13,7 +13,6 @@ class Plain:
     """
 
     form = "plain"
-    writes_in_place = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight

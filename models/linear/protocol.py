@@ -16,10 +16,6 @@ class Linear(Protocol):
     def form(self) -> str:
         """Name of the format."""
 
-    @property
-    def writes_in_place(self) -> bool:
-        """True if results are always written to the given memory, as CUDA graphs require."""
-
     def memory(self) -> Mapping[torch.device, int]:
         """Return the bytes of weight and bias per device."""
 
@@ -35,11 +31,11 @@ class Linear(Protocol):
         """Return the weight in the model's dtype; a copy if it is stored differently."""
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the product `[n, out]`, in the model's dtype.
+        """Write the product to `out`, and return it.
 
         Args:
-            x: [n, in], in that dtype.
-            out: [n, out], must not alias x. The result may be elsewhere (see `writes_in_place`).
+            x: [n, in], in the model's dtype.
+            out: [n, out], must not alias x.
         """
 
 

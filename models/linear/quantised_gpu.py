@@ -48,8 +48,6 @@ class QuantisedOnGPU:
         is_stacked: the matrix holds several experts, which are never multiplied all at once.
     """
 
-    writes_in_place = True
-
     def __init__(
         self,
         parts: Sequence[PartShape],

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.given_rows import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.recurrent import RecurrentBatch
+from neo_desktop.models.state import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,

@@ -27,7 +27,7 @@ class RowBuffers:
     """Row buffers, and the steps and calls over them so far.
 
     Args:
-        buffers: given ones, see `given_rows`.
+        buffers: given ones, see `state`.
     """
 
     def __init__(self, buffers: list[Buffer]) -> None:

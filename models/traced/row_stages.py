@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.given_rows import GIVEN
 from neo_desktop.models.recurrent import RecurrentBatch
-from neo_desktop.models.stages import State
+from neo_desktop.models.state import GIVEN, State
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 MOST_KEPT_ROWS = 64  # buffers for this many rows are kept
@@ -49,7 +48,7 @@ class RowStage:
     """A stage of row programs and calls.
 
     Args:
-        buffers: every buffer; the first are given, see `given_rows`.
+        buffers: every buffer; the first are given, see `state`.
         parts: in order.
     """
 

@@ -12,8 +12,10 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.operators import Operators, Store
+from neo_desktop.models.ops import Product
 from neo_desktop.models.recurrent import RecurrentBatch, fresh_batch
-from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
+from neo_desktop.models.stages import Stages, Step
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
@@ -57,9 +59,7 @@ class TracedStages(Stages):
         builder = Builder(graph, found, decoder, self._operators)
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
-        self._programs: dict[
-            int, RowStage
-        ] = {}  # stage index -> program; on a CPU, for stages that can be lowered
+        self._rows: dict[int, RowStage] = {}  # stage index -> its program, on a CPU, if it can be lowered
         if not self._takes_operators(builder, pieces):
             logger.warning(
                 "%s: fused operators compute other numbers than its code: it runs slower without them",
@@ -69,23 +69,24 @@ class TracedStages(Stages):
             pieces = [builder.piece(index, is_plain=True) for index in every]
             self._use(pieces, with_programs=False)
         self._head = builder.head()
-        self._ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
+        self.ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
         self._segments: dict[int, list[Segment]] = {}  # by stage index; empty without offloaded matrices
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
+        self.writes_in_place = not decoder.has_splits  # between offloaded matmuls, results are in new memory
 
     def _use(self, pieces: list[fx.GraphModule], *, with_programs: bool = True) -> None:
         codes: list[Code] = [piece.forward for piece in pieces]
         self._embed, self._pieces = codes[0], codes[1:]
-        self._programs.clear()
+        self._rows.clear()
         if self.decoder.device.type != "cpu" or not with_programs:
             return
-        for turn, piece in enumerate(pieces[1:]):
+        for index, piece in enumerate(pieces[1:]):
             try:
-                self._programs[turn] = lowered(piece, self.config, self.decoder.dtype)
+                self._rows[index] = lowered(piece, self.config, self.decoder.dtype)
             except NotRowsError as error:
-                logger.debug("stage %d runs operator by operator: %s", turn, error)
+                logger.debug("stage %d runs operator by operator: %s", index, error)
 
     @classmethod
     def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
@@ -113,8 +114,8 @@ class TracedStages(Stages):
         states = [State.empty(*of, Scratch.empty(*of)) for _ in range(3)]
         codes = builder.rotation(is_plain=True), self._rotate, self._rotate
         seen = set()
-        for turn in range(len(self._pieces)):
-            kind = builder.kind(turn + 1), turn in self._programs
+        for index in range(len(self._pieces)):
+            kind = builder.kind(index + 1), index in self._rows
             if kind in seen:
                 continue
             seen.add(kind)
@@ -124,29 +125,20 @@ class TracedStages(Stages):
                 state.residual.copy_(memory)
                 state.attention.copy_(attended)
                 _rotated(rotate, positions, state.cos[:, 0])
-            plain: Code = builder.piece(turn + 1, is_plain=True).forward
+            plain: Code = builder.piece(index + 1, is_plain=True).forward
             theirs, ours, program = states
-            for code, state in ((plain, theirs), (self._pieces[turn], ours)):
-                self._hand_on(code(*self._given(state)), turn, state)
+            for code, state in ((plain, theirs), (self._pieces[index], ours)):
+                self._hand_on(code(*self._given(state)), index, state)
             checked = [ours]
-            if turn in self._programs:
-                self._programs[turn].run(program, self._recurrent(program))
+            if index in self._rows:
+                self._rows[index].run(program, self._recurrent(program))
                 checked.append(program)
-            names = ("x",) if turn == len(self._pieces) - 1 else ("residual", "qkv")
+            names = ("x",) if index == len(self._pieces) - 1 else ("residual", "qkv")
             if not all(
                 _are_close(getattr(state, name), getattr(theirs, name)) for state in checked for name in names
             ):
                 return False
         return True
-
-    @property
-    def ends_with_states(self) -> bool:
-        return self._ends_with_states
-
-    @property
-    def writes_in_place(self) -> bool:
-        """True without offloaded matrices; between offloaded matmuls, results may be in new memory."""
-        return not self.decoder.has_splits
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         values = self._embed(token_ids[None].long(), positions[None].long())
@@ -157,15 +149,11 @@ class TracedStages(Stages):
         """Compute all values that depend on positions only, into `cos`."""
         _rotated(self._rotate, positions, cos[:, 0])
 
-    def advance(
-        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
-    ) -> None:
-        """Run one stage: from a layer's attention to the next attention, see `Stages`."""
-        turn = 0 if finished is None else finished + 1
-        if turn in self._programs:
-            self._programs[turn].run(state, self._recurrent(state))
+    def advance(self, index: int, state: State, store: Store | None = None) -> None:
+        if index in self._rows:
+            self._rows[index].run(state, self._recurrent(state))
         else:
-            self._hand_on(self._pieces[turn](*self._given(state)), turn, state)
+            self._hand_on(self._pieces[index](*self._given(state)), index, state)
         self._store(state, store)
 
     def _given(self, state: State) -> tuple[Any, ...]:
@@ -179,9 +167,9 @@ class TracedStages(Stages):
             return fresh_batch(state.rows, shapes, self.decoder.device)
         return state.recurrent
 
-    def _hand_on(self, results: Any, turn: int, state: State) -> None:
+    def _hand_on(self, results: Any, index: int, state: State) -> None:
         """Copy a stage's results to the state."""
-        if turn == len(self._pieces) - 1:
+        if index == len(self._pieces) - 1:
             state.x.copy_(results[0][0])
             return
         q, k, v, *carried = results
@@ -199,23 +187,20 @@ class TracedStages(Stages):
             _, keys, values = self.heads(state)
             self._operators.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
 
-    def steps(
-        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
-    ) -> Iterator[Step]:
+    def steps(self, index: int, state: State, store: Store | None = None) -> Iterator[Step]:
         """Yield the segments of a stage, see `Stages`; results keep their own memory until the last step."""
-        turn = 0 if finished is None else finished + 1
-        if turn not in self._segments:
-            yield Step(partial(self.advance, finished, begun, state, store), None)
+        if index not in self._segments:
+            yield Step(partial(self.advance, index, state, store), None)
             return
         values: dict[str, Any] = {}
         begin = partial(self._begin, values, state)
-        for segment in self._segments[turn]:
+        for segment in self._segments[index]:
             split = segment.split
             if split is None:
-                yield Step(partial(self._end, begin, segment, values, turn, state, store), None)
+                yield Step(partial(self._end, begin, segment, values, index, state, store), None)
                 return
             x, out = self._rooms.of(split.columns, split.rows, state)
-            named = Product(segment.name, turn - (segment.name != "qkv"), split, x, out)
+            named = Product(segment.name, split, x, out)
             yield Step(partial(_run_to_split, begin, segment, values, x), named)
             begin = partial(_take, segment, values, out)
 
@@ -228,21 +213,21 @@ class TracedStages(Stages):
         begin: Callable[[], None],
         segment: Segment,
         values: dict[str, Any],
-        turn: int,
+        index: int,
         state: State,
         store: Store | None,
     ) -> None:
         begin()
         results = segment.code(*(values[name] for name in segment.takes))
         values.clear()
-        self._hand_on(results, turn, state)
+        self._hand_on(results, index, state)
         self._store(state, store)
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         return {
-            (turn, segment.name): segment.split
-            for turn, stage_segments in self._segments.items()
+            (index, segment.name): segment.split
+            for index, stage_segments in self._segments.items()
             for segment in stage_segments
             if segment.split is not None
         }

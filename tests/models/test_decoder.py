@@ -11,7 +11,8 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import load_model, random_model
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 80
@@ -182,11 +183,11 @@ def test_tokens_of_a_sub_batch_do_not_influence_each_other():
     positions = torch.tensor([5, 0, 4000, 1, 2, 3, 77, 8, 9])
     stages = Stages(decoder)
     whole = state_of(stages, token_ids, positions)
-    stages.pre_attention(0, whole)
+    stages.advance(0, whole)
     for row in range(9):
         one = slice(row, row + 1)
         alone = state_of(stages, token_ids[one], positions[one])
-        stages.pre_attention(0, alone)
+        stages.advance(0, alone)
         for heads_alone, heads_whole in zip(stages.heads(alone), stages.heads(whole), strict=True):
             torch.testing.assert_close(heads_alone, heads_whole[one], rtol=0, atol=1e-6)
 
@@ -204,7 +205,7 @@ def test_states_of_more_rows_and_selections_of_rows_give_the_same():
     found = large.first(7)
     stages.embed(token_ids.int(), positions.int(), found)
     for state in (expected, found):
-        stages.pre_attention(0, state)
+        stages.advance(0, state)
         state.attention.copy_(attention)
     rows = torch.tensor([6, 2])
     room = state_of(stages, token_ids, positions)
@@ -213,23 +214,10 @@ def test_states_of_more_rows_and_selections_of_rows_give_the_same():
     selected = room.first(len(rows))
     normed = [torch.empty_like(state.residual) for state in (expected, found, selected)]
     for state, out in zip((expected, found, selected), normed, strict=True):
-        stages.post_attention(0, state)
+        stages.advance(stages.config.num_layers, state)
         stages.final_norm(state, out)
     for out, at in ((normed[1], slice(None)), (normed[2], rows)):
         torch.testing.assert_close(out, normed[0][at], rtol=1e-5, atol=1e-5)
-
-
-def test_products_are_written_in_place_if_all_forms_do():
-    model = random_model(shape("tiny"), dtype=torch.float16, device=CPU)
-    stages = Stages(model)
-    assert stages.writes_in_place
-    state = state_of(stages, torch.arange(3), torch.arange(3))
-    given = state.x, state.qkv
-    stages.pre_attention(0, state)
-    state.attention.zero_()
-    stages.post_attention(0, state)
-    assert state.x is given[0]
-    assert state.qkv is given[1]
 
 
 def test_random_models_are_the_same_for_the_same_seed():
@@ -246,6 +234,6 @@ def test_random_models_are_the_same_for_the_same_seed():
 def test_each_token_has_contiguous_heads():
     stages = Stages(random_model(shape("tiny"), dtype=torch.float32, device=CPU))
     state = state_of(stages, torch.arange(6), torch.arange(6))
-    stages.pre_attention(0, state)
+    stages.advance(0, state)
     for heads in stages.heads(state):
         assert heads.stride()[1:] == (16, 1)

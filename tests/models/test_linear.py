@@ -18,7 +18,6 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stages import Stages
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
@@ -172,7 +171,6 @@ class Rounded(Plain):
     """Format with 8-bit numbers and a scale per row: a format may keep any data."""
 
     form = "rounded"
-    writes_in_place = False
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         self.dtype, self.bias = dtype, None
@@ -190,7 +188,7 @@ class Rounded(Plain):
         return (self.numbers * self.scales).to(self.dtype)
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        return x @ self.dense().T
+        return torch.mm(x, self.dense().T, out=out)
 
 
 class RoundedForm(Dense):
@@ -210,7 +208,6 @@ def test_another_form_needs_nothing_but_itself(tied: bool) -> None:
     model = random_model(config, dtype=torch.float32, device=CPU)
     rounded = copied(model, form=RoundedForm())
     assert "rounded" in {linear.form for linear in rounded.linears()}
-    assert not Stages(rounded).writes_in_place
     found, expected = (logits_of_all(each, torch.arange(9)) for each in (rounded, model))
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
     assert model.nbytes == config.weight_bytes(torch.float32)

@@ -11,7 +11,7 @@ from traced_models import FAMILIES, save
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.models.registry import load_model
-from neo_desktop.models.stages import Scratch, State
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced import stages as traced_stages
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.places import NotRowsError, Value, grouped, moves_of, of_row, row_dim
@@ -50,7 +50,7 @@ def results(stages: TracedStages, rows: int) -> list[Tensor]:
     for layer in range(config.num_layers + 1):
         state.attention.copy_(torch.randn(state.attention.shape, generator=generator))
         is_last = layer == config.num_layers
-        stages.advance(layer - 1 if layer else None, None if is_last else layer, state)
+        stages.advance(layer, state)
         found += [state.x.clone()] if is_last else [state.residual.clone(), state.qkv.clone()]
     return found
 
@@ -61,9 +61,9 @@ def test_programs_compute_what_the_code_does(folder: Path, family: str) -> None:
     """Test one row, several chunks of a matmul, and more rows than one pass computes."""
     for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.03)):
         stages = stages_of(folder, family, dtype)
-        assert sorted(stages._programs) == list(range(len(stages._pieces)))
+        assert sorted(stages._rows) == list(range(len(stages._pieces)))
         by_program = {rows: results(stages, rows) for rows in (1, 33, 1100)}
-        stages._programs.clear()
+        stages._rows.clear()
         for rows, found in by_program.items():
             for ours, theirs in zip(found, results(stages, rows), strict=True):
                 off = torch.linalg.vector_norm(ours.double() - theirs.double())
@@ -73,7 +73,7 @@ def test_programs_compute_what_the_code_does(folder: Path, family: str) -> None:
 @pytest.mark.parametrize("family", OF_CODE)
 def test_what_is_no_step_is_computed_by_the_code(folder: Path, family: str) -> None:
     stages = stages_of(folder, family)
-    assert len(stages._programs) < len(stages._pieces)
+    assert len(stages._rows) < len(stages._pieces)
     assert all(each.isfinite().all() for each in results(stages, 3))
 
 

@@ -16,9 +16,11 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import offloaded
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
+from neo_desktop.models.ops import Product
 from neo_desktop.models.registry import load_model, random_model
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 
 CPU = torch.device("cpu")
 PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
@@ -142,24 +144,20 @@ def test_memory_is_told_before_it_is_taken() -> None:
 def logits_in_steps(model: Decoder, token_ids: Tensor, share: float) -> Tensor:
     """Return the logits of `logits_of_all`, but compute offloaded matmuls outside the stages."""
 
-    def advance(stages: Stages, finished: int | None, begun: int | None, state: State, store: object) -> None:
+    def advance(stages: Stages, index: int, state: State, store: object = None) -> None:
         assert store is None
-        for step in stages.steps(finished, begun, state):
+        for step in stages.steps(index, state):
             if step.work is not None:
                 step.work()
-            if step.product is not None:
-                product = step.product
+            if step.cut is not None:
+                product = step.cut
+                assert isinstance(product, Product)
                 assert product.x.is_contiguous()
                 product.out.fill_(torch.nan)
                 multiply_in_parts(product.linear, product.x, product.out, share)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Stages, "pre_attention", lambda self, layer, state: advance(self, None, layer, state, None)
-        )
-        patch.setattr(
-            Stages, "post_attention", lambda self, layer, state: advance(self, layer, None, state, None)
-        )
+        patch.setattr(Stages, "advance", advance)
         return logits_of_all(model, token_ids)
 
 
@@ -172,14 +170,15 @@ def test_steps_are_cut_at_what_is_split_and_nowhere_else() -> None:
     of = config, 2, torch.float32, CPU
     state = State.empty(*of, Scratch.empty(*of))
 
-    def cut(finished: int | None, begun: int | None) -> list[tuple[bool, str | None]]:
-        steps = stages.steps(finished, begun, state)
-        return [(step.work is not None, step.product and step.product.name) for step in steps]
+    def cuts(index: int) -> list[tuple[bool, str | None]]:
+        return [
+            (step.work is not None, step.cut.name if isinstance(step.cut, Product) else None)
+            for step in stages.steps(index, state)
+        ]
 
-    assert cut(None, 0) == [(True, None)]
-    assert cut(0, 1) == [(True, "down"), (True, "qkv"), (True, None)]
-    assert cut(1, None) == [(False, "output"), (True, None)]
-    assert cut(None, None) == []
+    assert cuts(0) == [(True, None)]
+    assert cuts(1) == [(True, "down"), (True, "qkv"), (True, None)]
+    assert cuts(2) == [(False, "output"), (True, None)]
     assert not random_model(config, dtype=torch.float32, device=CPU).has_splits
 
 

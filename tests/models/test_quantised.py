@@ -20,7 +20,8 @@ from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
 from neo_desktop.models.registry import check_model, load_model
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.stored_form import stored_form
 
 CPU = torch.device("cpu")
@@ -243,9 +244,9 @@ def test_layers_in_one_call_are_those_of_single_products(
         state = State.empty(config, rows, torch.float32, CPU, scratch)
         stages.embed(TOKENS[:rows], torch.arange(rows), state)
         for layer in range(config.num_layers):
-            stages.advance(layer - 1 if layer else None, layer, state)
+            stages.advance(layer, state)
             state.attention.copy_(stages.heads(state)[0])  # any function of the previous layer
-        stages.advance(config.num_layers - 1, None, state)
+        stages.advance(config.num_layers, state)
         return state.residual + state.x
 
     assert torch.equal(hidden(32), hidden(0))

@@ -16,11 +16,11 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.ops import Reduce
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank, form_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stages import Reduce
 from neo_desktop.models.stored_form import stored_form
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.operators import Store
 from neo_desktop.models.registry import check_model, load_model, stages_of
-from neo_desktop.models.stages import Scratch, State
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced import builder, fused, patterns
 from neo_desktop.models.traced.config import read_traced
@@ -144,7 +144,7 @@ def test_a_layer_stores_its_keys_and_values_by_one_operator(tmp_path: Path) -> N
     for given in (None, store):
         with CountedKernels() as kernels:
             for layer in range(config.num_layers):
-                stages.advance(layer - 1 if layer else None, layer, state, given)
+                stages.advance(layer, state, given)
         counts.append(kernels.count)
     assert counts[0] == counts[1]
     assert len(stored) == config.num_layers

@@ -17,8 +17,10 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
+from neo_desktop.models.ops import Product
 from neo_desktop.models.registry import load_model, stages_of
-from neo_desktop.models.stages import Product, Scratch, State, Step
+from neo_desktop.models.stages import Step
+from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced import segments
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -47,8 +49,8 @@ def products_of(steps: Iterator[Step], share: float) -> list[str]:
     for step in taken:
         if step.work is not None:
             step.work()
-        if isinstance(step.product, Product):
-            product = step.product
+        if isinstance(step.cut, Product):
+            product = step.cut
             assert product.x.is_contiguous()
             product.out.fill_(torch.nan)
             multiply_in_parts(product.linear, product.x, product.out, share)
@@ -60,12 +62,11 @@ def logits_in_steps(model: TracedDecoder, token_ids: Tensor, share: float) -> Te
     stages, seen = stages_of(model, None), list[tuple[int, str]]()
     undivided, turns = stages.advance, {turn for turn, _ in stages.offloaded_matrices}
 
-    def advance(finished: int | None, begun: int | None, state: State, store: object = None) -> None:
-        turn = 0 if finished is None else finished + 1
+    def advance(turn: int, state: State, store: object = None) -> None:
         if turn not in turns:
-            undivided(finished, begun, state)
+            undivided(turn, state)
             return
-        seen.extend((turn, name) for name in products_of(stages.steps(finished, begun, state), share))
+        seen.extend((turn, name) for name in products_of(stages.steps(turn, state), share))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "advance", advance)
@@ -138,7 +139,7 @@ def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     for rows in (2, 5, 3):
         of = config, rows, torch.float32, CPU
         state = State.empty(*of, Scratch.empty(*of))
-        last = [each.product for each in stages.steps(None, 0, state) if each.product is not None][-1]
+        last = [each.cut for each in stages.steps(0, state) if each.cut is not None][-1]
         assert isinstance(last, Product)
         found.append(last.x)
         assert found[-1].shape == (rows, last.linear.columns)

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.stages import Reduce, Scratch, Stages, State
+from neo_desktop.models.ops import Reduce
+from neo_desktop.models.stages import Stages
+from neo_desktop.models.state import Scratch, State
 
 
 def logits_of_all(
@@ -13,16 +15,13 @@ def logits_of_all(
     """Return scores `[n, vocab]` float32 after each token of a sequence `[n]`; attention in float64."""
     config, device = model.config, model.device
     of = config, len(token_ids), model.dtype, device
-    given, state = stages, State.empty(*of, Scratch.empty(*of))
-    stages = given or Stages(model, reduce=reduce)
+    state = State.empty(*of, Scratch.empty(*of))
+    stages = stages or Stages(model, reduce=reduce)
     positions = torch.arange(len(token_ids), device=device)
     distance = positions[:, None] - positions
     stages.embed(token_ids.to(device), positions, state)
     for layer, window in enumerate(config.layer_windows):
-        if given is None:
-            stages.pre_attention(layer, state)
-        else:
-            stages.advance(layer - 1 if layer else None, layer, state)
+        stages.advance(layer, state)
         q, k, v = (heads.double() for heads in stages.heads(state))
         k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
         unseen = (distance < 0) | (distance >= (window or len(token_ids)))
@@ -35,10 +34,7 @@ def logits_of_all(
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(token_ids), 1)), 2)
         weights = scores.softmax(-1)[:, :, : len(token_ids)]
         state.attention.copy_(torch.einsum("hqk,khd->qhd", weights, v))
-        if given is None:
-            stages.post_attention(layer, state)
-    if given is not None:
-        stages.advance(config.num_layers - 1, None, state)
+    stages.advance(config.num_layers, state)
     normed = state.residual.new_empty(len(token_ids), config.hidden_size)
     stages.final_norm(state, normed)
     return stages.logits(normed, normed.new_empty(len(token_ids), config.vocab_size)).float()

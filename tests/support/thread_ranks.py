@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.ops import Reduce
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
-from neo_desktop.models.stages import Reduce
 from neo_desktop.models.weights import Weights, named_weights
 
 TIMEOUT_S = 60.0  # for a rank that must arrive; only a defect waits this long
