@@ -23,6 +23,7 @@ from functools import partial
 from torch import Tensor
 
 from neo_desktop.engine.execute.async_buffers import AsyncBuffers
+from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import Stage
@@ -30,8 +31,8 @@ from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import State
 
 
-@dataclass(frozen=True)
-class AsyncDecodes:
+@dataclass
+class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
@@ -52,25 +53,25 @@ class AsyncDecodes:
     batches: Sequence[HostBatch]
     old: int
 
+    def __post_init__(self) -> None:
+        self.on_host = self.batches
+        self.key = self.old
+
     @property
     def _count(self) -> int:
         return self.positions.shape[1]
 
-    def exchange(self, launcher: Launcher, layer: int, linear: Signal) -> tuple[Signal, Signal]:
-        """Save the decodes that passed a stage, and load the decodes of the next stage.
-
-        Args:
-            linear: The end of the stage.
-
-        Returns:
-            The signals that the next stage waits for.
-        """
+    def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
+        """Save the decodes that passed a stage, and load the decodes of the next stage."""
         stage = Stage("async q, k, v", layer, self.index, self._count)
         sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
         for batch in self.batches:
             launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
         stage = Stage("async o", layer, self.index, self._count)
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
+
+    def commit(self) -> None:
+        self.memory.end_turn()
 
     def _send(self, layer: int) -> None:
         target = self.memory.qkv[layer, : self._count]

@@ -1,6 +1,6 @@
 """Construction of a program from a plan: row layout, inputs, and the CPU's work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,15 +11,19 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import AsyncDecodes
+from neo_desktop.engine.execute.attender import Attender
+from neo_desktop.engine.execute.decodes import DeviceDecodes, OffloadedDecodes
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
+from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
     HostPrompts,
+    PromptAttention,
     Prompts,
     prompts_of,
     slots_of,
@@ -29,11 +33,12 @@ from neo_desktop.engine.execute.streamed import (
     NewRows,
     PrefetchBuffers,
     PrefetchStream,
+    StreamedDecodes,
     StreamedPrompts,
     streamed_pool,
 )
-from neo_desktop.engine.execute.sub_batch import DeviceDecodes, OffloadedDecodes, SubBatchPass
-from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.sub_batch import SubBatchPass
+from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.execute.workspace import BatchMemory, Memory, OffloadBuffers, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -99,7 +104,7 @@ class ProgramBuilder:
         chooses = chooses and not reads_images(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
-        stream = self._prefetch_stream(plan, blocks, memory if chooses else None)
+        stream = self._prefetch_stream(plan, blocks, memory if chooses else None, moves)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
             wanted = [
@@ -119,20 +124,20 @@ class ProgramBuilder:
         if not self._stages.has_head:
             asked = []  # the rank with the output head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
-        return Program(
-            self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream
-        )
+        shared = [moves] if stream is None else [moves, stream]
+        return Program(self._stages, self._workspace, memory, passes, shared, outputs, chooses=chooses)
 
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
         memory = self._workspace.memory(graph_key)
         no_members = BatchMembers(((),) * len(self._storage.tiers), ())
-        passes = [self._pass(part, no_members, ()) for part in memory.parts]
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
-        return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
+        stream = None if self._swaps is None else self._swaps.stream((), moves)
+        passes = [self._pass(part, no_members, (), stream=stream) for part in memory.parts]
+        return Program(self._stages, self._workspace, memory, passes, [moves], outputs, chooses=True)
 
     def _prefetch_stream(
-        self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
+        self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None, moves: Moves
     ) -> PrefetchStream | None:
         """Return the prefetch of streamed KV to the device; None: no sequence attends to streamed KV.
 
@@ -144,9 +149,9 @@ class ProgramBuilder:
         if swaps is None or pool is None or not any(s.tier.is_streamed for s in plan.sequences):
             return None
         if graph is None:
-            return swaps.stream(pool.runs_of(blocks))
+            return swaps.stream(pool.runs_of(blocks), moves)
         count = min(graph.graph_key.streamed_blocks, pool.num_blocks)
-        return swaps.stream([BlockRun(0, count)] if count else [])
+        return swaps.stream([BlockRun(0, count)] if count else [], moves)
 
     def _pass(
         self,
@@ -160,29 +165,32 @@ class ProgramBuilder:
         memory.state.recurrent = recurrent_batch(self._storage.states, memory, members)
         if memory.table is not None:
             self._find_tokens(memory, members, rows_of_tokens)
-        rows, inputs, tiers = memory.rows, memory.inputs, self._storage.tiers
         split, num_layers = self._workspace.split, self._model.config.num_layers
-        offloaded, decodes, first = [], [], 0
-        for index, tier in enumerate(tiers):
-            count = rows.decodes[index]
+        images = ImageInputs.of(members.placed(memory.rows), self._stages)
+        attenders = self._offloaded_decodes(memory, members)
+        if members.async_decodes:
+            attenders.append(self._async_decodes(memory, members))
+        attenders += self._device_decodes(memory, members, stream)
+        if members.prompts:
+            prompts = self._prompts(memory, members, stream)
+            attenders.append(PromptAttention(self._stages, memory, prompts))
+        return SubBatchPass(
+            memory,
+            attenders,
+            self._stages.embed if images is None else images.embed,
+            partial(self._store, memory),
+            last_rows,
+            None if split is None else split.of_rows(memory.index, memory.rows.count, range(num_layers)),
+            images is None and not (members.prompts and self._model.config.state_shapes),
+        )
+
+    def _offloaded_decodes(self, memory: Memory, members: BatchMembers) -> list[Attender]:
+        """Return the decodes with attention on the CPU or workers, by tier."""
+        attenders: list[Attender] = []
+        for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
             offload_buffers = memory.offload_buffers[index]
-            if not count:
+            if offload_buffers is None or not memory.rows.decodes[index]:
                 continue
-            if offload_buffers is None:
-                tier_rows = slice(first, first + count)
-                first += count
-                decodes.append(
-                    DeviceDecodes(
-                        rows.decodes_of(index),
-                        self._storage[tier],
-                        inputs.block_tables[tier_rows],
-                        inputs.context_lens[tier_rows],
-                        inputs.decode_slots[tier_rows],
-                        self._new_rows(memory, index, members) if tier.is_streamed else None,
-                    )
-                )
-                continue
-            sequences = members.decodes[index]
             batch = HostBatch(
                 tier,
                 self._storage[tier],
@@ -192,18 +200,35 @@ class ProgramBuilder:
                 torch.from_numpy(padded_block_tables([s.block_table for s in sequences])),
                 torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
             )
-            offloaded.append(OffloadedDecodes(rows.decodes_of(index), batch))
-        return SubBatchPass(
-            memory,
-            offloaded,
-            decodes,
-            self._prompts(memory, members, stream),
-            partial(self._store, memory),
-            last_rows,
-            None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
-            self._async_decodes(memory, members) if members.async_decodes else None,
-            ImageInputs.of(members.placed(rows), self._stages),
-        )
+            attenders.append(OffloadedDecodes(memory, memory.rows.decodes_of(index), batch))
+        return attenders
+
+    def _device_decodes(
+        self, memory: Memory, members: BatchMembers, stream: PrefetchStream | None
+    ) -> Iterator[Attender]:
+        """Yield the decodes with attention on the device, by tier."""
+        inputs, first = memory.inputs, 0
+        for index, tier in enumerate(self._storage.tiers):
+            count = memory.rows.decodes[index]
+            if memory.offload_buffers[index] is not None or not count:
+                continue
+            rows = slice(first, first + count)
+            first += count
+            given = (
+                self._stages,
+                memory,
+                memory.rows.decodes_of(index),
+                self._storage[tier],
+                inputs.block_tables[rows],
+                inputs.context_lens[rows],
+                inputs.decode_slots[rows],
+                partial(self._workspace.partials, count),
+            )
+            if tier.is_streamed:
+                assert stream is not None
+                yield StreamedDecodes(*given, stream, self._new_rows(memory, index, members))
+            else:
+                yield DeviceDecodes(*given)
 
     def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
         """Return the async decodes of sub-batch 0."""

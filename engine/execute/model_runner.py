@@ -355,7 +355,7 @@ class ModelRunner(Executor):
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             now_ns = time.perf_counter_ns()
             total_ns, self._last_end_ns = now_ns - max(started_ns, self._last_end_ns), now_ns
-            copies = program.copies()
+            copies = program.copied()
             timing = IterationTiming(total_ns / 1e6, attention_ns / 1e6, is_first, *copies)
             self._last = program.outputs.result(timing)
             program.end()

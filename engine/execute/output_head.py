@@ -10,12 +10,12 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.weight_stream import WeightStream
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.stages import Stages
@@ -48,36 +48,25 @@ class OutputHead:
         self._chooses = chooses
         # Recurrent layers after the last attention need all rows.
         self._takes_all = chooses or stages.ends_with_states
-        self._split = self._offloaded_passes()
+        # The output head's offloaded matmuls, in the device's order.
+        self.products = self._offloaded_passes()
         self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
-
-    @property
-    def split(self) -> Sequence[OffloadedPass]:
-        """The output head's offloaded matmuls, in the device's order."""
-        return self._split
 
     @property
     def on_host(self) -> list[HostWork]:
         """The CPU's matmuls."""
-        return [work for each in self._split for work in each.on_host]
+        return [work for each in self.products for work in each.on_host]
 
-    def add(self, build: PartBuilder, stream: WeightStream | None, *, is_cut_at_sums: bool) -> None:
-        """Add the output head to an iteration, after the last attention.
-
-        Args:
-            build: Builder of the iteration's parts.
-            stream: Streams rows of offloaded matrices to the device.
-            is_cut_at_sums: True if all-reduces over ranks separate the graphs.
-        """
+    def add(self, build: PartBuilder, linears: Linears) -> None:
+        """Add the output head to an iteration, after the last attention."""
         if not self._chooses:
             end_some = self._end_all if self._takes_all else self._end_needed
-            build.add(partial(end_some, stream), is_fixed=False)
-        elif is_cut_at_sums:
-            self._add_between_sums(build)
+            build.add(partial(end_some, linears), is_fixed=False)
         else:
             for number, (each, stage, out) in enumerate(self._all_rows()):
-                end = partial(self._end, stage, each.memory.state, out, number, stream)
-                build.add(end, is_fixed=True)
+                state, products = each.memory.state, self._products_of(number)
+                linears.add(build, _at_once, stage, state, _nowhere, products, is_fixed=True)
+                build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
         if self._chooses and self._stages.has_head:
             rows = sum(each.memory.rows.count for each in self._passes)
             stage = Stage("most probable", self._config.num_layers, NO_SUB_BATCH, rows)
@@ -108,18 +97,15 @@ class OutputHead:
             for each, count, out in zip(self._passes, counts, outs, strict=True)
         ]
 
-    def _add_between_sums(self, build: PartBuilder) -> None:
-        for each, stage, out in self._all_rows():
-            state = each.memory.state
-            build.add_steps(stage, self._stages.steps(self._config.num_layers, state), is_fixed=True)
-            build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
+    def _products_of(self, number: int) -> OffloadedPass | None:
+        return self.products[number] if self.products else None
 
-    def _end_all(self, stream: WeightStream | None, launcher: Launcher) -> None:
+    def _end_all(self, linears: Linears, launcher: Launcher) -> None:
         """Compute the last hidden state of every row, and keep the needed ones."""
         counts = [each.memory.rows.count for each in self._passes]
         hidden = self._passes[0].memory.state.residual.new_empty(sum(counts), self._config.hidden_size)
         for number, (each, stage, out) in enumerate(self._all_rows(hidden)):
-            self._end(stage, each.memory.state, out, number, stream, launcher)
+            self._end(stage, each.memory.state, out, number, linears, launcher)
         firsts = zip(accumulate(counts, initial=0), self._passes, strict=False)
         rows = [first + row for first, each in firsts for row in each.last_rows]
         if not rows:
@@ -129,7 +115,7 @@ class OutputHead:
         stage = Stage("linear", self._config.num_layers, NO_SUB_BATCH, len(rows))
         launcher.run(Lane.DEVICE, stage, partial(torch.index_select, hidden, 0, index, out=self._last_states))
 
-    def _end_needed(self, stream: WeightStream | None, launcher: Launcher) -> None:
+    def _end_needed(self, linears: Linears, launcher: Launcher) -> None:
         """Compute the needed last hidden states, with all sub-batches in order."""
         count = sum(len(each.last_rows) for each in self._passes)
         if not count:
@@ -143,29 +129,14 @@ class OutputHead:
             scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
             state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
             launcher.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
-        self._end(stage, state, self._last_states, 0, stream, launcher)
+        self._end(stage, state, self._last_states, 0, linears, launcher)
 
     def _end(
-        self,
-        stage: Stage,
-        state: State,
-        out: Tensor,
-        number: int,
-        stream: WeightStream | None,
-        launcher: Launcher,
+        self, stage: Stage, state: State, out: Tensor, number: int, linears: Linears, launcher: Launcher
     ) -> None:
         """End the last layer for all rows of a state; `number` indexes the offloaded passes."""
-        last, after = self._config.num_layers, tuple[Signal, ...]()
-        if stream is not None:
-            steps = self._stages.steps(last, state)
-            after = tuple(self._split[number].advance(launcher, stream, stage, steps))
-
-        def end() -> None:
-            if stream is None:
-                self._stages.advance(last, state)
-            self._stages.final_norm(state, out)
-
-        launcher.run(Lane.DEVICE, stage, end, after)
+        linears.submit(launcher, stage, state, None, self._products_of(number))
+        launcher.run(Lane.DEVICE, stage, partial(self._stages.final_norm, state, out))
 
     def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
         """Gather the last rows of several sub-batches, so that the weights are read only once."""
@@ -187,3 +158,11 @@ class OutputHead:
 
     def _sample(self) -> None:
         self._outputs.start(self._last_states)
+
+
+def _at_once(_: Launcher) -> Sequence[Signal]:
+    return ()
+
+
+def _nowhere() -> None:
+    """Return no target of keys and values."""

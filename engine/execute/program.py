@@ -27,29 +27,25 @@ Dependencies, besides the chain linear → to-host → cpu → to-device → lin
 
 Each sub-batch has one set of buffers for q, k, v and o, used by all layers. The chain orders all uses.
 
-Async decodes join the linear stages of sub-batch 0; no stage waits for their attention. See `async_decodes`.
-
-Streamed KV arrives on the device one layer ahead, and its new rows leave afterwards: see `streamed`.
-
-The CPU takes part in linear stages if matrices are offloaded: see `offloaded_matmuls`.
+What attends or moves KV is an `Attender`: `decodes`, `prompts`, `async_decodes`, `streamed`, `moves`. Linear
+stages, with or without the CPU's part, are in `linears`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 
-import torch
-
+from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import GraphKey
+from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import Part, PartBuilder
-from neo_desktop.engine.execute.streamed import PrefetchStream
-from neo_desktop.engine.execute.sub_batch import DeviceDecodes, OffloadedDecodes, SubBatchPass
+from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.transfers import HostTransfer, Moves
-from neo_desktop.engine.execute.weight_stream import WeightStream
+from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
 from neo_desktop.models.stages import Stages
 
@@ -60,10 +56,9 @@ class Program:
     Args:
         workspace: Working memory.
         memory: The iteration's part of the working memory.
-        moves: Copies of blocks that change their tier.
+        shared: Copies of KV for both sub-batches.
         outputs: The requested outputs.
         chooses: True if the last part chooses the most probable token of every row.
-        window: Prefetch of streamed KV; None: no sequence attends to streamed KV.
     """
 
     def __init__(
@@ -72,30 +67,44 @@ class Program:
         workspace: Workspace,
         memory: BatchMemory,
         passes: Sequence[SubBatchPass],
-        moves: Moves,
+        shared: Sequence[Attender],
         outputs: Outputs,
         *,
         chooses: bool,
-        window: PrefetchStream | None = None,
     ) -> None:
-        self._stages = stages
-        self._config = stages.decoder.config
+        self._num_layers = stages.config.num_layers
         self._workspace = workspace
         self._memory = memory
         self._passes = tuple(passes)
-        self._moves = moves
+        self._shared = tuple(shared)
+        self._attenders = (*shared, *(attender for each in passes for attender in each.attenders))
         self.outputs = outputs
         self._chooses = chooses
-        self._window = window
+        # True if the fixed parts can be graphs.
+        self.is_fixed = memory.is_fixed and stages.writes_in_place and all(each.is_fixed for each in passes)
         self._ending = OutputHead(stages, workspace, self._passes, outputs, chooses=chooses)
-        self._stream = self._weight_stream()
-        self._moved: dict[int, tuple[Signal, ...]] = {}  # layer -> copies to wait for
+        self._stream = None
+        if workspace.split is not None:
+            products = [each.products for each in passes if each.products is not None]
+            self._stream = workspace.split.stream(
+                piece
+                for index in range(self._num_layers + 1)
+                for each in (*products, *self._ending.products)
+                for piece in each.pieces(index)
+            )
+        # Ranks cut their stages at all-reduces, which only pays with graphs.
+        self._linears = Linears(stages, self._stream, stages.is_part and self.is_fixed)
+        # True if layers are fixed; streamed weights or KV flow through them, so all layers or none are.
+        flows = self._stream is not None or any(each.spans_layers for each in shared)
+        self._has_fixed_layers = chooses or not flows
+        # True if work that is not fixed precedes each layer.
+        self._fetches = any(each.fetches for each in self._attenders)
 
     @property
     def key(self) -> object:
         """Graph key: programs with equal keys have the same fixed parts."""
-        sets = tuple(each.async_decodes.old for each in self._passes if each.async_decodes is not None)
-        return self.graph_key, self._has_cuts, self._chooses, self._window is not None, sets
+        keys = tuple(each.key for each in self._attenders)
+        return self.graph_key, self._fetches, self._chooses, self._has_fixed_layers, keys
 
     @property
     def graph_key(self) -> GraphKey:
@@ -103,97 +112,55 @@ class Program:
         return self._memory.graph_key
 
     @property
-    def is_fixed(self) -> bool:
-        """True if the fixed parts can be graphs."""
-        spans_vary = self._config.state_shapes and any(each.prompts for each in self._passes)
-        has_images = any(each.images is not None for each in self._passes)
-        is_possible = self._memory.is_fixed and self._stages.writes_in_place
-        return is_possible and not spans_vary and not has_images
-
-    def _weight_stream(self) -> WeightStream | None:
-        if self._workspace.split is None:
-            return None
-        splits = [each.split for each in self._passes if each.split is not None]
-        pieces = [
-            piece
-            for turn in range(self._config.num_layers + 1)
-            for each in (*splits, *self._ending.split)
-            for piece in each.pieces(turn)
-        ]
-        return self._workspace.split.stream(pieces)
-
-    @property
-    def _has_fixed_layers(self) -> bool:
-        """True if layers are fixed; streamed weights or KV flow through them, so all layers or none are."""
-        return self._chooses or (self._stream is None and self._window is None)
-
-    @property
-    def _is_cut_at_sums(self) -> bool:
-        """True if linear stages end at each all-reduce, which only pays with graphs."""
-        return self._stages.is_part and self.is_fixed
-
-    @property
-    def _has_cuts(self) -> bool:
-        """True if work that is not fixed precedes each layer."""
-        return self._moves.has_any or any(
-            prompts.fetches for each in self._passes for prompts in each.prompts
-        )
-
-    @property
     def transfers(self) -> list[HostTransfer]:
         """The CPU's transfers to and from pages, in the order of a layer."""
-        prompts = [prompts for each in self._passes for prompts in each.prompts]
-        ahead = [transfer for each in prompts for transfer in each.transfers_ahead]
-        return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
+        ahead = [transfer for each in self._attenders for transfer in each.transfers_ahead]
+        return ahead + [transfer for each in self._attenders for transfer in each.transfers_behind]
 
     @property
     def on_host(self) -> list[HostWork]:
-        """The CPU's matmuls, attention and weight copies, in the device's order.
-
-        The order is by sub-batch; async decodes follow the other decodes.
-        """
+        """The CPU's matmuls, attention and weight copies, in the device's order."""
         works: list[HostWork] = []
         for each in self._passes:
-            works += [] if each.split is None else each.split.on_host
-            works += [offload.batch for offload in each.offloaded]
-            works += [] if each.async_decodes is None else each.async_decodes.batches
+            works += [] if each.products is None else each.products.on_host
+            works += [work for attender in each.attenders for work in attender.on_host]
         works += self._ending.on_host
         if self._stream is not None and self._stream.staged is not None:
             works.append(self._stream.staged)
         return works
 
-    def copies(self) -> tuple[float, float, int]:
-        """Return the measured copies of streamed KV; see `PrefetchStream.measured`."""
-        return (0.0, 0.0, 0) if self._window is None else self._window.measured()
+    def copied(self) -> tuple[float, float, int]:
+        """Return the measured copies of streamed KV; see `Attender.copied`."""
+        copy_ms, wait_ms, tokens = zip(*(each.copied() for each in self._shared), strict=True)
+        return sum(copy_ms), sum(wait_ms), sum(tokens)
 
     def end(self) -> None:
-        """Finish a successful iteration: swap async buffers, and store new rows of streamed KV."""
-        for each in self._passes:
-            if each.async_decodes is not None:
-                each.async_decodes.memory.end_turn()
-            for decodes in each.decodes:
-                if decodes.new_rows is not None:
-                    decodes.new_rows.store()
+        """Finish a successful iteration."""
+        for each in self._attenders:
+            each.commit()
 
     def parts(self) -> list[Part]:
         """Return the stages in order, divided into parts."""
-        build = PartBuilder()
+        build, is_fixed = PartBuilder(), self._has_fixed_layers
         build.add(self._bring_inputs, is_fixed=False)
-        if self._has_cuts:
-            build.add(partial(self._bring_kv, 0), is_fixed=False)
-        elif self._window is not None:
-            build.add(self._window.allow_all, is_fixed=self._has_fixed_layers)
-        for layer in range(self._config.num_layers):
-            if self._has_cuts:
+        if self._fetches:
+            build.add(partial(self._fetch, 0), is_fixed=False)
+        else:
+            build.add(self._fetch_all, is_fixed=is_fixed)
+        for layer in range(self._num_layers):
+            if self._fetches:
                 build.add(partial(self._begin_layer, layer), is_fixed=False)
             for each in self._passes:
-                self._add_step(build, each, layer)
-                if each.prompts:
-                    build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
-            if self._window is not None:
-                build.add(partial(self._end_layer, self._window, layer), is_fixed=self._has_fixed_layers)
-        build.add(self._collect_last, is_fixed=self._has_fixed_layers)
-        self._ending.add(build, self._stream, is_cut_at_sums=self._is_cut_at_sums)
+                memory = each.memory
+                stage = Stage("linear", layer, memory.index, memory.rows.count)
+                begin, store = partial(self._begin, each, stage), partial(each.store, layer)
+                self._linears.add(build, begin, stage, memory.state, store, each.products, is_fixed=is_fixed)
+                for can_be_fixed, attenders in groupby(each.attenders, lambda attender: attender.is_fixed):
+                    attend = partial(self._attend, tuple(attenders), layer)
+                    build.add(attend, is_fixed=can_be_fixed and is_fixed)
+            build.add(partial(self._release, layer), is_fixed=is_fixed)
+        build.add(self._collect_last, is_fixed=is_fixed)
+        self._ending.add(build, self._linears)
         return build.parts
 
     def _bring_inputs(self, launcher: Launcher) -> None:
@@ -209,145 +176,38 @@ class Program:
 
         launcher.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
 
-    def _bring_kv(self, layer: int, launcher: Launcher) -> None:
-        """Start the copies and fetches that `layer` needs."""
-        self._moved[layer] = self._moves.submit(launcher, layer)
-        if self._window is not None:
-            self._window.allow(launcher, layer, self._moved[layer])
-        for each in self._passes:
-            for prompts in each.prompts:
-                prompts.fetch(launcher, layer)
+    def _fetch(self, layer: int, launcher: Launcher) -> None:
+        for each in self._attenders:
+            each.fetch(launcher, layer)
+
+    def _fetch_all(self, launcher: Launcher) -> None:
+        for each in self._attenders:
+            each.fetch_all(launcher)
 
     def _begin_layer(self, layer: int, launcher: Launcher) -> None:
-        if layer + 1 < self._config.num_layers:
-            self._bring_kv(layer + 1, launcher)
-        launcher.wait(self._moved[layer])
+        if layer + 1 < self._num_layers:
+            self._fetch(layer + 1, launcher)
+        launcher.wait([signal for each in self._attenders for signal in each.fetched(layer)])
 
-    def _end_layer(self, window: PrefetchStream, layer: int, launcher: Launcher) -> None:
-        window.used(launcher, layer)
+    def _begin(self, each: SubBatchPass, stage: Stage, launcher: Launcher) -> Sequence[Signal]:
+        """Submit what precedes the linear stages of a layer; return the signals that they wait for."""
+        if stage.layer == 0:
+            launcher.run(Lane.DEVICE, stage._replace(name="embed"), each.start)
+        return list(_collected(each.attenders, launcher, stage.layer - 1))
 
-    def _add_step(self, build: PartBuilder, each: SubBatchPass, layer: int) -> None:
-        """Add the linear stages of a layer and the attention of its decodes.
+    def _attend(self, attenders: Sequence[Attender], layer: int, launcher: Launcher) -> None:
+        linear = launcher.mark()
+        launcher.wait([s for each in attenders for s in each.attend(launcher, layer, linear)])
 
-        All-reduces are never fixed: they run between graphs.
-        """
-        is_fixed = self._has_fixed_layers
-        if self._is_cut_at_sums:
-            build.add(partial(self._begin_step, each, layer), is_fixed=is_fixed)
-            steps = self._stages.steps(layer, each.memory.state, each.store(layer))
-            stage = Stage("linear", layer, each.memory.index, each.memory.rows.count)
-            build.add_steps(stage, steps, is_fixed=is_fixed)
-        else:
-            build.add(partial(self._advance, each, layer), is_fixed=is_fixed)
-        if each.decodes or each.offloaded or each.async_decodes is not None:
-            build.add(partial(self._attend_to_decodes, each, layer), is_fixed=is_fixed)
-
-    def _begin_step(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        launcher.wait(self._collect(each, layer - 1, launcher))
-        if layer == 0:
-            stage = Stage("linear", 0, each.memory.index, each.memory.rows.count)
-            launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
-
-    def _attend_to_decodes(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        """Submit the decode attention of the CPU and workers, and of the device in parallel."""
-        memory, linear = each.memory, launcher.mark()
-        for offload in each.offloaded:
-            count = len(offload.batch.offload_buffers.qkv)
-            stage = Stage("q, k, v", layer, memory.index, count)
-            sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, each, offload), (linear,))
-            batch = offload.batch
-            offload.attended = launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
-        exchanged = () if each.async_decodes is None else each.async_decodes.exchange(launcher, layer, linear)
-        for decodes in each.decodes:
-            stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
-            if decodes.new_rows is not None and self._window is not None:
-                self._window.wait(launcher, layer)
-            attended = launcher.run(Lane.DEVICE, stage, partial(self._attend, each, decodes, layer))
-            if decodes.new_rows is not None:
-                decodes.new_rows.send(launcher, layer, attended)
-        launcher.wait(exchanged)
-
-    def _advance(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        """Submit the linear stages."""
-        memory = each.memory
-        stage = Stage("linear", layer, memory.index, memory.rows.count)
-        after = self._collect(each, layer - 1, launcher)
-        if each.split is None or self._stream is None:
-            launcher.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
-            return
-        if layer == 0:
-            self._stream.bring(launcher)
-            launcher.run(Lane.DEVICE, stage, partial(self._embed, each))
-        steps = self._stages.steps(layer, memory.state, each.store(layer))
-        each.split.advance(launcher, self._stream, stage, steps, after)
-
-    def _collect(self, each: SubBatchPass, layer: int, launcher: Launcher) -> list[Signal]:
-        """Submit the copies of the CPU's attention output; return their signals."""
-        arrived = []
-        for offload in each.offloaded:
-            if offload.attended is not None:
-                out, rows = offload.batch.offload_buffers.out, each.memory.state.attention[offload.rows]
-                stage = Stage("o", layer, each.memory.index, len(out))
-                bring = partial(rows.copy_, out, non_blocking=True)
-                arrived.append(launcher.run(Lane.TO_DEVICE, stage, bring, (offload.attended,)))
-                offload.attended = None
-        return arrived
-
-    def _attend_to_prompts(self, each: SubBatchPass, layer: int, launcher: Launcher) -> None:
-        q, _, _ = self._stages.heads(each.memory.state)
-        kv = self._stages.keys_values(each.memory.state)
-        for prompts in each.prompts:
-            launcher.wait(prompts.store(launcher, layer, kv))
-        config, memory = self._config, each.memory
-        out, window = memory.state.attention, config.layer_windows[layer]
-        sinks = self._stages.decoder.layers[layer].sinks
-
-        def attend() -> None:
-            for prompts in each.prompts:
-                prompts.attend(
-                    layer, q, kv, out, config.attention_scale, window, sinks, config.attention_softcap
-                )
-
-        launcher.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
-        for prompts in each.prompts:
-            prompts.attended(launcher)
+    def _release(self, layer: int, launcher: Launcher) -> None:
+        for each in self._shared:
+            each.release(launcher, layer)
 
     def _collect_last(self, launcher: Launcher) -> None:
         for each in self._passes:
-            launcher.wait(self._collect(each, self._config.num_layers - 1, launcher))
+            launcher.wait(list(_collected(each.attenders, launcher, self._num_layers - 1)))
 
-    def _embed(self, each: SubBatchPass) -> None:
-        memory = each.memory
-        if memory.table is not None:
-            torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
-        embed = self._stages.embed if each.images is None else each.images.embed
-        embed(memory.token_ids, memory.inputs.positions, memory.state)
 
-    def _linear(self, each: SubBatchPass, layer: int) -> None:
-        if layer == 0:
-            self._embed(each)
-        self._stages.advance(layer, each.memory.state, each.store(layer))
-
-    def _send(self, each: SubBatchPass, offload: OffloadedDecodes) -> None:
-        target = offload.batch.offload_buffers.qkv
-        rows = each.memory.state.qkv[offload.rows]
-        target.copy_(rows.view(target.shape), non_blocking=True)
-
-    def _attend(self, each: SubBatchPass, decodes: DeviceDecodes, layer: int) -> None:
-        config, state, rows = self._config, each.memory.state, decodes.rows
-        q, k, v = self._stages.heads(state)
-        fused_kv_append = decodes.pool.fused_kv_append
-        decodes.pool.layer(layer).decode(
-            q[rows],
-            None if fused_kv_append else k[rows],
-            None if fused_kv_append else v[rows],
-            decodes.slots,
-            decodes.block_tables,
-            decodes.context_lens,
-            state.attention[rows],
-            config.attention_scale,
-            config.layer_windows[layer],
-            partial(self._workspace.partials, len(decodes.context_lens)),
-        )
-        if decodes.new_rows is not None:
-            decodes.new_rows.keep(layer, self._stages.keys_values(state)[:, rows])
+def _collected(attenders: Iterable[Attender], launcher: Launcher, layer: int) -> Iterator[Signal]:
+    for each in attenders:
+        yield from each.collect(launcher, layer)

@@ -1,6 +1,8 @@
 """The prompt chunks of a sub-batch, tier by tier: the device attends, independent of the tier."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Protocol
 
@@ -11,14 +13,18 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.image_attention import ImageSpans
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
+from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.models.stages import Stages
 
 STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
 
@@ -198,6 +204,43 @@ class HostPrompts:
         launcher.wait((self._sent,))  # the next layer overwrites k and v
         if self._back is not None:
             self._read = (launcher.mark(),)
+
+
+@dataclass
+class PromptAttention(Attender):
+    """Attention of a sub-batch's prompt chunks, all tiers in one stage."""
+
+    is_fixed = False
+    stages: Stages
+    memory: Memory
+    prompts: Sequence[Prompts]  # by tier
+
+    def __post_init__(self) -> None:
+        self.fetches = any(each.fetches for each in self.prompts)
+        self.transfers_ahead = [transfer for each in self.prompts for transfer in each.transfers_ahead]
+        self.transfers_behind = [transfer for each in self.prompts for transfer in each.transfers_behind]
+
+    def fetch(self, launcher: Launcher, layer: int) -> None:
+        for each in self.prompts:
+            each.fetch(launcher, layer)
+
+    def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
+        kv = self.stages.keys_values(self.memory.state)
+        for each in self.prompts:
+            launcher.wait(each.store(launcher, layer, kv))
+        stage = Stage("attention", layer, self.memory.index, self.memory.rows.prompts)
+        launcher.run(Lane.DEVICE, stage, partial(self._compute, layer, kv))
+        for each in self.prompts:
+            each.attended(launcher)
+        return ()
+
+    def _compute(self, layer: int, kv: Rows) -> None:
+        config, state = self.stages.config, self.memory.state
+        q, _, _ = self.stages.heads(state)
+        window, sinks = config.layer_windows[layer], self.stages.decoder.layers[layer].sinks
+        given = state.attention, config.attention_scale, window, sinks, config.attention_softcap
+        for each in self.prompts:
+            each.attend(layer, q, kv, *given)
 
 
 def prompts_of(

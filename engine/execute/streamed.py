@@ -14,13 +14,16 @@ iteration can be repeated.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.copy_times import CopyTimes
+from neo_desktop.engine.execute.decodes import DeviceDecodes
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
@@ -39,23 +42,28 @@ def streamed_pool(storage: KVStorage) -> StreamedPool | None:
     return next((pool for pool in pools if isinstance(pool, StreamedPool)), None)
 
 
-class PrefetchStream:
+class PrefetchStream(Attender):
     """The prefetch of an iteration's streamed layers through the prefetch buffer.
 
     Args:
         layers: The streamed layers.
+        moves: Moves of blocks, which precede the copies.
         bring: Starts the copy of a layer's blocks.
         num_tokens: Number of tokens whose KV is copied.
         times: Times of the copies.
     """
 
+    spans_layers = True
+
     def __init__(
         self,
         layers: Sequence[int],
+        moves: Attender,
         bring: Callable[[int], None],
         num_tokens: int,
         times: CopyTimes,
     ) -> None:
+        self._moves = moves
         self._start = bring
         self._num_tokens = num_tokens
         self._times = times
@@ -65,13 +73,11 @@ class PrefetchStream:
         self._wanted: set[int] = set()  # layers with a submitted wait
         self._ring = Ring(WINDOW)
 
-    def allow(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> None:
-        """Allow the prefetch of a layer after the signals."""
-        self._ready[layer] = after
+    def fetch(self, launcher: Launcher, layer: int) -> None:
+        self._ready[layer] = self._moves.fetched(layer)
         self._bring(launcher)
 
-    def allow_all(self, launcher: Launcher) -> None:
-        """Allow the prefetch of every layer now."""
+    def fetch_all(self, launcher: Launcher) -> None:
         self._ready = dict.fromkeys(self._waiting, ())
         self._bring(launcher)
 
@@ -84,17 +90,12 @@ class PrefetchStream:
             self._times.wanted(launcher, layer)
         launcher.wait((self._arrived[layer],))
 
-    def measured(self) -> tuple[float, float, int]:
-        """Return the ms of the copies, the ms of the device's waits, and the number of copied tokens.
-
-        The iteration must have ended.
-        """
+    def copied(self) -> tuple[float, float, int]:
         if not self._num_tokens:
             return 0.0, 0.0, 0
         return *self._times.read(), self._num_tokens
 
-    def used(self, launcher: Launcher, layer: int) -> None:
-        """Release a layer's slot after all attention to the layer was submitted."""
+    def release(self, launcher: Launcher, layer: int) -> None:
         if layer not in self._arrived:
             return
         self._ring.give_back(launcher.mark())
@@ -132,11 +133,11 @@ class PrefetchBuffers:
         """The host tensors that graphs copy from and to."""
         return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
 
-    def stream(self, runs: Sequence[BlockRun]) -> PrefetchStream:
+    def stream(self, runs: Sequence[BlockRun], moves: Attender) -> PrefetchStream:
         """Return an iteration's prefetch of these runs of blocks, in every layer."""
         pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
         bring = partial(pool.bring, runs=runs)
-        return PrefetchStream(pool.streamed_layers, bring, num_blocks * pool.block_size, self._times)
+        return PrefetchStream(pool.streamed_layers, moves, bring, num_blocks * pool.block_size, self._times)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
         """Return the buffers for new rows of a sub-batch's decodes.
@@ -193,6 +194,26 @@ class NewRows:
     def store(self) -> None:
         """Store all rows after the iteration has succeeded."""
         self._pool.store(self._slots, self._on_host[:, :, : len(self._slots)])
+
+
+@dataclass
+class StreamedDecodes(DeviceDecodes):
+    """Decodes with streamed KV."""
+
+    stream: PrefetchStream
+    new_rows: NewRows  # additional target of k and v
+
+    def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
+        self.stream.wait(launcher, layer)
+        self.new_rows.send(launcher, layer, self._submit(launcher, layer))
+        return ()
+
+    def commit(self) -> None:
+        self.new_rows.store()
+
+    def _compute(self, layer: int) -> None:
+        super()._compute(layer)
+        self.new_rows.keep(layer, self.stages.keys_values(self.memory.state)[:, self.rows])
 
 
 class StreamedPrompts(DevicePrompts):

@@ -3,51 +3,31 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.async_decodes import AsyncDecodes
-from neo_desktop.engine.execute.host import HostBatch
-from neo_desktop.engine.execute.images import ImageInputs
-from neo_desktop.engine.execute.lane import Signal
+from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
-from neo_desktop.engine.execute.prompts import Prompts
-from neo_desktop.engine.execute.streamed import NewRows
 from neo_desktop.engine.execute.workspace import Memory
-from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.operators import Store
+from neo_desktop.models.state import State
 
 
-@dataclass
-class OffloadedDecodes:
-    """Decodes of a sub-batch with attention on the CPU or a worker."""
-
-    rows: slice
-    batch: HostBatch
-    attended: Signal | None = None  # end of the attention in the current layer
-
-
-@dataclass
-class DeviceDecodes:
-    """Decodes of a sub-batch with attention on the device."""
-
-    rows: slice
-    pool: KVPool
-    block_tables: Tensor
-    context_lens: Tensor
-    slots: Tensor  # target of k and v if attention stores them, not the rotation kernel
-    new_rows: NewRows | None = None  # additional target of k and v if the KV is streamed
-
-
-@dataclass
+@dataclass(frozen=True)
 class SubBatchPass:
     """One sub-batch on its way through the layers."""
 
     memory: Memory
-    offloaded: Sequence[OffloadedDecodes]
-    decodes: Sequence[DeviceDecodes]
-    prompts: Sequence[Prompts]
+    attenders: Sequence[Attender]  # in the device's order
+    embed: Callable[[Tensor, Tensor, State], None]  # see `Stages.embed`
     store: Callable[[int], Store | None]  # layer -> target of k and v if the rotation kernel stores them
     last_rows: Sequence[int]  # rows that need a hidden state after the last layer
-    split: OffloadedPass | None = None  # offloaded matmuls; None: the model has no offloaded matrices
-    async_decodes: AsyncDecodes | None = None
-    images: ImageInputs | None = None  # rows of images
+    products: OffloadedPass | None  # offloaded matmuls; None: the model has no offloaded matrices
+    is_fixed: bool  # True if its linear stages depend on the iteration's sizes only
+
+    def start(self) -> None:
+        """Embed the tokens, as work on the device's lane."""
+        memory = self.memory
+        if memory.table is not None:
+            torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
+        self.embed(memory.token_ids, memory.inputs.positions, memory.state)

@@ -11,9 +11,10 @@ from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.lane import Lane, Launcher
+from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier

@@ -23,9 +23,10 @@ from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build import check_flags
 from neo_desktop.engine.execute.lane import Lane, Launcher
+from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.round_trips import RoundTrips, SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of

@@ -10,9 +10,10 @@ from neo_desktop.engine.execute.lane import Lane, Signal, Work
 from neo_desktop.engine.execute.lanes import TOLD_BY, CallerLane, Lanes
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Timeout
 from neo_desktop.models.config import ModelConfig

@@ -1,0 +1,125 @@
+"""Moves of KV blocks between tiers within an iteration, one layer ahead of the computation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.execute.attender import Attender
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.execute.transfers import FromHost, HostTransfer, ToHost, TransferMemory
+from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
+
+TOKENS_AT_ONCE = 4096  # most tokens per transfer
+
+NAME = "copy blocks"
+
+
+class Moves(Attender):
+    """The block copies between tiers in an iteration, in the plan's order.
+
+    Args:
+        groups: See `KVStorage.copy_groups`.
+        make: Makes transfers.
+    """
+
+    def __init__(self, groups: Sequence[CopyGroup], make: TransferMemory) -> None:
+        self._pieces: list[_Move] = []
+        for group in groups:
+            pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
+            self._pieces += [_piece(group, old, new, make) for old, new in zip(*pieces, strict=True)]
+        self._set_up: Signal | None = None
+        self._moved: dict[int, Sequence[Signal]] = {}  # layer -> ends of its moves
+        self.fetches = bool(self._pieces)
+        self.transfers_ahead = self.transfers
+
+    @property
+    def transfers(self) -> list[HostTransfer]:
+        """The CPU's part, in order."""
+        return [piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)]
+
+    def fetch(self, launcher: Launcher, layer: int) -> None:
+        self._moved[layer] = self.submit(launcher, layer)
+
+    def fetched(self, layer: int) -> Sequence[Signal]:
+        return self._moved.get(layer, ())
+
+    def submit(self, launcher: Launcher, layer: int) -> tuple[Signal, ...]:
+        """Submit a layer's moves; return the signals of their ends."""
+        if not self._pieces:
+            return ()
+        if self._set_up is None:
+            self._set_up = launcher.mark()  # the slots must have arrived
+        return tuple(piece.submit(launcher, layer, (self._set_up,)) for piece in self._pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveToPages:
+    source: KVPool
+    rows: PoolRows
+    way: ToHost
+
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
+        _, end = self.way.submit(launcher, layer, partial(self._read, layer), after)
+        return end
+
+    def _read(self, layer: int, buffer: Rows) -> None:
+        if self.source.device.type == "cpu":
+            self.rows.read(layer, buffer)
+            return
+        rows = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.source.device)
+        self.rows.read(layer, rows)
+        buffer.copy_(rows, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveFromPages:
+    target: KVPool
+    rows: PoolRows
+    way: FromHost
+
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
+        return self.way.submit(launcher, layer, partial(self._write, layer), after)
+
+    def _write(self, layer: int, buffer: Rows) -> None:
+        self.rows.write(layer, buffer.to(self.target.device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectMove:
+    """A move between tiers that the GPU reads and writes, without the CPU."""
+
+    source: KVPool
+    target: KVPool
+    num_rows: int
+    old: PoolRows
+    new: PoolRows
+
+    def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
+        stage = Stage(NAME, layer, NO_SUB_BATCH, self.num_rows)
+        return launcher.run(Lane.SWAP, stage, partial(self._copy, layer), after)
+
+    def _copy(self, layer: int) -> None:
+        pool = self.source
+        rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
+        self.old.read(layer, rows)
+        self.new.write(layer, rows.to(self.target.device, non_blocking=True))
+
+
+_Move = _MoveToPages | _MoveFromPages | _DirectMove
+
+
+def _piece(group: CopyGroup, old: Tensor, new: Tensor, make: TransferMemory) -> _Move:
+    source, target = group.source, group.target
+    if group.to_pages:
+        way = ToHost(make.transfer(NAME, target, new, to_host=True), Lane.SWAP)
+        return _MoveToPages(source, source.rows_at(old), way)
+    if group.from_pages:
+        return _MoveFromPages(
+            target, target.rows_at(new), FromHost(make.transfer(NAME, source, old, to_host=False))
+        )
+    return _DirectMove(source, target, len(old), source.rows_at(old), target.rows_at(new))
