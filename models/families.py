@@ -251,7 +251,9 @@ def flag(file: JsonFile, family: Family, key: str) -> bool:
     return key in family.defaults and file.boolean(key)
 
 
-def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int) -> ExpertsConfig | None:
+def experts_of(
+    file: JsonFile, family: Family, num_layers: int, hidden_size: int, unsupported: type[ModelError]
+) -> ExpertsConfig | None:
     """Return the sizes of the mixture of experts; None for a dense model."""
     keys = family.experts
     if keys is None:
@@ -277,7 +279,7 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
         bias=keys.has_bias,
         gating=_clamped_gate(file) if keys.is_clamped else "silu",
     )
-    check_experts(file.path, experts, hidden_size)
+    check_experts(file.path, experts, hidden_size, unsupported)
     return experts
 
 

@@ -15,8 +15,9 @@ from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
+from neo_desktop.models.stored_tensor import FLOATS
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.weights import FLOATS, Weights
+from neo_desktop.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class StoredForm(Dense):
     def without_kernel(self) -> tuple[str, ...]:
         """Quantised types that are dequantised; a fused matrix is dequantised as a whole."""
         dequantised = [parts for name, parts in self.stored.items() if not self.named(name).parts]
-        return tuple(sorted({part.type_name for parts in dequantised for part in parts} - FLOATS))
+        return tuple(sorted({part.type_name for parts in dequantised for part in parts}.difference(FLOATS)))
 
     def _has_kernel(self, part: PartShape) -> bool:
         has_kernel = quantised.has_kernel if self.kernels is None else grouped.has_kernel

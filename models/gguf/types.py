@@ -5,7 +5,7 @@ and a few bits per number. A block of 256 ("K") also has scales of its parts, in
 than a byte are interleaved: the low bits of a run of bytes hold its first numbers, the high bits the others.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,20 +30,6 @@ class StoredType:
     def dequantised(self, raw: Tensor) -> Tensor:
         """Return rows of bytes `[rows, row_bytes]` as float32 `[rows, columns]`, contiguous."""
         return self.floats(raw.reshape(-1, self.nbytes)).view(len(raw), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A matrix that is available in the blocks of one type.
-
-    Args:
-        type_name: of the type.
-        pieces: given a number of rows, yields the first row and the bytes `[rows, bytes of a row]` uint8 of
-            pieces; all but the last have a multiple of that number.
-    """
-
-    type_name: str
-    pieces: Callable[[int], Iterator[tuple[int, Tensor]]]
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
