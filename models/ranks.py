@@ -20,7 +20,7 @@ import torch
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import EXPERT_UNIT, expert_names
-from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
@@ -29,8 +29,6 @@ from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.stored_tensor import Rows, StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
-
-_ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
 
 
 def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
@@ -152,7 +150,7 @@ class _Parts:
 
 def _of_columns(name: str, stored: StoredTensor, columns: slice, rank: Rank) -> StoredTensor:
     if stored.blocks is not None:
-        elements, _ = _ELEMENTS[stored.blocks.type_name]
+        elements = BY_NAME[stored.blocks.type_name].elements
         if columns.start % elements or columns.stop % elements:
             raise ModelError(
                 f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
@@ -173,10 +171,10 @@ def _part(whole: StoredTensor, rows: slice, columns: slice | None = None) -> Sto
     shape = (rows.stop - rows.start, *widths)
     blocks = whole.blocks
     if blocks is not None:
-        elements, block_bytes = _ELEMENTS[blocks.type_name]
-        nbytes = columns
+        kind, nbytes = BY_NAME[blocks.type_name], columns
         if columns is not None:
-            nbytes = slice(columns.start // elements * block_bytes, columns.stop // elements * block_bytes)
+            ends = (end // kind.elements * kind.nbytes for end in (columns.start, columns.stop))
+            nbytes = slice(*ends)
         of_whole = blocks.pieces
         blocks = replace(blocks, pieces=lambda unit: _cut(of_whole(unit), rows, nbytes))
     return replace(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
@@ -187,7 +187,7 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
     """
     columns = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
     columns["embedding"] = (config.vocab_size, config.hidden_size)
-    elements = {stored.name: stored.elements for stored in TYPES.values()}[type_name]
+    elements = BY_NAME[type_name].elements
     return StoredForm(
         stored={
             name: (PartShape("Q8_0" if width % elements else type_name, rows),)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import TYPES, StoredType
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
@@ -26,7 +26,6 @@ PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at 
 WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
 """Types that take more bits in memory than in files -> bits in memory."""
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
-_TYPES: dict[str, StoredType] = {stored.name: stored for stored in TYPES.values() if stored.name in CODINGS}
 
 
 def has_kernel(type_name: str) -> bool:
@@ -100,7 +99,7 @@ class Grouped:
         Raises ValueError for scales that are not finite.
         """
         count, device = len(raw), self.words.device
-        blocks = raw.to(device).reshape(-1, _TYPES[self.type_name].nbytes)
+        blocks = raw.to(device).reshape(-1, BY_NAME[self.type_name].nbytes)
         codes, *others = decode(self.type_name, blocks)
         bits = self.coding.bits
         if bits < 8:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
-from neo_desktop.models.linear.quantised import Part, PartShape, Quantised, dequantised
+from neo_desktop.models.linear.quantised import Part, PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
@@ -139,7 +140,7 @@ class OffloadedLinear:
         elif count and self.resident is not None:
             ends = accumulate(part.rows for part in self._parts)
             part = next(part for part, end in zip(self._parts, ends, strict=True) if row < end)
-            self.resident.load(row, dequantised(part.type_name, raw[:count]))
+            self.resident.load(row, BY_NAME[part.type_name].dequantised(raw[:count]))
         if count < len(raw):
             self.host.load_stored(max(row - self.resident_rows, 0), raw[count:])
 

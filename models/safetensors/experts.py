@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.experts_config import ExpertNames
-from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.stored_tensor import Blocks, Rows, StoredTensor
 
-_MXFP4 = next(stored for stored in TYPES.values() if stored.name == "MXFP4")
 _BLOCK = 32  # numbers that share a scale
 _NAME = re.compile(r"(?P<prefix>.+)\.experts\.(?P<kind>gate_up|down)_proj(?P<end>|_bias|_blocks|_scales)")
 # kind -> the matrices interleaved in its rows
@@ -83,7 +82,7 @@ def _in_blocks(
         (all_rows // rows.step, blocks * _BLOCK),
         "MXFP4",
         nbytes,
-        lambda: ((first, _MXFP4.dequantised(piece)) for first, piece in raw()),
+        lambda: ((first, BY_NAME["MXFP4"].dequantised(piece)) for first, piece in raw()),
         Blocks("MXFP4", raw),
         is_quantised=True,
     )
