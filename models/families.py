@@ -62,7 +62,6 @@ class Family:
     Args:
         defaults: the keys of the configuration class in transformers that its code reads, with their
             defaults; the code ignores other keys of config.json.
-        experts: the keys of a mixture of experts; None: a dense model.
     """
 
     architecture: str
@@ -83,7 +82,6 @@ class ExpertKeys:
     Args:
         count: names of the number of experts, the one with precedence first.
         normalises: None: read from the file.
-        has_bias: experts and the router have biases.
     """
 
     count: tuple[str, ...]

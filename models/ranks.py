@@ -96,11 +96,6 @@ def form_of_rank(form: WeightFormat, config: ModelConfig, rank: Rank) -> WeightF
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:
     """Return a rank's part of a model's weights.
 
-    Args:
-        weights: of the whole model, checked.
-        config: of the whole model.
-        rank: `config_of_rank` accepts it.
-
     Raises ModelError for quantised matrices whose columns cannot be divided.
     """
     if rank.count == 1:

@@ -27,7 +27,6 @@ class StoredForm(Dense):
     Args:
         stored: matrix name (see `WeightFormat.named`) -> parts, of matrices with at least one quantised part.
         kernels: of a GPU; None: for a CPU.
-        name: of the selected matrix.
     """
 
     stored: Mapping[str, tuple[PartShape, ...]] = field(default_factory=dict)
@@ -120,12 +119,7 @@ class StoredForm(Dense):
 
 
 def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
-    """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are".
-
-    Args:
-        form: of a model with quantised matrices.
-        dtype: of the model.
-    """
+    """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are"."""
     if isinstance(form, OffloadedFormat):
         form = form.host_form
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"

@@ -32,9 +32,6 @@ class StoredTensor:
 
     Args:
         shape: rows first.
-        type_name: in the file's format.
-        nbytes: in the file.
-        pieces: yields the numbers.
         blocks: for kernels that accept them; None: the tensor is read as floats.
         is_quantised: its numbers have fewer than 16 bits.
     """

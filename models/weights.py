@@ -172,9 +172,7 @@ class Weights:
     """The tensors of a checkpoint, under the names of `named_weights`.
 
     Args:
-        path: of the checkpoint.
         description: name of the file that determines the tensors: "config.json".
-        tensors: all tensors.
         says_tied: the description ties the head to the embedding.
     """
 
@@ -209,10 +207,6 @@ class Weights:
 
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:
         """Rename tensors to weights, as transformers does when it loads them.
-
-        Args:
-            config: of the model.
-            expected: names of its weights.
 
         Raises:
             ModelError: two tensors are the same weight, or a conversion fails.

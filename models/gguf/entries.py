@@ -53,7 +53,6 @@ class Entries(JsonFile):
 
     Args:
         varying: entries that may differ between layers.
-        skips_zeros: some layers lack the operation of an entry.
 
     Raises:
         UnsupportedModelError: layers have different sizes.

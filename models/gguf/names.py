@@ -42,9 +42,6 @@ def name_table(architecture: str, layers: int) -> Any:
 class TensorNames:
     """The tensors of GGUF files by parameter name.
 
-    Args:
-        architecture: in llama.cpp.
-
     Raises:
         ModelError: gguf has no name for a parameter.
     """

@@ -56,9 +56,6 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
     """Write the model; at most one matrix is in memory twice.
 
     Args:
-        gguf: the module of that name.
-        decoder: a model that passes `check_expressible`.
-        path: of the new file.
         type_name: quantisation type of matrices, for example "Q4_1"; None: the model's dtype.
 
     Raises:

@@ -43,14 +43,7 @@ def packed_bytes(type_name: str, rows: int, columns: int) -> int:
 
 
 class Grouped:
-    """A matrix in this layout.
-
-    Args:
-        type_name: one of `CODINGS`.
-        rows: of the matrix.
-        columns: a multiple of the block size.
-        device: of its tensors.
-    """
+    """A matrix in this layout."""
 
     def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
         self.type_name, self.rows, self.columns = type_name, rows, columns
@@ -137,7 +130,6 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """Write rows to `out` `[n, columns]`, of any floating-point dtype: rounded once, from float32.
 
     Args:
-        weight: the matrix.
         rows: row numbers, `[n]` int64; or the first of n consecutive rows, a multiple of 64.
         out: contiguous.
     """
@@ -162,8 +154,6 @@ def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, 
 
     Args:
         x: [n, columns]; a row is contiguous.
-        weights: matrices with the same columns.
-        bias: [rows]
         out: [n, rows], in x's dtype; a row is contiguous.
     """
     multiply_many(x, weights, bias, out, dequantise)

@@ -72,13 +72,8 @@ class OffloadedLinear:
 
     Args:
         resident: the first rows, on the device; it shares their part of the bias. None: no rows.
-        resident_rows: their number.
         host: the other rows, in host memory; it gets their part of the bias.
         parts: of the whole matrix, if rows are quantised in host memory.
-        bias: [rows] on the device
-        dtype: of the model.
-        device: of x and the results.
-        kernels: unpack quantised rows.
     """
 
     form = "split"
@@ -151,12 +146,7 @@ class OffloadedLinear:
             self.unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
-        """Load a range of the bias from a checkpoint.
-
-        Args:
-            row: the first element.
-            bias: [rows], of any floating-point dtype and on any device.
-        """
+        """Load a range of the bias from a checkpoint."""
         assert self.bias is not None
         self.bias[row : row + len(bias)].copy_(bias)
         if self.host.bias is not None and row + len(bias) > self.resident_rows:
@@ -180,11 +170,7 @@ class OffloadedLinear:
         return rows
 
     def pieces(self, streamed_rows: int) -> list[Piece]:
-        """Return the pieces to stream, in order.
-
-        Args:
-            streamed_rows: of the host's rows, see `streamed`.
-        """
+        """Return the pieces to stream, in order."""
         row_bytes = self.columns * self._dtype.itemsize
         step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
         return self.pieces_of(slice(0, streamed_rows), step)
@@ -222,7 +208,6 @@ class OffloadedLinear:
         """Compute the columns of the resident rows.
 
         Args:
-            x: [n, columns] on the device
             out: [n, rows] on the device; only these columns are written.
         """
         if self.resident is not None:
@@ -232,10 +217,8 @@ class OffloadedLinear:
         """Compute the columns of a piece.
 
         Args:
-            piece: one of `pieces`.
             staged: its bytes on the device, `[bytes]` uint8.
             room: `[at least piece.elements]` on the device, in the model's dtype: scratch.
-            x: [n, columns] on the device
             out: [n, rows] on the device; only these columns are written.
         """
         weight = room[: piece.elements].view(-1, self.columns)
@@ -246,13 +229,7 @@ class OffloadedLinear:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
 
     def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
-        """Unpack tiles of a part on the device.
-
-        Args:
-            part: index of the part of host memory.
-            staged: [bytes] uint8
-            weight: [rows, columns], the output.
-        """
+        """Unpack tiles of a part on the device."""
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
             self._kernels.unpack_quantised(packed.type.name, staged, weight)
@@ -263,7 +240,6 @@ class OffloadedLinear:
         """Compute the CPU's columns.
 
         Args:
-            x: [n, columns] in host memory, rows are contiguous.
             out: [n, host_rows - streamed_rows] in host memory.
             streamed_rows: see `streamed`.
         """
@@ -299,8 +275,6 @@ class OffloadedFormat:
         host_form: format of rows in host memory, with their allocator.
         resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of
             64 or all. Matrices without an entry stay on the device, as do embeddings and head.
-        kernels: unpack quantised rows on the device.
-        name: of the selected matrix.
     """
 
     device_form: WeightFormat

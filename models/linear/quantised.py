@@ -37,13 +37,7 @@ class PartShape:
 
 
 class Part(PackedRows):
-    """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout.
-
-    Args:
-        shape: type and number of rows.
-        columns: of the matrix.
-        room: allocates the memory.
-    """
+    """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout."""
 
     def __init__(self, shape: PartShape, columns: int, room: Room = huge_pages) -> None:
         packed = room(packed_bytes(shape.type_name, shape.rows, columns))
@@ -66,15 +60,7 @@ class Part(PackedRows):
 
 
 class Quantised(PackedMatrix):
-    """A quantised `protocol.Linear`.
-
-    Args:
-        parts: consecutive rows.
-        columns: a multiple of the block size of every part.
-        bias: [out]
-        dtype: of the model.
-        room: allocates the memory.
-    """
+    """A quantised `protocol.Linear`."""
 
     def __init__(
         self,

@@ -89,7 +89,6 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
     """Dequantise the first rows of some tiles to `out`: rounded once, from float32.
 
     Args:
-        type_name: one of `LAYOUTS`.
         packed: [bytes] uint8, of whole tiles.
         out: [rows, columns], contiguous, of any floating-point dtype.
     """

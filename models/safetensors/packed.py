@@ -81,7 +81,6 @@ class _Matrix:
     Args:
         zeros: may be missing if they are all the same.
         groups: `[in]`, the group per column; None: groups are consecutive columns.
-        shape: `[out, in]`
     """
 
     scheme: Packed

@@ -20,11 +20,7 @@ _OF_EXPERTS = (["MergeModulelist", "Concatenate"], ["MergeModulelist"])
 
 
 class Conversions:
-    """Renames and converts tensors as `from_pretrained` of transformers does.
-
-    Args:
-        model: of transformers; only shapes are used.
-    """
+    """Renames and converts tensors as `from_pretrained` of transformers does."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - large
@@ -47,7 +43,6 @@ class Conversions:
         """Return tensors by parameter name; tensors without a parameter keep their names.
 
         Args:
-            tensors: of a checkpoint.
             moe_layers: their experts are named one by one.
 
         Raises:
@@ -123,11 +118,8 @@ class _Conversion:
     """A conversion of several tensors to several parameters.
 
     Args:
-        converter: of transformers.
         target: the first parameter.
         sources: pattern of the converter → tensors.
-        model: has the shapes of parameters.
-        config: of the model, of transformers.
     """
 
     def __init__(

@@ -22,8 +22,6 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
     """Return the sizes of a layer's experts.
 
     Args:
-        model: the whole model.
-        call: of the experts.
         names: id of a parameter -> its name.
 
     Raises:
@@ -141,13 +139,7 @@ def _part_of_stack(stack: StoredTensor, expert: int, rows: slice) -> StoredTenso
 
 
 class ExpertsProduct(nn.Module):
-    """Routed experts; see `capture.experts`.
-
-    Args:
-        of_layer: the sizes.
-        matrices: the experts' matrices, by kind.
-        operators: of the device.
-    """
+    """Routed experts; see `capture.experts`."""
 
     def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
         super().__init__()
