@@ -16,7 +16,6 @@ class ChatBackends:
     after its sign. The copies share the vocabulary with the original.
 
     Args:
-        marks: texts that become control tokens.
         unknown: the token for text outside the vocabulary. Unlike other control tokens, texts may produce it.
     """
 

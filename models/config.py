@@ -1,7 +1,7 @@
 """The configuration of a model, read once from a checkpoint's JSON; no other module sees that JSON."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -149,7 +149,16 @@ class ModelConfig:
         """
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
-        file = JsonFile.read(path / "config.json")
+        config, generation = cls.from_json(JsonFile.read(path / "config.json")), generation_file(path)
+        return replace(
+            config,
+            eos_token_ids=generation.token_ids("eos_token_id", ()) or config.eos_token_ids,
+            generation=GenerationDefaults.from_json(generation),
+        )
+
+    @classmethod
+    def from_json(cls, file: JsonFile, unsupported: type[ModelError] = ModelError) -> "ModelConfig":
+        """Read a config.json. Raise ModelError if it is broken, `unsupported` for sizes without a kernel."""
         family = family_of(file)
         file = described(file, family)
 
@@ -158,14 +167,11 @@ class ModelConfig:
         num_heads = file.integer("num_attention_heads", maximum=MAX_HEADS)
         head_dim = file.integer("head_dim", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
         num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
-        check_heads(file.path, num_heads, num_kv_heads, head_dim)
-
+        check_heads(file.path, num_heads, num_kv_heads, head_dim, unsupported)
         trained_tokens = file.integer("max_position_embeddings")
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
         attention_bias = flag(file, family, "attention_bias")
-        generation = generation_file(path)
-        eos_token_ids = file.token_ids("eos_token_id", ())
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
@@ -190,10 +196,9 @@ class ModelConfig:
             mlp_bias=flag(file, family, "mlp_bias"),
             qk_norm=family.qk_norm,
             attention_sinks=family.attention_sinks,
-            experts=experts_of(file, family, num_layers, hidden_size),
-            eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
+            experts=experts_of(file, family, num_layers, hidden_size, unsupported),
+            eos_token_ids=file.token_ids("eos_token_id", ()),
             bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
-            generation=GenerationDefaults.from_json(generation),
         )
 
     @property

@@ -62,7 +62,6 @@ class Family:
     Args:
         defaults: the keys of the configuration class in transformers that its code reads, with their
             defaults; the code ignores other keys of config.json.
-        experts: the keys of a mixture of experts; None: a dense model.
     """
 
     architecture: str
@@ -83,7 +82,6 @@ class ExpertKeys:
     Args:
         count: names of the number of experts, the one with precedence first.
         normalises: None: read from the file.
-        has_bias: experts and the router have biases.
     """
 
     count: tuple[str, ...]
@@ -251,7 +249,9 @@ def flag(file: JsonFile, family: Family, key: str) -> bool:
     return key in family.defaults and file.boolean(key)
 
 
-def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int) -> ExpertsConfig | None:
+def experts_of(
+    file: JsonFile, family: Family, num_layers: int, hidden_size: int, unsupported: type[ModelError]
+) -> ExpertsConfig | None:
     """Return the sizes of the mixture of experts; None for a dense model."""
     keys = family.experts
     if keys is None:
@@ -277,7 +277,7 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
         bias=keys.has_bias,
         gating=_clamped_gate(file) if keys.is_clamped else "silu",
     )
-    check_experts(file.path, experts, hidden_size)
+    check_experts(file.path, experts, hidden_size, unsupported)
     return experts
 
 

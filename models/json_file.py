@@ -28,11 +28,7 @@ INSTALL_LLAMACPP = "pip install 'neo-desktop[llamacpp]'"
 
 
 class UnsupportedModelError(ModelError):
-    """A GGUF file that may be valid, but needs features that the engine lacks; llama.cpp may run it.
-
-    Args:
-        reason: one sentence.
-    """
+    """A GGUF file that may be valid, but needs features that the engine lacks; llama.cpp may run it."""
 
     def __str__(self) -> str:
         return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}."
@@ -42,11 +38,7 @@ INSTALL_TRANSFORMERS = "pip install 'neo-desktop[transformers]'"
 
 
 class NotWrittenError(ModelError):
-    """A config.json that needs features of transformers' code that the project's decoder lacks.
-
-    Args:
-        reason: one sentence.
-    """
+    """A config.json that needs features of transformers' code that the project's decoder lacks."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -26,8 +26,6 @@ def is_buffer(name: str, stored: _Shaped, ignored: Iterable[re.Pattern[str]] = (
     """Return True if a tensor without a parameter is a buffer that its model recomputes.
 
     Args:
-        name: of the tensor.
-        stored: the tensor.
         ignored: names that the model's own code skips.
     """
     is_mask = _MASKS.search(name) is not None and (
@@ -44,7 +42,6 @@ def predicting_layers(names: Iterable[str], num_layers: int) -> tuple[list[str],
 
     Args:
         names: tensors that are not parameters of the model.
-        num_layers: of the model.
     """
     names_by_layer: dict[str, list[str]] = {}
     numbers: dict[str, set[str]] = {}  # layer numbers of a module

@@ -55,7 +55,6 @@ class Marks:
     """The marks of a vocabulary.
 
     Args:
-        control: texts of control tokens.
         spoken: marks that an assistant's own message may contain, like `<think>`.
     """
 
@@ -153,7 +152,6 @@ class Shield:
     """Breaks the marks in the input of one chat template, and reads the template's output.
 
     Args:
-        marks: of the vocabulary.
         values: JSON with all texts that will be broken.
 
     Raises:

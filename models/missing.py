@@ -19,7 +19,6 @@ def why_missing(name: str, known: Sequence[str] = ()) -> str:
 
     Args:
         name: the user's input: a name, or a path that does not exist.
-        known: names of the available models.
     """
     if not name.strip():
         return "the model's name is empty: name a folder, a GGUF file or 'builtin'"

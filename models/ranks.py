@@ -13,26 +13,22 @@ network or expert. This is Megatron-LM's division; NEO, section 4, divides the C
 routers are replicated. Only rank 0 has the head, and the biases that are added to sums.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from math import prod
 
 import torch
-from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import EXPERT_UNIT, expert_names
-from neo_desktop.models.gguf.types import TYPES, Blocks
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.stored_form import StoredForm
-from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.stored_tensor import Rows, StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
-
-_ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
 
 
 def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
@@ -100,11 +96,6 @@ def form_of_rank(form: WeightFormat, config: ModelConfig, rank: Rank) -> WeightF
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:
     """Return a rank's part of a model's weights.
 
-    Args:
-        weights: of the whole model, checked.
-        config: of the whole model.
-        rank: `config_of_rank` accepts it.
-
     Raises ModelError for quantised matrices whose columns cannot be divided.
     """
     if rank.count == 1:
@@ -144,96 +135,58 @@ class _Parts:
         _, _, _, in_layer = name.split(".", 3)
         module, _, kind = in_layer.rpartition(".")
         if module in self._rows:
-            return _Part(stored, self._rows[module])
+            return _part(stored, self._rows[module])
         if module not in self._columns:
             return stored
         if kind == "bias":
-            return stored if self._rank.number == 0 else _Zeros(stored)
+            return stored if self._rank.number == 0 else _zeros(stored)
         return _of_columns(name, stored, self._columns[module], self._rank)
 
 
-def _of_columns(name: str, stored: StoredTensor, columns: slice, rank: Rank) -> "_Part":
+def _of_columns(name: str, stored: StoredTensor, columns: slice, rank: Rank) -> StoredTensor:
     if stored.blocks is not None:
-        elements, _ = _ELEMENTS[stored.blocks.type_name]
+        elements = BY_NAME[stored.blocks.type_name].elements
         if columns.start % elements or columns.stop % elements:
             raise ModelError(
                 f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
                 f"a part of its columns, from {columns.start} to {columns.stop}, would cut: it cannot be "
                 f"divided among {rank.count} processes."
             )
-    return _Part(stored, slice(0, stored.shape[0]), columns)
+    return _part(stored, slice(0, stored.shape[0]), columns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A `weights.StoredTensor`: consecutive rows and columns of another tensor.
+def _zeros(bias: StoredTensor) -> StoredTensor:
+    """Return zeros in place of a bias that rank 0 adds."""
+    return replace(bias, pieces=lambda: iter([(0, torch.zeros(bias.shape))]))
 
-    Args:
-        whole: the other tensor.
-        rows: of the part.
-        columns: of the part; None: all columns, or a vector.
-    """
 
-    whole: StoredTensor
-    rows: slice
-    columns: slice | None = None
-
-    @property
-    def file(self) -> Path:
-        return self.whole.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, *columns = self.whole.shape
-        if self.columns is not None:
-            columns = [self.columns.stop - self.columns.start]
-        return self.rows.stop - self.rows.start, *columns
-
-    @property
-    def type_name(self) -> str:
-        return self.whole.type_name
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.whole.is_quantised
-
-    @property
-    def nbytes(self) -> int:
-        part, whole = (torch.Size(shape).numel() for shape in (self.shape, self.whole.shape))
-        return self.whole.nbytes * part // whole
-
-    @property
-    def blocks(self) -> Blocks | None:
-        whole = self.whole.blocks
-        if whole is None:
-            return None
-        elements, nbytes = _ELEMENTS[whole.type_name]
-        columns = self.columns
+def _part(whole: StoredTensor, rows: slice, columns: slice | None = None) -> StoredTensor:
+    """Return consecutive rows and columns of a tensor."""
+    widths = whole.shape[1:] if columns is None else (columns.stop - columns.start,)
+    shape = (rows.stop - rows.start, *widths)
+    blocks = whole.blocks
+    if blocks is not None:
+        kind, nbytes = BY_NAME[blocks.type_name], columns
         if columns is not None:
-            columns = slice(columns.start // elements * nbytes, columns.stop // elements * nbytes)
-        return Blocks(whole.type_name, lambda rows: self._cut(whole.pieces(rows), columns))
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        return self._cut(self.whole.pieces(), self.columns)
-
-    def _cut(
-        self, pieces: Iterator[tuple[int, Tensor]], columns: slice | None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the part in one piece: its rows need not start at a piece's."""
-        parts = []
-        for first, piece in pieces:
-            if first >= self.rows.stop:
-                break
-            rows = piece[max(self.rows.start - first, 0) : max(self.rows.stop - first, 0)]
-            parts.append(rows if columns is None else rows[:, columns])
-        yield 0, torch.cat(parts)
+            ends = (end // kind.elements * kind.nbytes for end in (columns.start, columns.stop))
+            nbytes = slice(*ends)
+        of_whole = blocks.pieces
+        blocks = replace(blocks, pieces=lambda unit: _cut(of_whole(unit), rows, nbytes))
+    return replace(
+        whole,
+        shape=shape,
+        nbytes=whole.nbytes * prod(shape) // prod(whole.shape),
+        pieces=lambda: _cut(whole.pieces(), rows, columns),
+        blocks=blocks,
+    )
 
 
-class _Zeros(_Part):
-    """Zeros in place of a bias that rank 0 adds."""
-
-    def __init__(self, whole: StoredTensor) -> None:
-        super().__init__(whole, slice(0, whole.shape[0]))
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, torch.zeros(self.shape)
+def _cut(pieces: Rows, rows: slice, columns: slice | None) -> Rows:
+    """Yield a part in one piece: its rows need not start at a piece's."""
+    parts = []
+    for first, piece in pieces:
+        if first >= rows.stop:
+            break
+        own = piece[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+        parts.append(own if columns is None else own[:, columns])
+    yield 0, torch.cat(parts)

@@ -85,10 +85,8 @@ def stages_of(
     """Return the stages of a decoder; see `Stages`.
 
     Args:
-        decoder: whole, or a rank's part.
         operators: None: the device's own.
         reduce: sums over the ranks; None: the decoder is whole, or its part is measured alone.
-        has_head: this part has the head.
 
     Raises:
         ModelError: the model of transformers cannot be cut.

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
+from neo_desktop.models.stored_tensor import FLOATS
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.weights import FLOATS, Weights
+from neo_desktop.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,6 @@ class StoredForm(Dense):
     Args:
         stored: matrix name (see `WeightFormat.named`) -> parts, of matrices with at least one quantised part.
         kernels: of a GPU; None: for a CPU.
-        name: of the selected matrix.
     """
 
     stored: Mapping[str, tuple[PartShape, ...]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class StoredForm(Dense):
     def without_kernel(self) -> tuple[str, ...]:
         """Quantised types that are dequantised; a fused matrix is dequantised as a whole."""
         dequantised = [parts for name, parts in self.stored.items() if not self.named(name).parts]
-        return tuple(sorted({part.type_name for parts in dequantised for part in parts} - FLOATS))
+        return tuple(sorted({part.type_name for parts in dequantised for part in parts}.difference(FLOATS)))
 
     def _has_kernel(self, part: PartShape) -> bool:
         has_kernel = quantised.has_kernel if self.kernels is None else grouped.has_kernel
@@ -119,12 +119,7 @@ class StoredForm(Dense):
 
 
 def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
-    """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are".
-
-    Args:
-        form: of a model with quantised matrices.
-        dtype: of the model.
-    """
+    """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are"."""
     if isinstance(form, OffloadedFormat):
         form = form.host_form
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
@@ -186,7 +181,7 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
     """
     columns = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
     columns["embedding"] = (config.vocab_size, config.hidden_size)
-    elements = {stored.name: stored.elements for stored in TYPES.values()}[type_name]
+    elements = BY_NAME[type_name].elements
     return StoredForm(
         stored={
             name: (PartShape("Q8_0" if width % elements else type_name, rows),)

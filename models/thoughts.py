@@ -99,7 +99,6 @@ def is_open(prompt: str, begun: str = "") -> bool:
     """Return True if the next token belongs to a thought.
 
     Args:
-        prompt: all text before that token.
         begun: the start of the answer that the prompt ends with.
     """
     return ends_thinking(begun) or prompt.rstrip().endswith(OPENING)

@@ -321,13 +321,7 @@ def choose_templates(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def control_texts(
     special: Collection[str], ordinary: Collection[str], templates: str
 ) -> tuple[list[str], list[str]]:
-    """Return the texts that are marks in chats, and the marks that an assistant's own text may contain.
-
-    Args:
-        special: texts of special tokens.
-        ordinary: texts of other added tokens.
-        templates: source of the chat templates.
-    """
+    """Return the texts that are marks in chats, and the marks that an assistant's own text may contain."""
     named = [text for text in ordinary if _is_bracketed(text) and text in templates]
     return [*special, *named], [*_SPOKEN.intersection(ordinary), *_THOUGHTS.intersection(special)]
 

@@ -16,13 +16,7 @@ _State = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TracedShape(ModelConfig):
-    """A `ModelConfig` from tables of matrices.
-
-    Args:
-        depth: layers, those without attention included.
-        table: matrices by kind.
-        states: see `ModelConfig.state_shapes`.
-    """
+    """A `ModelConfig` from tables of matrices."""
 
     depth: int = 0
     table: tuple[tuple[str, Matrix], ...] = ()

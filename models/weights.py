@@ -14,7 +14,6 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import is_buffer, predicting_layers
 from neo_desktop.models.linear.offloaded import OffloadedLinear
@@ -22,7 +21,7 @@ from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
-from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.stored_tensor import FLOATS, Blocks, StoredTensor
 from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -32,7 +31,6 @@ BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 Packed = Quantised | QuantisedOnGPU | OffloadedLinear
 SMALL_SHARE = 0.02  # of the bytes; norms are below it
-FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
 PREFIX = "model."  # prefix of names that checkpoints of a base model lack
 
 
@@ -174,9 +172,7 @@ class Weights:
     """The tensors of a checkpoint, under the names of `named_weights`.
 
     Args:
-        path: of the checkpoint.
         description: name of the file that determines the tensors: "config.json".
-        tensors: all tensors.
         says_tied: the description ties the head to the embedding.
     """
 
@@ -211,10 +207,6 @@ class Weights:
 
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:
         """Rename tensors to weights, as transformers does when it loads them.
-
-        Args:
-            config: of the model.
-            expected: names of its weights.
 
         Raises:
             ModelError: two tensors are the same weight, or a conversion fails.

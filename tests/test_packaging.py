@@ -75,14 +75,14 @@ def imports(file: Path) -> set[str]:
         (
             ["engine", "models", "native"],
             [],
-            {"llguidance", "ray", "transformers", "networkx", "gguf", "PIL"},
+            {"llguidance", "ray", "transformers", "networkx", "PIL"},
         ),
         (["app", "ui"], ["server", "llamacpp"], set()),
     ],
 )
 def test_what_is_imported_is_declared(folders: list[str], extras: list[str], optional: set[str]) -> None:
     declared = LIBRARY | names([one for extra in extras for one in EXTRAS[extra]])
-    of_llama_cpp = {"llama_cpp": {"llama-cpp-python"}, "gguf": {"gguf"}}  # optional packages
+    of_llama_cpp = {"llama_cpp": {"llama-cpp-python"}}
     # Parts of pydantic, FastAPI and Jinja, which always come with them.
     declared |= {"pydantic-core", "starlette", "typing-extensions", "markupsafe"} if extras else set()
     missing = {

@@ -5,15 +5,12 @@ from functools import cached_property
 from pathlib import Path
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.gguf.config import read_config
+from neo_desktop.models.gguf.config import read_config, tensor_names
 from neo_desktop.models.gguf.container import GGUFFile
-from neo_desktop.models.gguf.tensors import read_tensors
 from neo_desktop.models.gguf.tokenizer import check_kind, make_tokenizer
-from neo_desktop.models.gguf.traced import FAMILIES, read_traced, read_traced_tensors
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
 
 MAX_PARTS = 512
@@ -67,8 +64,7 @@ class GGUFCheckpoint:
         return model_name(self.path)
 
     def config(self) -> ModelConfig:
-        is_traced = self.file.metadata.get("general.architecture") in FAMILIES
-        return (read_traced if is_traced else read_config)(self.files, self.vocabulary)
+        return read_config(self.files, self.vocabulary)
 
     def tokenizer(self) -> Tokenizer:
         return make_tokenizer(self.vocabulary)
@@ -81,10 +77,8 @@ class GGUFCheckpoint:
         check_kind(self.vocabulary)
 
     def weights(self) -> Weights:
-        config = self.config()
-        if isinstance(config, TracedConfig):
-            return Weights(self.path, "metadata", {**read_traced_tensors(self.files, config)})
-        return Weights(self.path, "metadata", {**read_tensors(self.files, config.head_dim)})
+        names = tensor_names(self.files, self.config())
+        return Weights(self.path, "metadata", names.tensors(self.files))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -1,296 +1,167 @@
-"""The configuration of a model from the metadata of a GGUF file."""
+"""The configuration of a model in GGUF files."""
 
+import json
 from collections import Counter
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from neo_desktop.models.config import (
-    GenerationDefaults,
-    ModelConfig,
-    check_heads,
-    stretched_tokens,
-)
-from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
-from neo_desktop.models.gguf.container import GGUFFile, NumberArray
-from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
+from neo_desktop.models import limits
+from neo_desktop.models.config import GenerationDefaults, ModelConfig
+from neo_desktop.models.families import written_family
+from neo_desktop.models.gguf import families, hybrids
+from neo_desktop.models.gguf.container import GGUFFile
+from neo_desktop.models.gguf.entries import RMS_EPS, Entries
+from neo_desktop.models.gguf.families import Family, Values
+from neo_desktop.models.gguf.names import TensorNames
+from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
-from neo_desktop.models.limits import (
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN_SIZE,
-    MAX_INTERMEDIATE_SIZE,
-    MAX_LAYERS,
-    MAX_VOCAB_SIZE,
-)
-from neo_desktop.models.rope import (
-    FactorScaling,
-    LinearScaling,
-    RopeConfig,
-    Scaling,
-    YarnScaling,
-    yarn_temperature,
-)
+from neo_desktop.models.rope import FactorScaling
+from neo_desktop.models.traced.config import TracedConfig, traced_config
+from neo_desktop.models.traced.sizes import FusedSizes
+from neo_desktop.models.traced.source import Source
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The transformers architecture of a llama.cpp architecture, and its fixed flags."""
-
-    architecture: str
-    qk_norm: bool = False
-
-
-FAMILIES = {  # Mistral's and SmolLM's models are also "llama"
-    "llama": _Family("LlamaForCausalLM"),
-    "qwen2": _Family("Qwen2ForCausalLM"),
-    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
-    "qwen3moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
-    "gpt-oss": _Family("GptOssForCausalLM"),
+FAMILIES = families.FAMILIES | hybrids.HYBRIDS
+"""Keys are llama.cpp's names of architectures."""
+_MATRIX_BIASES = {
+    "qkv_bias": "blk.0.attn_q.bias",
+    "output_bias": "blk.0.attn_output.bias",
+    "mlp_bias": "blk.0.ffn_down.bias",
 }
-_PER_LAYER = frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length"))
-_MIXTRAL = _Family("MixtralForCausalLM")  # "llama" with experts
-# Settings of other architectures, and the values with which they have no effect.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(
-        (
-            *("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
-            *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"),
-            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
-            *("expert_weights_scale", "expert_weights_norm", "expert_gating_func"),  # a softmax, normalised
-            *("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"),
-            *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
-            "moe_every_n_layers",
-        ),
-        (0, 1),
-    ),
-    **dict.fromkeys(("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "attention.causal": (True,),
+_SIZES = {  # entry -> key of config.json, maximum
+    "context_length": ("max_position_embeddings", limits.MAX_CONTEXT_TOKENS),
+    "feed_forward_length": ("intermediate_size", limits.MAX_INTERMEDIATE_SIZE),
 }
-# Entries that are read, or that do not affect inference.
-_KNOWN = frozenset(
-    (
-        *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
-        *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
-        *("attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window"),
-        *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type"),
-        *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor"),
-        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned"),
-        *("expert_count", "expert_used_count", "expert_feed_forward_length"),
-        *("attention.layer_norm_epsilon", "use_parallel_residual", "tensor_data_layout", "pooling_type"),
-    )
-)
+# Key of generation_config.json -> entry in `general.sampling`.
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
-def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
+def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Raises ModelError for an unsupported architecture and for numbers out of range.
+    Raises:
+        UnsupportedModelError: an architecture, entry or tensor is unknown, transformers is not installed, or
+            it cannot cut the model into stages.
+        ModelError: an entry is missing or out of range.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
-    name = _architecture(metadata)
-    own = entries_of(metadata, name)
-    places = {place.name: place for file in files for place in file.tensors.values()}
-    _refuse_unsupported(own)
-    hidden_size = own.integer("embedding_length", maximum=MAX_HIDDEN_SIZE)
-    num_heads = own.integer("attention.head_count", maximum=MAX_HEADS)
-    num_kv_heads = own.integer("attention.head_count_kv", num_heads, maximum=MAX_HEADS)
-    head_dim = own.integer("attention.key_length", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
-    check_heads(path, num_heads, num_kv_heads, head_dim, UnsupportedModelError)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if own.integer(key, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{path} has {key} other than the size of a head, which is not supported."
-            )
-    num_layers = own.integer("block_count", maximum=MAX_LAYERS)
-    trained_tokens = own.integer("context_length", maximum=MAX_CONTEXT_TOKENS)
-    is_gpt_oss = name == "gpt-oss"
-    scaling = _scaling(own, files, trained_tokens, head_dim, truncate=not is_gpt_oss)
-    rope = RopeConfig(own.number("rope.freq_base", 10_000.0), scaling)
-    if rope.theta <= 1:
-        raise ModelError(f"{path} has a rope.freq_base of {rope.theta:g}, which is not above 1: correct it.")
-    max_context_tokens = stretched_tokens(trained_tokens, rope)
-    # llama.cpp reads the window only for gpt-oss.
-    window = own.integer("attention.sliding_window", 0, minimum=0) if is_gpt_oss else 0
-    is_windowed = 0 < window < max_context_tokens
-    experts = _experts(own, name, num_layers, hidden_size, places.keys())
-    family = _MIXTRAL if name == "llama" and experts is not None else FAMILIES[name]
-    embedding = places.get("token_embd.weight")
-    vocab_size = embedding.shape[0] if embedding is not None else len(vocabulary.tokens)
-    if len(vocabulary.tokens) > vocab_size:
-        raise ModelError(f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {vocab_size}.")
-    if vocab_size > MAX_VOCAB_SIZE:
-        raise ModelError(f"{path} has embeddings of {vocab_size} tokens, more than any model.")
-    return ModelConfig(
-        architecture=family.architecture,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=own.integer("feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_context_tokens=max_context_tokens,
-        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon"),
-        rope=rope,
-        tie_word_embeddings="output.weight" not in places,
-        layer_windows=tuple(
-            window if is_windowed and layer % 2 == 0 else None for layer in range(num_layers)
-        ),
-        dtype=stored_dtype(files),
-        qkv_bias="blk.0.attn_q.bias" in places,
-        output_bias="blk.0.attn_output.bias" in places,
-        mlp_bias="blk.0.ffn_down.bias" in places,
-        qk_norm=family.qk_norm,
-        attention_sinks=is_gpt_oss,
-        experts=experts,
-        eos_token_ids=vocabulary.end_ids,
-        bos_token_id=vocabulary.token_id("bos"),
-        generation=generation_defaults(metadata),
-    )
-
-
-def _architecture(metadata: JsonFile) -> str:
     name = metadata.text("general.architecture")
-    check_is_model(metadata)
+    if metadata.text("general.type", "model") != "model":
+        raise ModelError(f"{path} is not a model, but {metadata.raw('general.type')!r} for one.")
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
-            f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, Mixtral, SmolLM, Qwen2, Qwen2.5, Qwen3, "
-            "Qwen3-MoE, gpt-oss), or one that transformers computes."
+            f"{path} describes a model of the architecture {name[:40]!r}, which is not supported: "
+            f"choose one of {', '.join(FAMILIES)}."
         )
-    return name
-
-
-def entries_of(
-    metadata: JsonFile, architecture: str, *, skips_zeros: bool = False, varying: Set[str] = frozenset()
-) -> JsonFile:
-    """Return the entries of an architecture without its prefix; an array of equal numbers becomes one number.
-
-    Args:
-        skips_zeros: some layers lack the operation of an entry, so zeros do not count.
-        varying: entries that may differ between layers; the largest number is returned.
-
-    Raises:
-        UnsupportedModelError: layers have different sizes.
-        ModelError: an array's length differs from the number of layers.
-    """
-    path, prefix = metadata.path, f"{architecture}."
-    values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
-    own = JsonFile(path, values)
-    for key, value in values.items():
-        if key not in _PER_LAYER or not isinstance(value, NumberArray):
-            continue
-        numbers, num_layers = value.data.tolist(), own.integer("block_count", maximum=MAX_LAYERS)
-        if len(numbers) != num_layers:
-            raise ModelError(
-                f"{path} has {len(numbers)} numbers of {key} for {num_layers} layers: download it again."
-            )
-        sizes = {number for number in numbers if number or not skips_zeros} or {0}
-        if len(sizes) > 1 and key not in varying:
-            raise UnsupportedModelError(f"{path} has layers with different {key}, which is not supported.")
-        values[key] = max(sizes)
-    return own
-
-
-def check_is_model(metadata: JsonFile) -> None:
-    """Raise ModelError for a GGUF file of another kind (an adapter)."""
-    if metadata.text("general.type", "model") != "model":
-        raise ModelError(f"{metadata.path} is not a model, but {metadata.raw('general.type')!r} for one.")
-
-
-def _experts(
-    own: JsonFile, name: str, num_layers: int, hidden_size: int, tensors: Set[str]
-) -> ExpertsConfig | None:
-    count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
-    if count == 0:
-        return None
-    if name not in ("llama", "qwen3moe", "gpt-oss"):
-        raise UnsupportedModelError(
-            f"{own.path} has a mixture of experts unlike Mixtral's and Qwen3's, which is not supported: "
-            "choose another model."
+    family = FAMILIES[name]
+    own = Entries(files, name, family.varying, skips_zeros=family.is_hybrid)
+    values = _values(own, family)
+    own.refuse_unread(family.idle)
+    if len(vocabulary.tokens) > values["vocab_size"]:
+        raise ModelError(
+            f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {values['vocab_size']}."
         )
-    layers = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors)
-    size = "expert_feed_forward_length"
-    experts = ExpertsConfig(
-        count=count,
-        per_token=own.integer("expert_used_count"),
-        intermediate_size=own.integer(
-            size if size in own else "feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
-        ),
-        layers=layers or tuple(range(num_layers)),
-        router_bias="blk.0.ffn_gate_inp.bias" in tensors,
-        bias="blk.0.ffn_down_exps.bias" in tensors,
-        gating=ClampedGate() if name == "gpt-oss" else "silu",
-    )
-    check_experts(own.path, experts, hidden_size, UnsupportedModelError)
-    return experts
+    known: dict[str, Any] = {
+        "dtype": _stored_dtype(files),
+        "eos_token_ids": vocabulary.end_ids,
+        "bos_token_id": vocabulary.token_id("bos"),
+        "generation": _generation_defaults(metadata),
+    }
+    if written_family(JsonFile(path, values)) is not None:
+        return replace(_written(own, values), **known)
+    try:
+        config = traced_config(
+            Source(path, json.dumps(values), transposed=family.transposed(values)),
+            path.stat().st_mtime_ns,
+            architecture=values["architectures"][0],
+            max_context_tokens=values["max_position_embeddings"],
+            **known,
+        )
+        names = TensorNames(config, name, family)
+    except ModelError as error:
+        raise UnsupportedModelError(str(error)) from None
+    places = [place for file in files for place in file.tensors.values()]
+    quantised = [place for place in places if place.type.dtype is None]
+    return _without_mixed_types(config, {name for place in quantised for name, _, _ in names.of(place)})
 
 
-def _refuse_unsupported(own: JsonFile) -> None:
-    for key, value in own.values.items():
-        is_number = isinstance(value, int | float)
-        if key not in _KNOWN and not (is_number and value in _NEUTRAL.get(key, ())):
-            raise UnsupportedModelError(
-                f"{own.path} sets {key}, which is not supported: choose another model."
-            )
+def tensor_names(files: Sequence[GGUFFile], config: ModelConfig) -> TensorNames:
+    """Return the names of a model's tensors; `config`: of these files."""
+    name = str(files[0].metadata["general.architecture"])
+    return TensorNames(config, name, FAMILIES[name])
 
 
-def _scaling(
-    own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int, *, truncate: bool
-) -> Scaling | None:
-    kind = own.text("rope.scaling.type", "linear")  # as in llama.cpp
-    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
-    factor = 1.0 if own.raw(key) in (None, 0) else own.number(key)
-    attention_factor = own.number("rope.scaling.attn_factor", 1.0)
-    factors = _factors(files, head_dim)
-    is_stretched = kind == "yarn" or (kind == "linear" and factor != 1)
-    if (factors is not None and is_stretched) or (kind != "yarn" and attention_factor != 1):
+def _written(own: Entries, values: Values) -> ModelConfig:
+    config = ModelConfig.from_json(JsonFile(own.path, values), UnsupportedModelError)
+    biases: dict[str, Any] = {flag: name in own.shapes for flag, name in _MATRIX_BIASES.items()}
+    if ROPE_FACTORS not in own.shapes:
+        return replace(config, **biases)
+    if config.rope.scaling is not None:
         raise UnsupportedModelError(f"{own.path} scales RoPE in two ways, which is not supported.")
-    match kind:
-        case "none":
-            return factors
-        case "linear":
-            return factors if factor == 1 else LinearScaling(factor)
-        case "yarn":
-            original = own.integer("rope.scaling.original_context_length", trained_tokens)
-            factor = own.number("rope.scaling.factor", trained_tokens / original)
-            return YarnScaling(
-                factor=factor,
-                original_max_tokens=original,
-                beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
-                beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
-                truncate=truncate,
-                attention_factor=attention_factor * yarn_temperature(factor),
-            )
-    raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
+    factors = own.floats(ROPE_FACTORS)
+    if len(factors) != config.head_dim // 2 or not all(1e-6 < factor < 1e9 for factor in factors):
+        raise ModelError(f"{own.path} has {ROPE_FACTORS} that are not valid factors: download it again.")
+    return replace(config, rope=replace(config.rope, scaling=FactorScaling(tuple(factors))), **biases)
 
 
-def _factors(files: list[GGUFFile], head_dim: int) -> FactorScaling | None:
-    """Return the frequency factors stored in a file; None: no file has them."""
-    for file in files:
-        place = file.tensors.get(ROPE_FACTORS)
-        if place is not None:
-            tensor = GGUFTensor(file, place)
-            if place.shape != (head_dim // 2,) or place.type.dtype is None:
-                raise ModelError(
-                    f"{file.path} has {ROPE_FACTORS} with the shape {list(place.shape)}: download it again."
-                )
-            factors = tensor.dequantised(0, head_dim // 2)
-            if not ((factors > 1e-6) & (factors < 1e9)).all():
-                raise ModelError(
-                    f"{file.path} has {ROPE_FACTORS} that are not valid factors: download it again."
-                )
-            return FactorScaling(tuple(factors.tolist()))
-    return None
+def _values(own: Entries, family: Family) -> Values:
+    """Return the values of the model's config.json. Raise ModelError if some are missing or unsupported."""
+    if "token_embd.weight" not in own.shapes:
+        raise ModelError(f"{own.path} lacks the weights token_embd.weight: download the missing files.")
+    vocab_size = own.shapes["token_embd.weight"][0]
+    if vocab_size > limits.MAX_VOCAB_SIZE:
+        raise ModelError(f"{own.path} has embeddings of {vocab_size} tokens, more than any model.")
+    values: Values = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        "vocab_size": vocab_size,
+        "hidden_size": own.hidden_size,
+        "num_hidden_layers": own.num_layers,
+        "num_attention_heads": own.heads,
+        "num_key_value_heads": own.integer("attention.head_count_kv", own.heads, maximum=limits.MAX_HEADS),
+        "tie_word_embeddings": "output.weight" not in own.shapes,
+        family.eps: own.number(family.eps_entry if family.eps_entry in own else RMS_EPS),
+        # The token ids come from the vocabulary.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    values |= {
+        ours: own.integer(key, maximum=most)
+        for key, (ours, most) in _SIZES.items()
+        if key in own or "expert_count" not in own  # with experts in every layer, files may lack one
+    }
+    if not family.has_own_heads:
+        values |= _heads(own, family)
+    return values | family.values(own)
 
 
-def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
+def _heads(own: Entries, family: Family) -> Values:
+    head_dim, values = own.head_dim, Values()
+    if family.has_head_dim:
+        values["head_dim"] = head_dim
+    elif head_dim * own.heads != own.hidden_size:
+        raise own.unsupported("heads whose sizes do not add up to embedding_length")
+    if own.integer("attention.value_length", head_dim) != head_dim:
+        raise own.unsupported("values of another size than keys")
+    rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
+    rotated = own.integer("rope.dimension_count", head_dim, maximum=limits.MAX_HEAD_DIM)
+    if family.is_partly_rotated:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    can_rotate = family.is_partly_rotated and int(head_dim * (rotated / head_dim)) == rotated
+    if rotated != head_dim and not can_rotate:
+        raise own.unsupported("rope.dimension_count other than the size of a head")
+    return values | {"rope_parameters": rope}
+
+
+def _stored_dtype(files: Sequence[GGUFFile]) -> torch.dtype:
     """Return the dtype of most weights, by bytes; quantised weights count as bfloat16."""
     nbytes: Counter[torch.dtype] = Counter()
     for file in files:
@@ -299,20 +170,34 @@ def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.bfloat16)
 
 
-def generation_defaults(metadata: JsonFile) -> GenerationDefaults:
+def _generation_defaults(metadata: JsonFile) -> GenerationDefaults:
     """Return the sampling parameters that the file recommends."""
-
-    def number(key: str) -> float | None:
-        key = f"general.sampling.{key}"
-        return None if key not in metadata else metadata.number(key, allow_zero=True)
-
     top_k = "general.sampling.top_k"
-    values = {
-        "temperature": number("temp"),
-        "top_p": number("top_p"),
-        "min_p": number("min_p"),
-        "repetition_penalty": number("penalty_repeat"),
-    }
     return GenerationDefaults.within_bounds(
-        values, top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0)
+        {
+            ours: metadata.number(key, allow_zero=True)
+            for ours, name in _SAMPLING.items()
+            if (key := f"general.sampling.{name}") in metadata
+        },
+        top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0),
     )
+
+
+def _without_mixed_types(config: TracedConfig, quantised: Set[str]) -> TracedConfig:
+    """Return the configuration with quantised matrices apart from others, which would be fused with them."""
+
+    def split(fused: FusedSizes) -> Iterator[FusedSizes]:
+        for are_quantised in (True, False):
+            chosen = [
+                index for index, name in enumerate(fused.weights) if (name in quantised) == are_quantised
+            ]
+            if chosen:
+                yield replace(
+                    fused,
+                    weights=tuple(fused.weights[index] for index in chosen),
+                    biases=tuple(fused.biases[index] for index in chosen if fused.biases),
+                    rows=tuple(fused.rows[index] for index in chosen),
+                )
+
+    matrices = tuple(each for fused in config.of_model.matrices for each in split(fused))
+    return replace(config, of_model=replace(config.of_model, matrices=matrices))

@@ -17,7 +17,8 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.config import FAMILIES
-from neo_desktop.models.gguf.tensors import EXPERTS, ROPE_FACTORS, stored_name
+from neo_desktop.models.gguf.names import EXPERTS, name_table
+from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
@@ -55,9 +56,6 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
     """Write the model; at most one matrix is in memory twice.
 
     Args:
-        gguf: the module of that name.
-        decoder: a model that passes `check_expressible`.
-        path: of the new file.
         type_name: quantisation type of matrices, for example "Q4_1"; None: the model's dtype.
 
     Raises:
@@ -132,10 +130,11 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             for kind, attribute in EXPERTS.items():
                 matrix = getattr(layer.mlp, attribute).dense()
                 yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
+    names = name_table(_ARCHITECTURES[config.architecture], config.num_layers)
     for weight in named_weights(decoder):
         if ".experts." in weight.name:
             continue
-        name, tensor = stored_name(weight.name), weight.dense()
+        name, tensor = names.get_name(weight.name, try_suffixes=(".weight", ".bias")), weight.dense()
         if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):  # see `GGUFTensor`
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)

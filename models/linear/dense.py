@@ -14,12 +14,7 @@ from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A `protocol.WeightFormat`.
-
-    Args:
-        uses_tiles: use tiles on a CPU if the width permits.
-        room: allocates the memory of packed matrices.
-    """
+    """A `protocol.WeightFormat`."""
 
     uses_tiles: bool = True
     room: Room = huge_pages

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import TYPES, StoredType
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
@@ -26,7 +26,6 @@ PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at 
 WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
 """Types that take more bits in memory than in files -> bits in memory."""
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
-_TYPES: dict[str, StoredType] = {stored.name: stored for stored in TYPES.values() if stored.name in CODINGS}
 
 
 def has_kernel(type_name: str) -> bool:
@@ -44,14 +43,7 @@ def packed_bytes(type_name: str, rows: int, columns: int) -> int:
 
 
 class Grouped:
-    """A matrix in this layout.
-
-    Args:
-        type_name: one of `CODINGS`.
-        rows: of the matrix.
-        columns: a multiple of the block size.
-        device: of its tensors.
-    """
+    """A matrix in this layout."""
 
     def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
         self.type_name, self.rows, self.columns = type_name, rows, columns
@@ -100,7 +92,7 @@ class Grouped:
         Raises ValueError for scales that are not finite.
         """
         count, device = len(raw), self.words.device
-        blocks = raw.to(device).reshape(-1, _TYPES[self.type_name].nbytes)
+        blocks = raw.to(device).reshape(-1, BY_NAME[self.type_name].nbytes)
         codes, *others = decode(self.type_name, blocks)
         bits = self.coding.bits
         if bits < 8:
@@ -138,7 +130,6 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """Write rows to `out` `[n, columns]`, of any floating-point dtype: rounded once, from float32.
 
     Args:
-        weight: the matrix.
         rows: row numbers, `[n]` int64; or the first of n consecutive rows, a multiple of 64.
         out: contiguous.
     """
@@ -163,8 +154,6 @@ def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, 
 
     Args:
         x: [n, columns]; a row is contiguous.
-        weights: matrices with the same columns.
-        bias: [rows]
         out: [n, rows], in x's dtype; a row is contiguous.
     """
     multiply_many(x, weights, bias, out, dequantise)

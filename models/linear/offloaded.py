@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
-from neo_desktop.models.linear.quantised import Part, PartShape, Quantised, dequantised
+from neo_desktop.models.linear.quantised import Part, PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
@@ -71,13 +72,8 @@ class OffloadedLinear:
 
     Args:
         resident: the first rows, on the device; it shares their part of the bias. None: no rows.
-        resident_rows: their number.
         host: the other rows, in host memory; it gets their part of the bias.
         parts: of the whole matrix, if rows are quantised in host memory.
-        bias: [rows] on the device
-        dtype: of the model.
-        device: of x and the results.
-        kernels: unpack quantised rows.
     """
 
     form = "split"
@@ -138,7 +134,7 @@ class OffloadedLinear:
         elif count and self.resident is not None:
             ends = accumulate(part.rows for part in self._parts)
             part = next(part for part, end in zip(self._parts, ends, strict=True) if row < end)
-            self.resident.load(row, dequantised(part.type_name, raw[:count]))
+            self.resident.load(row, BY_NAME[part.type_name].dequantised(raw[:count]))
         if count < len(raw):
             self.host.load_stored(max(row - self.resident_rows, 0), raw[count:])
 
@@ -149,12 +145,7 @@ class OffloadedLinear:
             self.unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
-        """Load a range of the bias from a checkpoint.
-
-        Args:
-            row: the first element.
-            bias: [rows], of any floating-point dtype and on any device.
-        """
+        """Load a range of the bias from a checkpoint."""
         assert self.bias is not None
         self.bias[row : row + len(bias)].copy_(bias)
         if self.host.bias is not None and row + len(bias) > self.resident_rows:
@@ -178,11 +169,7 @@ class OffloadedLinear:
         return rows
 
     def pieces(self, streamed_rows: int) -> list[Piece]:
-        """Return the pieces to stream, in order.
-
-        Args:
-            streamed_rows: of the host's rows, see `streamed`.
-        """
+        """Return the pieces to stream, in order."""
         row_bytes = self.columns * self._dtype.itemsize
         step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
         return self.pieces_of(slice(0, streamed_rows), step)
@@ -220,7 +207,6 @@ class OffloadedLinear:
         """Compute the columns of the resident rows.
 
         Args:
-            x: [n, columns] on the device
             out: [n, rows] on the device; only these columns are written.
         """
         if self.resident is not None:
@@ -230,10 +216,8 @@ class OffloadedLinear:
         """Compute the columns of a piece.
 
         Args:
-            piece: one of `pieces`.
             staged: its bytes on the device, `[bytes]` uint8.
             room: `[at least piece.elements]` on the device, in the model's dtype: scratch.
-            x: [n, columns] on the device
             out: [n, rows] on the device; only these columns are written.
         """
         weight = room[: piece.elements].view(-1, self.columns)
@@ -244,13 +228,7 @@ class OffloadedLinear:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
 
     def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
-        """Unpack tiles of a part on the device.
-
-        Args:
-            part: index of the part of host memory.
-            staged: [bytes] uint8
-            weight: [rows, columns], the output.
-        """
+        """Unpack tiles of a part on the device."""
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
             self._kernels.unpack_quantised(packed.type.name, staged, weight)
@@ -261,7 +239,6 @@ class OffloadedLinear:
         """Compute the CPU's columns.
 
         Args:
-            x: [n, columns] in host memory, rows are contiguous.
             out: [n, host_rows - streamed_rows] in host memory.
             streamed_rows: see `streamed`.
         """
@@ -297,8 +274,6 @@ class OffloadedFormat:
         host_form: format of rows in host memory, with their allocator.
         resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of
             64 or all. Matrices without an entry stay on the device, as do embeddings and head.
-        kernels: unpack quantised rows on the device.
-        name: of the selected matrix.
     """
 
     device_form: WeightFormat

@@ -24,8 +24,6 @@ class PackedRows:
 
     Args:
         kind: index into `native.STORED_TYPES` followed by `native.DENSE_TYPES`.
-        rows: number of rows; the last tile may have padding rows.
-        columns: of the matrix.
         packed: [bytes] uint8, consecutive tiles.
     """
 
@@ -46,12 +44,7 @@ class PackedRows:
 
 
 class PackedMatrix:
-    """The base class of packed matrices; see `protocol.Linear`.
-
-    Args:
-        parts: consecutive rows.
-        bias: [out]
-    """
+    """The base class of packed matrices; see `protocol.Linear`."""
 
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None) -> None:
         self.bias = bias

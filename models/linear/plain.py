@@ -5,12 +5,7 @@ from torch import Tensor
 
 
 class Plain:
-    """A `protocol.Linear` with a dense weight.
-
-    Args:
-        weight: [out, in], loaded now or later.
-        bias: [out]
-    """
+    """A `protocol.Linear` with a dense weight."""
 
     form = "plain"
 

@@ -23,7 +23,6 @@ class Linear(Protocol):
         """Load some rows from a checkpoint; all rows must be loaded before the first matmul.
 
         Args:
-            row: the first row.
             weight: [rows, in], of any floating-point dtype and on any device.
         """
 

@@ -11,22 +11,16 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.gguf.types import TYPES, StoredType
+from neo_desktop.models.gguf.types import BY_NAME, StoredType
 from neo_desktop.models.linear.packed import PackedMatrix, PackedRows, Room, huge_pages
 
 KERNEL_TYPES = native.STORED_TYPES
 WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # type -> bits in memory
-_TYPES = {stored.name: stored for stored in TYPES.values() if stored.name in KERNEL_TYPES}
 
 
 def has_kernel(type_name: str) -> bool:
     """Return True if matrices of this type can be multiplied without conversion to floats."""
-    return type_name in _TYPES
-
-
-def dequantised(type_name: str, raw: Tensor) -> Tensor:
-    """Dequantise rows `[rows, bytes of a row]` to float32 `[rows, columns]`."""
-    return _TYPES[type_name].dequantised(raw)
+    return type_name in KERNEL_TYPES
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
@@ -43,18 +37,12 @@ class PartShape:
 
 
 class Part(PackedRows):
-    """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout.
-
-    Args:
-        shape: type and number of rows.
-        columns: of the matrix.
-        room: allocates the memory.
-    """
+    """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout."""
 
     def __init__(self, shape: PartShape, columns: int, room: Room = huge_pages) -> None:
         packed = room(packed_bytes(shape.type_name, shape.rows, columns))
         super().__init__(KERNEL_TYPES.index(shape.type_name), shape.rows, columns, packed)
-        self.type: StoredType = _TYPES[shape.type_name]
+        self.type: StoredType = BY_NAME[shape.type_name]
 
     def load(self, row: int, raw: Tensor) -> None:
         """Load rows in the file's format, `[rows, bytes of a row]`; each row once.
@@ -72,15 +60,7 @@ class Part(PackedRows):
 
 
 class Quantised(PackedMatrix):
-    """A quantised `protocol.Linear`.
-
-    Args:
-        parts: consecutive rows.
-        columns: a multiple of the block size of every part.
-        bias: [out]
-        dtype: of the model.
-        room: allocates the memory.
-    """
+    """A quantised `protocol.Linear`."""
 
     def __init__(
         self,

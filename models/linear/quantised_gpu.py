@@ -39,12 +39,6 @@ class QuantisedOnGPU:
     """A quantised `protocol.Linear` on a GPU.
 
     Args:
-        parts: consecutive rows.
-        columns: a multiple of 32.
-        bias: [out]
-        dtype: of the model.
-        device: of the weights.
-        kernels: matmul operators.
         is_stacked: the matrix holds several experts, which are never multiplied all at once.
     """
 

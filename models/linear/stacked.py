@@ -25,7 +25,6 @@ class Stacked:
 
         Args:
             expert: its number, or a tensor with the number on the device, [1].
-            dtype: of the model.
         """
         if isinstance(expert, int):
             first = expert * self.rows

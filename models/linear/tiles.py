@@ -41,15 +41,7 @@ def unpack_tiles(packed: Tensor, out: Tensor) -> None:
 
 
 class Tiles(PackedMatrix):
-    """A dense `protocol.Embedding` in tiles.
-
-    Args:
-        rows: of the weight.
-        columns: an even number.
-        bias: [out]
-        dtype: of the model.
-        room: allocates the memory.
-    """
+    """A dense `protocol.Embedding` in tiles."""
 
     form = "tiles"
 

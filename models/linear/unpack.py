@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neo_desktop.models.linear.codes import FP4
 from neo_desktop.models.linear.packed import TILE_ROWS
 
 BLOCK = 32  # columns
 AT_ONCE = 2**22  # numbers; intermediate results take about 20 bytes for each
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,6 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
     """Dequantise the first rows of some tiles to `out`: rounded once, from float32.
 
     Args:
-        type_name: one of `LAYOUTS`.
         packed: [bytes] uint8, of whole tiles.
         out: [rows, columns], contiguous, of any floating-point dtype.
     """
@@ -138,7 +137,7 @@ def _codes(layout: Layout, blocks: Tensor) -> Tensor:
         above = above[:, :, :, None] >> shifts.to(torch.uint8)[:, :, None, None]
         codes |= (above & (2**layout.high_groups - 1)) << 4
     if layout.is_fp4:
-        numbers = torch.tensor(_FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
+        numbers = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
     else:
         numbers = codes.float() - layout.offset
     return numbers.movedim(5, 3).flatten(4)

@@ -6,128 +6,23 @@ rows of gates and ups.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.experts_config import ExpertNames
-from neo_desktop.models.gguf.types import TYPES, Blocks
+from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.safetensors.tensor import SafeTensor
-from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.stored_tensor import Blocks, Rows, StoredTensor
 
-_MXFP4 = next(stored for stored in TYPES.values() if stored.name == "MXFP4")
 _BLOCK = 32  # numbers that share a scale
 _NAME = re.compile(r"(?P<prefix>.+)\.experts\.(?P<kind>gate_up|down)_proj(?P<end>|_bias|_blocks|_scales)")
 # kind -> the matrices interleaved in its rows
 _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
-@dataclass(frozen=True, slots=True)
-class _OfExpert:
-    """One expert's part of a tensor.
-
-    Args:
-        source: the tensor with every expert.
-        expert: index of the expert.
-        first: the expert's first row.
-        step: distance between its rows.
-    """
-
-    source: SafeTensor
-    expert: int
-    first: int
-    step: int
-
-    @property
-    def file(self) -> Path:
-        return self.source.file
-
-
-class ExpertTensor(_OfExpert):
-    """A `weights.StoredTensor`: an expert's matrix or bias in floats."""
-
-    __slots__ = ()
-
-    @property
-    def type_name(self) -> str:
-        return self.source.type_name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, *columns, rows = self.source.shape
-        return rows // self.step, *columns
-
-    @property
-    def is_quantised(self) -> bool:
-        return False
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes // self.source.shape[0] // self.step
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return None
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, _of_expert(self.source, self.expert).t()[self.first :: self.step].contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertInBlocks(_OfExpert):
-    """A `weights.StoredTensor`: an expert's matrix in MXFP4."""
-
-    scales: SafeTensor
-
-    @property
-    def type_name(self) -> str:
-        return _MXFP4.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, rows, blocks, _ = self.source.shape
-        return rows // self.step, blocks * _BLOCK
-
-    @property
-    def is_quantised(self) -> bool:
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        return (self.source.nbytes + self.scales.nbytes) // self.source.shape[0] // self.step
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return Blocks(_MXFP4.name, lambda _: iter([(0, self._raw())]))
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, _MXFP4.dequantised(self._raw())
-
-    def _raw(self) -> Tensor:
-        """Return the rows in GGUF's format: the numbers in the halves of a byte are 16 columns apart."""
-        pairs, scales = (
-            _of_expert(tensor, self.expert)[self.first :: self.step] for tensor in (self.source, self.scales)
-        )
-        numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
-        data = numbers[:, :, :16] | (numbers[:, :, 16:] << 4)
-        return torch.cat((scales[:, :, None], data), 2).flatten(1)
-
-
-def _of_expert(source: SafeTensor, expert: int) -> Tensor:
-    expert_slice: Tensor = source.opened.get_slice(source.name)[expert : expert + 1]
-    return expert_slice[0]
-
-
-def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str, StoredTensor]:
+def take_experts(tensors: dict[str, StoredTensor], names: ExpertNames) -> dict[str, StoredTensor]:
     """Return the matrices and biases of single experts; remove the stacked tensors from `tensors`.
-
-    Args:
-        tensors: of a checkpoint.
-        names: of single experts' modules.
 
     Raises ModelError for tensors that do not fit together.
     """
@@ -149,10 +44,11 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
         end = "bias" if match["end"] == "_bias" else "weight"
         for first, kind in enumerate(matrices):
             for expert, module in enumerate(names.of_each(kind, range(source.shape[0]))):
-                place = expert, first, len(matrices)
-                experts[f"{layer}.{module}.{end}"] = (
-                    ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, *place, scales)
-                )
+                own, rows = f"{layer}.{module}.{end}", slice(first, None, len(matrices))
+                if scales is None:
+                    experts[own] = _in_floats(own, source, expert, rows)
+                else:
+                    experts[own] = _in_blocks(own, source, scales, expert, rows)
     for name, left in tensors.items():
         match = _NAME.fullmatch(name)
         if match is not None and match["end"] == "_scales":
@@ -161,7 +57,45 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
     return experts
 
 
-def _scales(tensors: dict[str, SafeTensor], source: SafeTensor) -> SafeTensor:
+def _in_floats(name: str, source: StoredTensor, expert: int, rows: slice) -> StoredTensor:
+    count, *columns, all_rows = source.shape
+    shape, nbytes = (all_rows // rows.step, *columns), source.nbytes // count // rows.step
+
+    def pieces() -> Rows:
+        yield 0, source.read()[expert].t()[rows].contiguous()
+
+    return StoredTensor(name, source.file, shape, source.type_name, nbytes, pieces)
+
+
+def _in_blocks(
+    name: str, source: StoredTensor, scales: StoredTensor, expert: int, rows: slice
+) -> StoredTensor:
+    count, all_rows, blocks, _ = source.shape
+    nbytes = (source.nbytes + scales.nbytes) // count // rows.step
+
+    def raw(_: int = 0) -> Rows:
+        yield 0, _as_in_gguf(*(tensor.read()[expert, rows] for tensor in (source, scales)))
+
+    return StoredTensor(
+        name,
+        source.file,
+        (all_rows // rows.step, blocks * _BLOCK),
+        "MXFP4",
+        nbytes,
+        lambda: ((first, BY_NAME["MXFP4"].dequantised(piece)) for first, piece in raw()),
+        Blocks("MXFP4", raw),
+        is_quantised=True,
+    )
+
+
+def _as_in_gguf(pairs: Tensor, scales: Tensor) -> Tensor:
+    """Return rows in GGUF's format: the numbers in the halves of a byte are 16 columns apart."""
+    numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
+    data = numbers[:, :, :16] | (numbers[:, :, 16:] << 4)
+    return torch.cat((scales[:, :, None], data), 2).flatten(1)
+
+
+def _scales(tensors: dict[str, StoredTensor], source: StoredTensor) -> StoredTensor:
     name = source.name.removesuffix("_blocks") + "_scales"
     scales = tensors.pop(name, None)
     if scales is None:

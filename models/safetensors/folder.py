@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json, tokenizer.json, and weights in safetensors files."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from neo_desktop.models.safetensors.experts import take_experts
 from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
-from neo_desktop.models.safetensors.tensor import SafeTensor
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import read_config
 from neo_desktop.models.weights import Weights
 
+_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of a number; others have one
 MAX_HEADER_BYTES = 8 << 20  # headers of 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Unused: scales of 8-bit activations and KV, which are not quantised here, and a shape that is known anyway.
@@ -60,7 +61,7 @@ class SafetensorsFolder:
 
     def weights(self) -> Weights:
         """Read headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names."""
-        tensors: dict[str, SafeTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(self.path):
             opened = _open(file)
             for name in opened.keys():  # noqa: SIM118 - not a dict
@@ -68,19 +69,24 @@ class SafetensorsFolder:
                     raise ModelError(
                         f"{name} is in {tensors[name].file} and in {file}: download the model again."
                     )
-                header = opened.get_slice(name)
-                tensors[name] = SafeTensor(file, name, tuple(header.get_shape()), header.get_dtype(), opened)
+                tensors[name] = _stored(file, name, opened)
         description = JsonFile.read(self.path / "config.json")
         family = written_family(description)
         has_experts_in_one = family is not None and family.has_experts_in_one
         scheme = read_scheme(description, has_experts_in_one=has_experts_in_one)
-        matrices: dict[str, StoredTensor] = {}
         if family is not None and family.has_experts_in_one:
-            matrices = take_experts(tensors, expert_names(family.architecture))
+            tensors |= take_experts(tensors, expert_names(family.architecture))
         if isinstance(scheme, Packed | Scaled):
-            matrices |= _take_matrices(tensors, scheme)
+            tensors |= _take_matrices(tensors, scheme)
         is_tied = description.raw("tie_word_embeddings") is True
-        return Weights(self.path, "config.json", tensors | matrices, says_tied=is_tied)
+        return Weights(self.path, "config.json", tensors, says_tied=is_tied)
+
+
+def _stored(file: Path, name: str, opened: Any) -> StoredTensor:
+    header = opened.get_slice(name)
+    shape, type_name = tuple(header.get_shape()), header.get_dtype()
+    nbytes = math.prod(shape) * _SIZES.get(type_name, 1)
+    return StoredTensor(name, file, shape, type_name, nbytes, lambda: iter([(0, opened.get_tensor(name))]))
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -99,7 +105,7 @@ def _refuse_adapter(path: Path) -> None:
     raise ModelError(f"{path} is an adapter of PEFT{of}, not a complete model: {advice}.")
 
 
-def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> dict[str, StoredTensor]:
+def _take_matrices(tensors: dict[str, StoredTensor], scheme: Packed | Scaled) -> dict[str, StoredTensor]:
     """Return the quantised matrices by weight name; remove their tensors from `tensors`."""
     matrices: dict[str, StoredTensor] = {}
     for name, tensor in list(tensors.items()):
@@ -107,7 +113,7 @@ def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> d
         if kind in _NOT_NEEDED:
             del tensors[name]
         elif isinstance(scheme, Packed):
-            if kind == NAMES[scheme.layout].numbers:
+            if kind == NAMES[scheme.layout][0]:
                 matrices[f"{module}.weight"] = packed_tensor(tensors, module, scheme)
         elif kind == "weight" and tensor.type_name in TYPES:
             matrices[name] = scaled_tensor(tensors, module, scheme)

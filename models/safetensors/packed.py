@@ -12,77 +12,87 @@ A word's lowest bits are its first number, except in AWQ, which permutes the num
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.safetensors.scheme import Layout, Packed
-from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
+from neo_desktop.models.stored_tensor import FLOATS, Blocks, Rows, StoredTensor
 
 # Positions in an AWQ word of its first number, its second …
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _BLOCK = 32  # columns of GGUF's blocks
+# Tensors of a module: numbers, scales, zeros, group of each column.
+_OF_GPTQ = ("qweight", "scales", "qzeros", "g_idx")
+_OF_COMPRESSED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+NAMES = {Layout.AWQ: _OF_GPTQ, Layout.GPTQ: _OF_GPTQ, Layout.COMPRESSED: _OF_COMPRESSED}
+# bits and symmetry -> the GGUF type that holds the numbers
+_BLOCK_TYPES = {(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"}
 
 
-class Names(NamedTuple):
-    """Names of a module's tensors."""
+def packed_tensor(tensors: dict[str, StoredTensor], module: str, scheme: Packed) -> StoredTensor:
+    """Return the matrix of a module; remove its tensors from `tensors`.
 
-    numbers: str
-    scales: str
-    zeros: str
-    groups: str
-
-
-NAMES = {
-    Layout.AWQ: Names("qweight", "scales", "qzeros", "g_idx"),
-    Layout.GPTQ: Names("qweight", "scales", "qzeros", "g_idx"),
-    Layout.COMPRESSED: Names("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
-}
+    Raises ModelError for tensors that are missing or do not fit together.
+    """
+    names = NAMES[scheme.layout]
+    numbers, scales, zeros, groups = (tensors.pop(f"{module}.{kind}", None) for kind in names)
+    assert numbers is not None  # the caller found the module by it
+    needed = (True, True, not scheme.is_symmetric, scheme.is_reordered)
+    for kind, tensor, is_needed in zip(names, (numbers, scales, zeros, groups), needed, strict=True):
+        if tensor is None and is_needed:
+            raise ModelError(f"{numbers.file.parent} lacks {module}.{kind}: complete the download.")
+    assert scales is not None
+    per_word = 32 // scheme.bits
+    down, across = numbers.sides()
+    rows, columns = {
+        Layout.AWQ: (across * per_word, down),
+        Layout.GPTQ: (across, down * per_word),
+        Layout.COMPRESSED: (down, across * per_word),
+    }[scheme.layout]
+    count = -(-columns // (scheme.group_size or columns))
+    words = -(-rows // per_word)
+    is_upright = scheme.layout is Layout.COMPRESSED
+    numbers.check([numbers.shape], ("I32",))
+    scales.check([(rows, count) if is_upright else (count, rows)], FLOATS)
+    if zeros is not None:
+        zeros.check([(words, count) if is_upright else (count, words)], ("I32",))
+    if groups is not None:
+        groups.check([(columns,)], ("I32", "I64"))
+    matrix = _Matrix(scheme, numbers, scales, zeros, groups, (rows, columns))
+    return StoredTensor(
+        f"{module}.weight",
+        numbers.file,
+        (rows, columns),
+        scheme.type_name,
+        sum(tensor.nbytes for tensor in (numbers, scales, zeros, groups) if tensor is not None),
+        matrix.in_floats,
+        matrix.blocks(),
+        is_quantised=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A packed `weights.StoredTensor`.
+class _Matrix:
+    """A packed matrix.
 
     Args:
-        scheme: packing and quantisation.
-        numbers, scales, zeros: see the module; zeros may be missing if they are all the same.
+        zeros: may be missing if they are all the same.
         groups: `[in]`, the group per column; None: groups are consecutive columns.
-        shape: `[out, in]`
     """
 
     scheme: Packed
-    numbers: SafeTensor
-    scales: SafeTensor
-    zeros: SafeTensor | None
-    groups: SafeTensor | None
-    shape: tuple[int, ...]
+    numbers: StoredTensor
+    scales: StoredTensor
+    zeros: StoredTensor | None
+    groups: StoredTensor | None
+    shape: tuple[int, int]
 
-    @property
-    def file(self) -> Path:
-        return self.numbers.file
-
-    @property
-    def type_name(self) -> str:
-        return self.scheme.type_name
-
-    @property
-    def is_quantised(self) -> bool:
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        parts = (self.numbers, self.scales, self.zeros, self.groups)
-        return sum(part.nbytes for part in parts if part is not None)
-
-    @property
     def blocks(self) -> Blocks | None:
-        """None if a group does not consist of whole blocks of consecutive columns, or scales need over 16
-        bits.
+        """Return GGUF's blocks; None if a group does not consist of whole blocks of consecutive columns, or
+        scales need over 16 bits.
 
         Numbers and scales stay exact. Zeros become minima, -zero * scale, rounded to float16: the numbers of
         a group share an error of at most zero / 2048 of the scale.
@@ -90,13 +100,12 @@ class PackedTensor:
         scheme, columns = self.scheme, self.shape[1]
         if scheme.is_reordered or columns % _BLOCK or (scheme.group_size or _BLOCK) % _BLOCK:
             return None
-        types = {(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"}
-        name = types.get((scheme.bits, scheme.is_symmetric))
+        name = _BLOCK_TYPES.get((scheme.bits, scheme.is_symmetric))
         if name is None or self.scales.type_name == "F32":
             return None
         return Blocks(name, partial(self._in_blocks, name))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+    def in_floats(self) -> Rows:
         groups = self._groups_of_columns()
         for first, numbers, zeros, scales in self._parts(8):
             both = [part if groups is None else part.index_select(1, groups) for part in (zeros, scales)]
@@ -105,7 +114,7 @@ class PackedTensor:
             values *= both[1][:, :, None]
             yield first, values.flatten(1)
 
-    def _in_blocks(self, type_name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
+    def _in_blocks(self, type_name: str, rows: int) -> Rows:
         self._groups_of_columns()  # check only
         columns = self.shape[1]
         group_of_block = torch.arange(0, columns, _BLOCK) // (self.scheme.group_size or columns)
@@ -159,7 +168,7 @@ class PackedTensor:
         if not ((stored == half) | (stored == half - 1)).all():
             assert self.zeros is not None
             raise ModelError(
-                f"{self.zeros.name} in {self.file} has other zero points than the symmetric ones that "
+                f"{self.zeros.name} in {self.zeros.file} has other zero points than the symmetric ones that "
                 "config.json describes: use the config.json that belongs to these weights."
             )
         return half
@@ -174,14 +183,14 @@ class PackedTensor:
         groups = self.groups.read().long()
         if not self.scheme.is_reordered and not torch.equal(groups, neighbours):
             raise ModelError(
-                f"{self.groups.name} in {self.file} orders columns differently than config.json describes: "
-                "use the config.json that belongs to these weights."
+                f"{self.groups.name} in {self.groups.file} orders columns differently than config.json "
+                "describes: use the config.json that belongs to these weights."
             )
         count = -(-columns // size)
         if groups.min() < 0 or groups.max() >= count:
             raise ModelError(
-                f"{self.groups.name} in {self.file} names a group that is not one of the {count}: download "
-                "the model again."
+                f"{self.groups.name} in {self.groups.file} names a group that is not one of the {count}: "
+                "download the model again."
             )
         return groups if self.scheme.is_reordered or columns % size else None
 
@@ -202,37 +211,3 @@ def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
         torch.bitwise_right_shift(upright, scheme.bits * place, out=shifted)
         numbers[:, index] = shifted.bitwise_and_(2**scheme.bits - 1)
     return numbers.flatten(0, 1)
-
-
-def packed_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Packed) -> PackedTensor:
-    """Return the matrix of a module; remove its tensors from `tensors`.
-
-    Raises ModelError for tensors that are missing or do not fit together.
-    """
-    names = NAMES[scheme.layout]
-    own = {kind: tensors.pop(f"{module}.{kind}", None) for kind in names}
-    numbers, scales, zeros, groups = (own[kind] for kind in names)
-    assert numbers is not None  # the caller found the module by it
-    for kind in (names.scales, *([] if scheme.is_symmetric else [names.zeros])):
-        if own[kind] is None:
-            raise ModelError(f"{numbers.file.parent} lacks {module}.{kind}: complete the download.")
-    if scheme.is_reordered and groups is None:
-        raise ModelError(f"{numbers.file.parent} lacks {module}.{names.groups}: complete the download.")
-    assert scales is not None
-    per_word = 32 // scheme.bits
-    down, across = numbers.sides()
-    rows, columns = {
-        Layout.AWQ: (across * per_word, down),
-        Layout.GPTQ: (across, down * per_word),
-        Layout.COMPRESSED: (down, across * per_word),
-    }[scheme.layout]
-    count = -(-columns // (scheme.group_size or columns))
-    words = -(-rows // per_word)
-    is_upright = scheme.layout is Layout.COMPRESSED
-    numbers.check([numbers.shape], ("I32",))
-    scales.check([(rows, count) if is_upright else (count, rows)], FLOATS)
-    if zeros is not None:
-        zeros.check([(words, count) if is_upright else (count, words)], ("I32",))
-    if groups is not None:
-        groups.check([(columns,)], ("I32", "I64"))
-    return PackedTensor(scheme, numbers, scales, zeros, groups, (rows, columns))

@@ -1,78 +1,20 @@
 """Matrices of 8-bit numbers with a scale per row, per block or per matrix."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.safetensors.scheme import Scaled
-from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
+from neo_desktop.models.stored_tensor import FLOATS, Rows, StoredTensor
 
 TYPES = {"F8_E4M3": "FP8", "I8": "INT8"}
 # `inv` means that it was the inverse at quantisation; reading multiplies by either.
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledTensor:
-    """A scaled `weights.StoredTensor`.
-
-    Args:
-        numbers: `[out, in]`
-        scales: one number, `[out]`, or one per block `[rows of blocks, columns of blocks]`.
-        block: rows and columns of a block.
-    """
-
-    numbers: SafeTensor
-    scales: SafeTensor
-    block: tuple[int, int]
-
-    @property
-    def file(self) -> Path:
-        return self.numbers.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.numbers.shape
-
-    @property
-    def type_name(self) -> str:
-        return TYPES[self.numbers.type_name]
-
-    @property
-    def is_quantised(self) -> bool:
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return None
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        (rows, columns), (block_rows, block_columns) = self.shape, self.block
-        stored = self.numbers.read()
-        # A lookup is faster than torch's conversion of float8.
-        table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).float()
-        numbers = stored.view(torch.uint8)
-        scales = self.scales.read().float().view(-(-rows // block_rows), -1)
-        block_of_column = torch.arange(columns) // block_columns
-        step = max(PIECE_ELEMENTS // columns, 1)
-        for first in range(0, rows, step):
-            data = numbers[first : first + step]
-            piece = table.index_select(0, data.flatten().int()).view(data.shape)
-            row_scales = scales[torch.arange(first, first + len(piece)) // block_rows]
-            is_one = scales.shape[1] == 1
-            yield first, piece.mul_(row_scales if is_one else row_scales.index_select(1, block_of_column))
-
-
-def scaled_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Scaled) -> ScaledTensor:
+def scaled_tensor(tensors: dict[str, StoredTensor], module: str, scheme: Scaled) -> StoredTensor:
     """Return the matrix of a module; remove its tensors from `tensors`.
 
     Raises ModelError for tensors that are missing or do not fit together.
@@ -93,4 +35,29 @@ def scaled_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Scaled) -
         one, per_row = [(), (1,), (1, 1)], [(rows,), (rows, 1)]
         scale.check([*one, *per_row], FLOATS)
         block = (rows if scale.shape in one else 1, columns)
-    return ScaledTensor(numbers, scale, block)
+    return StoredTensor(
+        f"{module}.weight",
+        numbers.file,
+        numbers.shape,
+        TYPES[numbers.type_name],
+        numbers.nbytes + scale.nbytes,
+        partial(_pieces, numbers, scale, block),
+        is_quantised=True,
+    )
+
+
+def _pieces(numbers: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> Rows:
+    (rows, columns), (block_rows, block_columns) = numbers.shape, block
+    stored = numbers.read()
+    # A lookup is faster than torch's conversion of float8.
+    table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).float()
+    codes = stored.view(torch.uint8)
+    scales = scale.read().float().view(-(-rows // block_rows), -1)
+    block_of_column = torch.arange(columns) // block_columns
+    step = max(PIECE_ELEMENTS // columns, 1)
+    for first in range(0, rows, step):
+        data = codes[first : first + step]
+        piece = table.index_select(0, data.flatten().int()).view(data.shape)
+        row_scales = scales[torch.arange(first, first + len(piece)) // block_rows]
+        is_one = scales.shape[1] == 1
+        yield first, piece.mul_(row_scales if is_one else row_scales.index_select(1, block_of_column))

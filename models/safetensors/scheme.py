@@ -55,7 +55,6 @@ def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
     """Read `quantization_config` of config.json; None: the weights are not quantised.
 
     Args:
-        file: config.json
         has_experts_in_one: see `Family`; only these tensors are stored in MXFP4.
 
     Raises ModelError for unsupported schemes and for invalid values.

@@ -27,14 +27,7 @@ RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stage
 
 
 class Builder:
-    """Builds functions from the pieces of a graph.
-
-    Args:
-        graph: of the model.
-        found: its pieces.
-        decoder: has the weights.
-        operators: replace known patterns of operators in the graph.
-    """
+    """Builds functions from the pieces of a graph."""
 
     def __init__(
         self,
@@ -138,7 +131,6 @@ class Builder:
         """Return a stage's code: from tokens and positions, or from carried values, rotations and attention.
 
         Args:
-            index: of the piece.
             is_plain: without the decoder's operators.
         """
         piece = self._cut.pieces[index]

@@ -79,7 +79,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
 
     Args:
         q: [1, heads, rows, head_dim]; k and v: [1, kv_heads, rows, head_dim].
-        layer: index.
 
     Returns:
         [1, rows, heads, head_dim]

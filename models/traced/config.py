@@ -160,9 +160,7 @@ def traced_config(
     """Return a model's configuration, completed from its code.
 
     Args:
-        source: of the model; `modified_ns` is its time of change.
         architecture: name in `transformers`.
-        dtype: in which it is stored; see `ModelConfig` for the others.
 
     Raises:
         ModelError: transformers is not installed or does not know the model, or it cannot be cut into stages.

@@ -3,17 +3,15 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.stored_tensor import Rows, StoredTensor
 from neo_desktop.models.traced.sizes import Mixed
 
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -22,11 +20,7 @@ _OF_EXPERTS = (["MergeModulelist", "Concatenate"], ["MergeModulelist"])
 
 
 class Conversions:
-    """Renames and converts tensors as `from_pretrained` of transformers does.
-
-    Args:
-        model: of transformers; only shapes are used.
-    """
+    """Renames and converts tensors as `from_pretrained` of transformers does."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - large
@@ -49,7 +43,6 @@ class Conversions:
         """Return tensors by parameter name; tensors without a parameter keep their names.
 
         Args:
-            tensors: of a checkpoint.
             moe_layers: their experts are named one by one.
 
         Raises:
@@ -125,11 +118,8 @@ class _Conversion:
     """A conversion of several tensors to several parameters.
 
     Args:
-        converter: of transformers.
         target: the first parameter.
         sources: pattern of the converter → tensors.
-        model: has the shapes of parameters.
-        config: of the model, of transformers.
     """
 
     def __init__(
@@ -141,74 +131,44 @@ class _Conversion:
         config: Any,
     ) -> None:
         self._converter, self._target, self._model, self._config = converter, target, model, config
-        self.sources = sources
+        self._sources = sources
         self._ready: dict[str, Tensor] = {}  # converted, but not taken yet
 
-    @property
-    def stored(self) -> list[StoredTensor]:
-        """The tensors of every pattern."""
-        return [stored for tensors in self.sources.values() for stored in tensors]
-
-    def results(self) -> dict[str, "ConvertedTensor"]:
+    def results(self) -> dict[str, StoredTensor]:
         """Return the parameters; their data is read on demand."""
-        found = self._converted(lambda stored: torch.empty(stored.shape, device="meta"))
-        numbers = sum(value.numel() for value in found.values())
-        nbytes = sum(stored.nbytes for stored in self.stored)
+        stored = [each for tensors in self._sources.values() for each in tensors]
+        found = self._converted(lambda each: torch.empty(each.shape, device="meta"))
+        numbers = max(sum(value.numel() for value in found.values()), 1)
+        nbytes = sum(each.nbytes for each in stored)
         return {
-            name: ConvertedTensor(self, name, tuple(value.shape), nbytes * value.numel() // max(numbers, 1))
+            name: replace(
+                stored[0],
+                name=name,
+                shape=tuple(value.shape),
+                nbytes=nbytes * value.numel() // numbers,
+                pieces=partial(self._take, name),
+                blocks=None,
+                is_quantised=any(each.is_quantised for each in stored),
+            )
             for name, value in found.items()
         }
 
-    def take(self, name: str) -> Tensor:
-        """Return one parameter; all are converted together, and the others are cached until taken."""
+    def _take(self, name: str) -> Rows:
+        """Yield one parameter; all are converted together, and the others are cached until taken."""
         if name not in self._ready:
-            self._ready = self._converted(_whole)
-        return self._ready.pop(name)
+            self._ready = self._converted(StoredTensor.read)
+        yield 0, self._ready.pop(name)
 
     def _converted(self, read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
         converter = deepcopy(self._converter)
-        for pattern, stored in self.sources.items():
+        for pattern, stored in self._sources.items():
             converter.collected_tensors[pattern] = [partial(read, each) for each in stored]
         try:
             found = converter.convert(self._target, model=self._model, config=self._config)
         except Exception as error:  # transformers may raise any exception
-            names = ", ".join(self.sources)
+            names, (first, *_) = ", ".join(self._sources), next(iter(self._sources.values()))
             raise ModelError(
-                f"{self.stored[0].file} has {names} in shapes that transformers cannot convert "
+                f"{first.file} has {names} in shapes that transformers cannot convert "
                 f"to {self._target} ({str(error).strip().splitlines()[-1][:100]}): download the model again."
             ) from None
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertedTensor:
-    """A `StoredTensor`: a parameter that is computed from tensors of a file."""
-
-    conversion: _Conversion
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def file(self) -> Path:
-        return self.conversion.stored[0].file
-
-    @property
-    def type_name(self) -> str:
-        return self.conversion.stored[0].type_name
-
-    @property
-    def is_quantised(self) -> bool:
-        return any(stored.is_quantised for stored in self.conversion.stored)
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return None
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.conversion.take(self.name)
-
-
-def _whole(stored: StoredTensor) -> Tensor:
-    pieces = [piece for _, piece in stored.pieces()]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

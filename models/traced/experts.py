@@ -1,9 +1,8 @@
 """Mixtures of experts in models of `transformers`: their matrices and matmuls."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch, gated
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
-from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import multiply_of
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first_matrix
 from neo_desktop.models.traced.sizes import FusedSizes, Mixed
 
@@ -23,8 +22,6 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
     """Return the sizes of a layer's experts.
 
     Args:
-        model: the whole model.
-        call: of the experts.
         names: id of a parameter -> its name.
 
     Raises:
@@ -121,52 +118,7 @@ def _plain(pattern: str) -> str:
     return re.sub(r"\\(.)", r"\1", pattern).strip("^$")
 
 
-@dataclass(frozen=True, slots=True)
-class StackPart:
-    """A `weights.StoredTensor`: an expert's matrix in a tensor with all experts.
-
-    Args:
-        stack: [experts, rows, columns]
-        expert: index.
-        rows: of the expert that belong to the matrix.
-    """
-
-    stack: Any
-    expert: int
-    rows: slice
-
-    @property
-    def file(self) -> Path:
-        path: Path = self.stack.file
-        return path
-
-    @property
-    def type_name(self) -> str:
-        return str(self.stack.type_name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.stop - self.rows.start, *self.stack.shape[2:]
-
-    @property
-    def is_quantised(self) -> bool:
-        return False
-
-    @property
-    def nbytes(self) -> int:
-        count, rows = self.stack.shape[:2]
-        return int(self.stack.nbytes * self.shape[0] // (count * rows))
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return None
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        for _, stack in self.stack.pieces():
-            yield 0, stack[self.expert, self.rows]
-
-
-def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
+def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
     """Cut tensors that hold all experts of a layer into one per expert."""
     for name in (of_layer.gate_up, of_layer.down):
         kinds = of_layer.kinds_of(name)
@@ -176,19 +128,18 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
         del tensors[name]
         rows = stack.shape[1] // len(kinds)
         for index, kind in enumerate(kinds):
-            names = of_layer.named()[kind].weights
-            for expert, own in enumerate(names):
-                tensors[own] = StackPart(stack, expert, slice(index * rows, (index + 1) * rows))
+            for expert, own in enumerate(of_layer.named()[kind].weights):
+                tensors[own] = _part_of_stack(stack, expert, slice(index * rows, (index + 1) * rows))
+
+
+def _part_of_stack(stack: StoredTensor, expert: int, rows: slice) -> StoredTensor:
+    shape = (rows.stop - rows.start, *stack.shape[2:])
+    nbytes = stack.nbytes * shape[0] // (stack.shape[0] * stack.shape[1])
+    return replace(stack, shape=shape, nbytes=nbytes, pieces=lambda: iter([(0, stack.read()[expert, rows])]))
 
 
 class ExpertsProduct(nn.Module):
-    """Routed experts; see `capture.experts`.
-
-    Args:
-        of_layer: the sizes.
-        matrices: the experts' matrices, by kind.
-        operators: of the device.
-    """
+    """Routed experts; see `capture.experts`."""
 
     def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
         super().__init__()

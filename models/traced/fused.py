@@ -10,12 +10,7 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 
 
 class Product(nn.Module):
-    """A linear layer for inputs with any leading dimensions.
-
-    Args:
-        linear: the matrix.
-        rows: of the matrix.
-    """
+    """A linear layer for inputs with any leading dimensions."""
 
     def __init__(self, linear: Linear, rows: int) -> None:
         super().__init__()
@@ -34,9 +29,6 @@ class RMSNorm(nn.Module):
     """An RMSNorm over the last dimension.
 
     Args:
-        weight: [hidden]
-        eps: of the norm.
-        operators: used on a CPU; other devices use torch's RMSNorm.
         is_rounded_before: round to the dtype before multiplying with the weight.
     """
 
@@ -63,9 +55,6 @@ class AddRMSNorm(nn.Module):
     """A sum, and its RMSNorm.
 
     Args:
-        weight: [hidden]
-        eps: of the norm.
-        operators: compute it.
         in_place: the sum may overwrite the residual.
     """
 
@@ -105,7 +94,6 @@ class Rope(nn.Module):
 
     Args:
         weight: [heads, head_dim] of the RMSNorm; None: no norm.
-        eps: of the norm.
         rows_first: the input is [1, rows, heads, head_dim].
         in_place: the result may overwrite the input.
     """

@@ -43,10 +43,8 @@ class Exported:
     """A graph, and the meaning of its inputs.
 
     Args:
-        graph: of `torch.export`, without dead code.
         parameters: input -> name of the parameter.
         buffers: input -> its value.
-        token_ids, positions: the other inputs.
     """
 
     def __init__(
@@ -127,12 +125,7 @@ def _exported(
 
 
 def _fill_buffers(model: Any, *, is_long: bool) -> None:
-    """Compute the buffers that a model's constructor computes, for example RoPE's frequencies.
-
-    Args:
-        model: of transformers.
-        is_long: see `Source`.
-    """
+    """Compute the buffers that a model's constructor computes, for example RoPE's frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - large
 
     computed: list[tuple[Any, str]] = []  # buffers that do not come from the checkpoint

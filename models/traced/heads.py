@@ -41,12 +41,7 @@ def _together(kv_heads: int, head_dim: int, width: int) -> int:
 
 
 class Packing:
-    """The heads of a layer in those of another shape.
-
-    Args:
-        heads, kv_heads, head_dim: of the layer.
-        shape: of the cache; see `common_shape`.
-    """
+    """The heads of a layer in those of another shape."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, shape: HeadShape) -> None:
         self._together = _together(kv_heads, head_dim, shape.head_dim)

@@ -76,13 +76,10 @@ def find_patterns(
     """Return the patterns of a piece, without overlaps.
 
     Args:
-        nodes: of the piece, in order.
         constants: weights, and nodes that depend on weights only.
         rotations: nodes that depend on positions only.
         carried: the piece's inputs.
         handed_on: the piece's results: for attention, and for the next piece.
-        parts: its matmuls.
-        dtype: of the model.
     """
     found = _Finder(nodes, set(constants), set(rotations), carried, handed_on, parts, dtype)
     norms = found.norms(nodes)

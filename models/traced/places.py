@@ -34,10 +34,8 @@ class Value:
         """Return a tensor whose rows are contiguous in a buffer.
 
         Args:
-            buffer: index.
             shape: of a row, without dimension `dim`, which counts the rows.
             dim: position of the row dimension.
-            dtype: of the buffer.
             time: number of steps before.
         """
         columns = torch.arange(torch.Size(shape).numel()).view(1, *shape)

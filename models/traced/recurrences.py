@@ -29,9 +29,6 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, has_silu: bool, ind
     Args:
         x: [1, channels, rows], as the result.
         weight: [channels, width]
-        bias: [channels]
-        has_silu: apply silu.
-        index: of the state.
     """
     raise NotImplementedError("the stages compute it")
 
@@ -50,7 +47,6 @@ def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_delta:
         v: [1, rows, heads, value_dim], as the result.
         decay: [1, rows, heads] float32; beta is the same.
         is_delta: the delta rule; otherwise beta is a factor on v.
-        index: of the state.
     """
     raise NotImplementedError("the stages compute it")
 

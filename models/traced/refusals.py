@@ -48,9 +48,7 @@ def not_made(source: Source, config: Any, error: Exception) -> ModelError:
     """Return the error for a configuration that transformers cannot turn into a decoder.
 
     Args:
-        source: the folder or file.
         config: of transformers; None: it could not be read.
-        error: from transformers.
     """
     names = getattr(config, "architectures", None) or [type(config).__name__.removesuffix("Config")]
     others = [words for key, words in _OTHER_PARTS.items() if getattr(config, key, None) is not None]

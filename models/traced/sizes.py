@@ -84,13 +84,7 @@ NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Properties of a model's text that its configuration has, but not its code.
-
-    Args:
-        context_tokens: positions that the model has.
-        bos_token_ids: none, or one.
-        eos_token_ids: tokens after which it stops.
-    """
+    """Properties of a model's text that its configuration has, but not its code."""
 
     context_tokens: int
     bos_token_ids: tuple[int, ...]

@@ -11,7 +11,6 @@ class Source:
     """A folder with a config.json, or a file with equivalent metadata.
 
     Args:
-        path: of the folder, or of the file.
         config_json: contents of a config.json derived from a file; None: a folder.
         untied: parameters that are separate weights, although the configuration ties them.
         transposed: linear layers whose columns are sorted by a head's number in its group, not by group, as

@@ -18,7 +18,6 @@ class Words:
     """Texts of a model's control tokens.
 
     Args:
-        of: token id -> text.
         settings: processor_config.json, empty if the folder has none.
     """
 
@@ -36,7 +35,6 @@ class VisionFamily:
     """A family of models that read images.
 
     Args:
-        model_type: in config.json.
         parts: modules of the base model that compute embeddings, and how each is made from the configuration.
         inputs: results of the image processor that the code takes.
         settings: of the image processor, where the model decides.

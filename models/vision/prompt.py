@@ -24,7 +24,6 @@ class Grid:
     """Rotations of an image's rows by time, height and width (mRoPE).
 
     Args:
-        height, width: of the image, in rows of the prompt.
         axes: index of the position that rotates each pair of numbers: 0: time, 1: height, 2: width.
     """
 
@@ -43,7 +42,6 @@ class SeenImage:
     """An image, read by a vision tower.
 
     Args:
-        digest: hash of the image's bytes.
         mark: of an image in chat templates.
         text: replaces the mark in the prompt; its rows have the token `token_id`.
         embeddings: [rows, hidden] float32.

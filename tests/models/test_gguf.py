@@ -275,6 +275,6 @@ def test_what_cannot_be_computed_is_refused_by_name(
 @pytest.mark.parametrize("name", STORED_TYPES)
 def test_blocks_are_decoded_on_their_own_device(name: str) -> None:
     kind = STORED_TYPES[name]
-    floats = kind.floats(torch.empty(2, kind.nbytes, dtype=torch.uint8, device="meta"))
+    floats = kind.dequantised(torch.empty(2, kind.nbytes, dtype=torch.uint8, device="meta"))
     assert floats.device.type == "meta"
     assert floats.shape == (2, kind.elements)

@@ -126,12 +126,10 @@ def test_without_transformers_it_is_left_to_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = write_traced(tmp_path, "gemma2")
-    for package in ("transformers", "gguf"):
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, package, None)
-            examined.cache_clear()
-            with pytest.raises(UnsupportedModelError, match=r"install neo-desktop\[transformers\]"):
-                open_checkpoint(path).config()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    examined.cache_clear()
+    with pytest.raises(UnsupportedModelError, match=r"install neo-desktop\[transformers\]"):
+        open_checkpoint(path).config()
 
 
 def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:

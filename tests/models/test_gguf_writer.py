@@ -11,10 +11,7 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.gguf.config import read_config
-from neo_desktop.models.gguf.container import GGUFFile
-from neo_desktop.models.gguf.tensors import read_tensors
-from neo_desktop.models.gguf.vocabulary import Vocabulary
+from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.gguf.writer import check_expressible, write_gguf
 from neo_desktop.models.rope import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from neo_desktop.models.weights import named_weights
@@ -70,13 +67,13 @@ def test_the_file_describes_the_model(tmp_path: Path) -> None:
 def test_what_is_written_is_read_as_it_was(dtype: torch.dtype, name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     _, decoder = read(config, tmp_path, dtype)
-    found = read_tensors([GGUFFile(tmp_path / "model.gguf")], config.head_dim)
+    found = GGUFCheckpoint(tmp_path / "model.gguf").weights().tensors
     weights = {weight.name: weight.dense() for weight in named_weights(decoder)}
     assert found.keys() == weights.keys()
     kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     for each, weight in weights.items():
         assert found[each].type_name == (kinds[dtype] if weight.ndim == 2 else "F32")
-        assert torch.equal(found[each].dequantised(0, len(weight)).float(), weight.float())
+        assert torch.equal(found[each].read().float(), weight.float())
 
 
 def test_a_rotation_that_was_read_from_a_file_is_written_again(tmp_path: Path) -> None:
@@ -90,8 +87,7 @@ def test_a_rotation_that_was_read_from_a_file_is_written_again(tmp_path: Path) -
 
 
 def rope_of(path: Path) -> RopeConfig:
-    files = [GGUFFile(path)]
-    return read_config(files, Vocabulary.read(files[0])).rope
+    return GGUFCheckpoint(path).config().rope
 
 
 def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Ranks of a divided model, one thread each."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +14,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.ops import Reduce
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.weights import Weights, named_weights
 
 TIMEOUT_S = 60.0  # for a rank that must arrive; only a defect waits this long
@@ -52,31 +52,14 @@ def on_ranks(count: int, work: Callable[[Rank, Reduce], T]) -> list[T]:
         return list(threads.map(of_rank, range(count)))
 
 
-@dataclass(frozen=True)
-class MemoryTensor:
-    """A `weights.StoredTensor` in memory."""
-
-    tensor: Tensor
-    file = Path("memory")
-    type_name = "F32"
-    is_quantised = False
-    blocks = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.tensor
+def in_memory(name: str, tensor: Tensor) -> StoredTensor:
+    shape, nbytes = tuple(tensor.shape), tensor.nbytes
+    return StoredTensor(name, Path("memory"), shape, "F32", nbytes, lambda: iter([(0, tensor)]))
 
 
 def parts_of(model: Decoder, count: int) -> list[Decoder]:
     """Divide a loaded model."""
-    stored = {each.name: MemoryTensor(each.dense()) for each in named_weights(model)}
+    stored = {each.name: in_memory(each.name, each.dense()) for each in named_weights(model)}
     whole, parts = Weights(Path("memory"), "the model", dict(stored)), []
     for rank in (Rank(number, count) for number in range(count)):
         config = config_of_rank(model.config, rank)

@@ -1,0 +1,437 @@
+"""The architectures of GGUF files: metadata → the values of a config.json, by the rules of llama.cpp.
+
+Missing entries take the defaults of its converter; an unknown entry is an error that names it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from neo_desktop.models import limits
+from neo_desktop.models.experts_config import MAX_EXPERTS
+from neo_desktop.models.gguf.entries import NORM_EPS, PREDICTING_LAYERS, RMS_EPS, Entries
+from neo_desktop.models.gguf.tensors import ROPE_FACTORS
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.rope import yarn_temperature
+
+Values = dict[str, Any]
+"""Of a config.json."""
+Orders = Mapping[str, Mapping[str, Tensor | None]]
+"""Kind of a tensor -> end of a parameter's name -> its rows in the file; None: all."""
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of a router's function
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class HeadPart(NamedTuple):
+    """A tensor [heads, …] whose matrices are rows of a parameter, next to other tensors' rows of a head.
+
+    Args:
+        end: of the parameter's name.
+        place: of the part in a head; `parts` is the number of parts.
+        is_transposed: the file has each matrix transposed.
+    """
+
+    end: str
+    place: int
+    parts: int
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The counterpart in `transformers` of an architecture of llama.cpp.
+
+    Args:
+        values: further values of config.json, which may replace the first two.
+        eps: the norms' epsilon in config.json.
+        eps_entry: the same in the file.
+        idle: entries without effect.
+        varying: entries that may differ between layers.
+        has_head_dim: config.json has the head size; otherwise it follows from other sizes.
+        has_own_heads: `values` has all sizes of heads, and RoPE's parameters.
+        is_partly_rotated: RoPE may cover only part of a head.
+        rotates_neighbours: rows of queries and keys are in llama.cpp's order, see `GGUFTensor`.
+        is_hybrid: some layers have no attention.
+        shifts_norms: the converter has added one to the norms' weights, except a state's (`ssm_norm`).
+        renamed: text in parameter names -> text in the names that gguf's table has.
+        orders: rows of tensors, from config.json's values; see `Orders`.
+        by_head: kind of a tensor -> the parameter of which it has a part per head; see `HeadPart`.
+        transposed: matrices with sorted columns, from the same values; see `Source`.
+        unused: names of tensors that the model does not read.
+    """
+
+    model_type: str
+    architecture: str
+    values: Callable[[Entries], Values] = lambda _: {}
+    eps: str = "rms_norm_eps"
+    eps_entry: str = RMS_EPS
+    idle: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
+    has_head_dim: bool = False
+    has_own_heads: bool = False
+    is_partly_rotated: bool = False
+    rotates_neighbours: bool = False
+    is_hybrid: bool = False
+    shifts_norms: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    orders: Callable[[Values], Orders] = lambda _: {}
+    by_head: Mapping[str, HeadPart] = field(default_factory=dict)
+    transposed: Callable[[Values], tuple[tuple[str, int, int], ...]] = lambda _: ()
+    unused: Callable[[Values], frozenset[str]] = lambda _: frozenset()
+
+
+def _written(own: Entries) -> Values:
+    """Return the values of architectures that the project's own decoder computes."""
+    if own.integer(PREDICTING_LAYERS, 0, minimum=0):
+        raise own.unsupported("layers that predict more than one token")
+    rope = own.rope("linear", "yarn")
+    factor = own.number("rope.scaling.attn_factor", 1.0)
+    if rope["rope_type"] == "yarn":
+        rope["attention_factor"] = factor * yarn_temperature(rope["factor"])
+    elif factor != 1:
+        raise UnsupportedModelError(f"{own.path} scales RoPE in two ways, which is not supported.")
+    return {"rope_parameters": rope}
+
+
+def _llama(own: Entries) -> Values:
+    """Mistral's, Mixtral's and SmolLM's models are also "llama"."""
+    if not own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+        return _written(own)
+    return _written(own) | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": None,
+        **_written_experts(own, "num_local_experts", "intermediate_size"),
+    }
+
+
+def _qwen3_moe(own: Entries) -> Values:
+    dense = [layer for layer in range(own.num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in own.shapes]
+    return _written(own) | {
+        "mlp_only_layers": dense if len(dense) < own.num_layers else [],
+        "norm_topk_prob": True,
+        **_written_experts(own, "num_experts", "moe_intermediate_size"),
+    }
+
+
+def _gpt_oss(own: Entries) -> Values:
+    values = _written(own)
+    return values | {
+        "rope_parameters": {**values["rope_parameters"], "truncate": False},
+        "sliding_window": own.integer("attention.sliding_window", 0, minimum=0) or None,
+        **_written_experts(own, "num_local_experts", "intermediate_size"),
+    }
+
+
+def _written_experts(own: Entries, count: str, width: str) -> Values:
+    entry = "expert_feed_forward_length"
+    entry = entry if entry in own else "feed_forward_length"
+    return {
+        count: own.integer("expert_count", maximum=MAX_EXPERTS),
+        "num_experts_per_tok": own.integer("expert_used_count"),
+        width: own.integer(entry, maximum=limits.MAX_INTERMEDIATE_SIZE),
+    }
+
+
+def _gemma2(own: Entries) -> Values:
+    return {
+        "query_pre_attn_scalar": _scale(own, 46),
+        "attn_logit_softcapping": own.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": own.number("final_logit_softcapping", 30.0),
+        "sliding_window": own.integer("attention.sliding_window", 4096),
+        "layer_types": own.layer_types(2),
+    }
+
+
+def _scale(own: Entries, layers_of_the_largest: int) -> int:
+    """Return d where attention scores are divided by √d: head_dim, except in Gemma's largest model."""
+    return own.hidden_size // own.heads if own.num_layers == layers_of_the_largest else own.head_dim
+
+
+def _gemma3(own: Entries) -> Values:
+    """Layers with a window have their own RoPE base; position scaling applies to the other layers only."""
+    window = own.integer("attention.sliding_window", 0, minimum=0)
+    return {
+        "query_pre_attn_scalar": _scale(own, 62),
+        "final_logit_softcapping": own.number("final_logit_softcapping", 0.0, allow_zero=True) or None,
+        "sliding_window": window or None,
+        "layer_types": own.layer_types(6) if window else [FULL] * own.num_layers,
+        "rope_parameters": {FULL: own.rope("linear"), SLIDING: _rope_of_windows(own)},
+    }
+
+
+def _rope_of_windows(own: Entries) -> Values:
+    return {"rope_type": "default", "rope_theta": own.number("rope.freq_base_swa", 10_000.0)}
+
+
+def _gemma4(own: Entries) -> Values:
+    """Layers without window have heads of another size, and may use keys as values.
+
+    The last layers may read earlier layers' keys and values, and have a network of twice the width.
+    """
+    layer_types, widths = own.layer_types(6), own.per_layer("feed_forward_length")
+    kv_heads = dict(zip(layer_types, own.per_layer("attention.head_count_kv"), strict=True))
+    if FULL not in layer_types or len(kv_heads) != 2:
+        raise own.unsupported("layers of one type")
+    first_full = layer_types.index(FULL)
+    wide, narrow = (_head_dim(own, end) for end in ("", "_swa"))
+    for key, size in (("rope.dimension_count", wide), ("rope.dimension_count_swa", narrow)):
+        if own.integer(key, size) != size:
+            raise own.unsupported(f"{key} other than the size of a head")
+    narrow_input = "embedding_length_per_layer_input"
+    values = {
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": max(widths) > widths[0],
+        "head_dim": narrow,
+        "global_head_dim": wide,
+        "num_key_value_heads": kv_heads[SLIDING],
+        "num_global_key_value_heads": kv_heads[FULL],
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in own.shapes,
+        "sliding_window": own.integer("attention.sliding_window"),
+        "layer_types": layer_types,
+        "final_logit_softcapping": own.number("final_logit_softcapping", 0.0, allow_zero=True) or None,
+        "num_kv_shared_layers": own.integer(
+            "attention.shared_kv_layers", 0, minimum=0, maximum=limits.MAX_LAYERS
+        ),
+        "hidden_size_per_layer_input": own.integer(
+            narrow_input, 0, minimum=0, maximum=limits.MAX_HIDDEN_SIZE
+        ),
+        "vocab_size_per_layer_input": own.shapes["token_embd.weight"][0],
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": own.number("rope.freq_base", 1_000_000.0),
+                "partial_rotary_factor": _rotated_part(own),
+            },
+            SLIDING: _rope_of_windows(own),
+        },
+    }
+    if own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+        values |= {"enable_moe_block": True, **experts(own, "num_experts", "top_k_experts")}
+    return values
+
+
+def _head_dim(own: Entries, end: str) -> int:
+    size = own.integer(f"attention.key_length{end}", maximum=limits.MAX_HEAD_DIM)
+    if own.integer(f"attention.value_length{end}", size) != size:
+        raise own.unsupported("values of another size than keys")
+    return size
+
+
+def _rotated_part(own: Entries) -> float:
+    """Return the part of a head that RoPE rotates; other pairs' frequencies are divided by 1e30."""
+    factors = own.floats(ROPE_FACTORS)
+    if not factors:
+        return 1.0
+    rotated = sum(factor == 1 for factor in factors)
+    if not all(factor == 1 for factor in factors[:rotated]) or min(factors[rotated:], default=1e30) < 1e20:
+        raise own.unsupported(f"{ROPE_FACTORS} of another kind than Gemma 4's")
+    return rotated / len(factors)
+
+
+def _unused_by_gemma4(values: Values) -> frozenset[str]:
+    """Return the factors, which are part of the configuration, and layers' unused keys and values."""
+    layers = values["num_hidden_layers"]
+    shared = range(layers - values["num_kv_shared_layers"], layers)
+    kinds = ("attn_k", "attn_v", "attn_k_norm")
+    return frozenset((ROPE_FACTORS, *(f"blk.{layer}.{kind}.weight" for layer in shared for kind in kinds)))
+
+
+def _olmo(own: Entries) -> Values:
+    """Only OLMo 3 has windows; YaRN scales its other layers' RoPE."""
+    if "attention.sliding_window" not in own:
+        return {}
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": own.integer("attention.sliding_window"),
+        "layer_types": own.layer_types(4),
+        "rope_parameters": {
+            FULL: yarn(own),
+            SLIDING: {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)},
+        },
+    }
+
+
+def yarn(own: Entries) -> Values:
+    """Return RoPE's parameters: scaled by YaRN, or not scaled."""
+    rope = own.rope("yarn")
+    if rope["rope_type"] == "yarn":
+        if "rope.scaling.yarn_attn_factor" in own:
+            rope["attention_factor"] = own.number("rope.scaling.yarn_attn_factor")
+        if "rope.scaling.yarn_log_multiplier" in own:
+            # llama.cpp also knows no other factor of rotations than 1 here.
+            factor = round(10 * own.number("rope.scaling.yarn_log_multiplier"), 6)
+            rope |= {"mscale": factor, "mscale_all_dim": factor}
+    return rope
+
+
+def scales(own: Entries) -> Values:
+    """Return Granite's factors."""
+    return {
+        "attention_multiplier": own.number("attention.scale", own.head_dim**-0.5),
+        "embedding_multiplier": own.number("embedding_scale", 1.0),
+        "residual_multiplier": own.number("residual_scale", 1.0),
+        "logits_scaling": own.number("logit_scale", 1.0),
+    }
+
+
+def _stablelm(own: Entries) -> Values:
+    """The tensors decide, because older files lack the entries."""
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in own.shapes,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in own.shapes,
+    }
+
+
+def _glm4_moe(own: Entries) -> Values:
+    if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
+        raise unknown_router(own)
+    return routed(own) | {
+        "use_qk_norm": own.has(".attn_q_norm.weight"),
+        "attention_bias": own.has(".attn_q.bias"),
+    }
+
+
+def _deepseek2(own: Entries) -> Values:
+    """The router decides between DeepSeek-V2 and V3; GLM-4.7-Flash computes as the latter.
+
+    Keys and values of a head are matrices of their own, or the rows of one matrix in older files.
+    """
+    end = "_mla" if "attention.key_length_mla" in own else ""
+    key = own.integer(f"attention.key_length{end}", maximum=limits.MAX_HEAD_DIM)
+    rotated = own.integer("rope.dimension_count", maximum=limits.MAX_HEAD_DIM)
+    if rotated >= key:
+        raise ModelError(f"{own.path} rotates {rotated} of {key} numbers of a key: download it again.")
+    q_rank, most = "attention.q_lora_rank", limits.MAX_HIDDEN_SIZE
+    values = routed(own) | {
+        "num_key_value_heads": own.heads,
+        "q_lora_rank": own.integer(q_rank, maximum=most) if q_rank in own else None,
+        "kv_lora_rank": own.integer("attention.kv_lora_rank", maximum=most),
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": own.integer(f"attention.value_length{end}", maximum=limits.MAX_HEAD_DIM),
+        "rope_parameters": yarn(own),
+    }
+    router = own.integer("expert_gating_func", 0, minimum=0) or SOFTMAX
+    if router == SIGMOID:
+        return values
+    if router != SOFTMAX or values["norm_topk_prob"]:
+        raise unknown_router(own)
+    return values | {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": "greedy" if values["n_group"] == 1 else "group_limited_greedy",
+    }
+
+
+def unknown_router(own: Entries) -> UnsupportedModelError:
+    """Return an error: the router's function is not supported."""
+    return UnsupportedModelError(f"{own.path} sets expert_gating_func to a value that is not supported.")
+
+
+def experts(own: Entries, count: str, per_token: str = "num_experts_per_tok") -> dict[str, int]:
+    """Return the numbers of experts under these keys of config.json, and their width."""
+    return {
+        count: own.integer("expert_count", maximum=MAX_EXPERTS),
+        per_token: own.integer("expert_used_count", maximum=MAX_EXPERTS),
+        "moe_intermediate_size": own.integer(
+            "expert_feed_forward_length", maximum=limits.MAX_INTERMEDIATE_SIZE
+        ),
+    }
+
+
+def routed(own: Entries) -> Values:
+    """Return the values of routers that choose among groups of experts, and of experts for all tokens."""
+
+    def count(key: str, default: int) -> int:
+        return own.integer(key, default, minimum=0, maximum=MAX_EXPERTS) or default
+
+    return {
+        **experts(own, "n_routed_experts"),
+        "n_shared_experts": own.integer("expert_shared_count", maximum=MAX_EXPERTS),
+        "first_k_dense_replace": own.integer(
+            "leading_dense_block_count", 0, minimum=0, maximum=limits.MAX_LAYERS
+        ),
+        "routed_scaling_factor": own.number("expert_weights_scale", 1.0, allow_zero=True) or 1.0,
+        "norm_topk_prob": own.boolean("expert_weights_norm", False),
+        "n_group": count("expert_group_count", 1),
+        "topk_group": count("expert_group_used_count", 1),
+    }
+
+
+ROUTER_BIAS = {".e_score_correction_bias": ".e_score_correction.bias"}
+_KV = "self_attn.kv_b_proj.weight"
+_OF_WRITTEN: dict[str, Any] = {
+    "has_head_dim": True,
+    # llama.cpp reads the window only for gpt-oss.
+    "idle": frozenset(("attention.sliding_window",)),
+    "unused": lambda _: frozenset((ROPE_FACTORS,)),
+}
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama", "LlamaForCausalLM", _llama, rotates_neighbours=True, **_OF_WRITTEN),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", _written, **_OF_WRITTEN),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", _written, **_OF_WRITTEN),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, **_OF_WRITTEN),
+    "gpt-oss": Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, **_OF_WRITTEN),
+    "gemma2": Family("gemma2", "Gemma2ForCausalLM", _gemma2, has_head_dim=True, shifts_norms=True),
+    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, has_head_dim=True, shifts_norms=True),
+    "gemma4": Family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        _gemma4,
+        varying=frozenset(("attention.head_count_kv", "feed_forward_length")),
+        has_own_heads=True,
+        orders=lambda _: {
+            "ffn_gate_inp.scale": {"router.scale": None},
+            "ffn_down_exps.scale": {"router.per_expert_scale": None},
+        },
+        unused=_unused_by_gemma4,
+    ),
+    "granite": Family("granite", "GraniteForCausalLM", scales, rotates_neighbours=True),
+    "olmo2": Family("olmo2", "Olmo2ForCausalLM", _olmo),
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        lambda own: {"sliding_window": own.integer("attention.sliding_window", 0, minimum=0) or None},
+        # It matters only with scaling factors, which would be tensors.
+        idle=frozenset(("rope.scaling.original_context_length",)),
+        is_partly_rotated=True,
+    ),
+    "smollm3": Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        lambda _: {"no_rope_layer_interval": 4},  # fixed in llama.cpp
+        rotates_neighbours=True,
+    ),
+    "stablelm": Family(
+        "stablelm",
+        "StableLmForCausalLM",
+        _stablelm,
+        eps="layer_norm_eps",
+        eps_entry=NORM_EPS,
+        is_partly_rotated=True,
+    ),
+    "starcoder2": Family("starcoder2", "Starcoder2ForCausalLM", eps="norm_epsilon", eps_entry=NORM_EPS),
+    "glm4moe": Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _glm4_moe,
+        has_head_dim=True,
+        is_partly_rotated=True,
+        renamed=ROUTER_BIAS,
+    ),
+    "deepseek2": Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _deepseek2,
+        idle=frozenset(("attention.key_length", "attention.value_length")),  # of latents
+        has_own_heads=True,
+        renamed=ROUTER_BIAS,
+        orders=lambda _: {"attn_kv_b": {_KV: None}},
+        by_head={"attn_k_b": HeadPart(_KV, 0, 2, is_transposed=True), "attn_v_b": HeadPart(_KV, 1, 2)},
+    ),
+}
+"""Keys are llama.cpp's names of architectures; those of `hybrids` follow."""

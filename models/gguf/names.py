@@ -1,0 +1,244 @@
+"""The parameters of a model in GGUF files, where some are cut, joined or sorted."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.experts_config import expert_names
+from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
+from neo_desktop.models.gguf.families import Family, HeadPart, Values
+from neo_desktop.models.gguf.tensors import GGUFTensor, joined
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.sizes import TracedSpec
+from neo_desktop.models.weights import named_weights
+
+# One tensor holds a layer's experts.
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(?:weight|bias))?")
+_LAYER = re.compile(r"(.*\.layers\.)(\d+)\.(.+)")
+_PART = re.compile(r"(.*)\[(\d+)\]")  # of a parameter that files store as several tensors
+Target = tuple[str, TensorPlace, Tensor | None]
+"""A parameter's name, its place in a file, and its rows there; None: all."""
+
+
+def name_table(architecture: str, layers: int) -> Any:
+    """Return gguf's table of tensor names."""
+    import gguf  # noqa: PLC0415 - takes a fifth of a second
+
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    return gguf.get_tensor_name_map(number, layers)
+
+
+class TensorNames:
+    """The tensors of GGUF files by parameter name.
+
+    Raises:
+        ModelError: gguf has no name for a parameter.
+    """
+
+    def __init__(self, config: ModelConfig, architecture: str, family: Family) -> None:
+        values: Values = {"num_hidden_layers": config.num_layers}
+        if isinstance(config, TracedConfig):
+            values = json.loads(config.source.config_json or "{}")
+            self._shapes, self._stacks = _traced(config.of_model)
+        else:
+            self._shapes, self._stacks = _written(config)
+        self._family, self._layers = family, values["num_hidden_layers"]
+        self._orders, self._unused = family.orders(values), family.unused(values)
+        self._config, self._prefix = config, ""
+        ends = {_PART.sub(r"\1", end) for of_kind in self._orders.values() for end in of_kind}
+        names = name_table(architecture, self._layers)
+        self._targets: dict[str, str] = {}
+        for parameter in self._shapes:
+            layer = _LAYER.fullmatch(parameter)
+            if layer is not None:
+                self._prefix = layer[1]
+            if layer is not None and layer[3] in ends:
+                continue
+            known = parameter
+            for ours, theirs in family.renamed.items():
+                known = known.replace(ours, theirs)
+            name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if name is None or name in self._targets:
+                raise ModelError(f"{config.architecture} has {parameter}, for which gguf has no name.")
+            self._targets[name] = parameter
+
+    def tensors(self, files: Iterable[GGUFFile]) -> dict[str, StoredTensor]:
+        """Return the tensors of every part, by parameter name.
+
+        Raises:
+            UnsupportedModelError: the model lacks the tensor's parameter.
+            ModelError: a tensor is duplicate, or neither matrix nor vector.
+        """
+        found: dict[str, dict[int, GGUFTensor]] = {}
+        for file in files:
+            for place in file.tensors.values():
+                for name, tensor in self._read(file, place):
+                    part = _PART.fullmatch(name)
+                    parameter, index = (part[1], int(part[2])) if part else (name, 0)
+                    parts = found.setdefault(parameter, {})
+                    if index in parts:
+                        raise ModelError(
+                            f"{place.name} is in {parts[index].source.path} and in {file.path}: download "
+                            "them again."
+                        )
+                    _check(tensor)
+                    parts[index] = tensor
+        in_order = {name: [parts[index] for index in sorted(parts)] for name, parts in found.items()}
+        return {name: joined(name, parts) for name, parts in in_order.items()}
+
+    def _read(self, file: GGUFFile, place: TensorPlace) -> Iterator[tuple[str, GGUFTensor]]:
+        if place.name in self._unused:
+            return
+        targets = self.of(place)
+        if not targets:
+            raise UnsupportedModelError(
+                f"{file.path} has {place.name}, which {self._config.architecture} of transformers lacks."
+            )
+        family, kind = self._family, place.name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+        part = family.by_head.get(kind)
+        is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
+        is_shifted = family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm"
+        for name, own, order in targets:
+            if part is not None and part.is_transposed:
+                yield name, _transposed(file, own)
+                continue
+            tensor = GGUFTensor(
+                file,
+                own,
+                self._config.head_dim if is_rotated else None,
+                1.0 if is_shifted else 0.0,
+                order,
+                _decay_logarithm if kind == "ssm_a" else None,
+            )
+            yield name, self._shaped(name, tensor)
+
+    def of(self, place: TensorPlace) -> list[Target]:
+        """Return the parameters in a tensor; none: the model lacks it."""
+        block = _BLOCK.fullmatch(place.name)
+        if block is not None and int(block[1]) >= self._layers:
+            kind = place.name.removeprefix(f"blk.{block[1]}.")
+            # Predicts more than one token: `Weights` skips it by its names.
+            name = f"{self._prefix}{block[1]}.{kind.removeprefix('nextn.')}"
+            shape = (math.prod(place.shape[:-1]), place.shape[-1])
+            return [(name, replace(place, shape=shape), None)]
+        if place.name in self._stacks:
+            return list(_of_experts(self._stacks[place.name], place))
+        # Some files lack the suffix, because gguf's table has names with it.
+        name = place.name if place.name in self._targets else place.name.removesuffix(".weight")
+        if name in self._targets:
+            return [(self._targets[name], place, None)]
+        if block is None:
+            return []
+        of_kind, prefix = self._orders.get(block[2], {}), f"{self._prefix}{block[1]}."
+        part = self._family.by_head.get(block[2])
+        if part is not None and len(place.shape) == 3 and prefix + part.end in self._shapes:
+            return [(f"{prefix}{part.end}[{at}]", own, None) for at, own in _of_heads(part, place)]
+        return [
+            (prefix + end, place, rows)
+            for end, rows in of_kind.items()
+            if _PART.sub(r"\1", prefix + end) in self._shapes
+        ]
+
+    def _shaped(self, parameter: str, tensor: GGUFTensor) -> GGUFTensor:
+        """Return a tensor of floats in the parameter's shape, if only ones or groups differ."""
+        expected = self._shapes.get(parameter, tensor.shape)
+        is_equal = math.prod(expected) == math.prod(tensor.shape)
+        without_ones = [[size for size in shape if size > 1] for shape in (expected, tensor.shape)]
+        is_same = without_ones[0] == without_ones[1] or len(expected) == 1
+        if tensor.is_quantised or expected == tensor.shape or not is_equal or not is_same:
+            return tensor
+        return replace(tensor, reshaped=expected)
+
+
+def _check(tensor: GGUFTensor) -> None:
+    place, file = tensor.place, tensor.source
+    if len(place.shape) > 2 or place.shape[0] % (tensor.rotated_heads or 1):
+        raise ModelError(
+            f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
+            "model has: download it again."
+        )
+    if len(place.shape) == 1 and place.type.dtype is None:
+        raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
+
+
+def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:
+    rows, columns = place.shape
+    return GGUFTensor(
+        file, place, undo=lambda numbers: numbers.reshape(rows, columns).t(), reshaped=(columns, rows)
+    )
+
+
+def _decay_logarithm(stored: Tensor) -> Tensor:
+    """Return A_log of the stored -exp(A_log)."""
+    return torch.log(-stored)
+
+
+_Shapes = dict[str, tuple[int, ...]]
+_Stacks = dict[str, list[list[str]]]
+"""A tensor that holds a layer's experts -> the experts' names, one list per block of rows."""
+
+
+def _traced(spec: TracedSpec) -> tuple[_Shapes, _Stacks]:
+    shapes: _Shapes = dict(spec.parameters)
+    for fused in (*spec.matrices, *(() if spec.head is None else (spec.head,))):
+        sizes = zip(fused.weights, fused.rows, strict=True)
+        shapes |= {name: (rows, fused.columns) for name, rows in sizes}
+        shapes |= dict.fromkeys(fused.biases, ())
+    stacks: _Stacks = {}
+    for moe in spec.moe_layers:
+        layer = _LAYER.fullmatch(moe.gate_up)
+        prefix = f"blk.{layer[2] if layer else 0}."
+        names = {kind: list(fused.weights) for kind, fused in moe.named().items()}
+        of_kind = {kind: f"{prefix}{stored}.weight" for stored, kind in EXPERTS.items()}
+        stacks |= {of_kind[kind]: [weights] for kind, weights in names.items()}
+        if "gate" in names:
+            stacks[f"{prefix}ffn_gate_up_exps.weight"] = [names["gate"], names["up"]]
+    return shapes, stacks
+
+
+def _written(config: ModelConfig) -> tuple[_Shapes, _Stacks]:
+    decoder = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
+    weights = [weight for weight in named_weights(decoder) if ".experts." not in weight.name]
+    shapes, stacks = {weight.name: weight.shape for weight in weights}, _Stacks()
+    if config.experts is None:
+        return shapes, stacks
+    names, every = expert_names(config.architecture), range(config.experts.count)
+    for layer in config.experts.layers:
+        for stored, kind in EXPERTS.items():
+            modules = [f"model.layers.{layer}.{module}" for module in names.of_each(kind, every)]
+            for end in ("weight", "bias"):
+                stacks[f"blk.{layer}.{stored}.{end}"] = [[f"{module}.{end}" for module in modules]]
+    return shapes, stacks
+
+
+def _of_experts(blocks: list[list[str]], place: TensorPlace) -> Iterator[Target]:
+    count, *shape = place.shape
+    if count != len(blocks[0]) or not shape or shape[0] % len(blocks):
+        yield blocks[0][0], place, None  # its shape is refused
+        return
+    shape[0] //= len(blocks)
+    nbytes = place.nbytes // count // len(blocks)
+    for block, of_each in enumerate(blocks):
+        for expert, name in enumerate(of_each):
+            offset = place.offset + (expert * len(blocks) + block) * nbytes
+            yield name, replace(place, shape=tuple(shape), offset=offset, nbytes=nbytes), None
+
+
+def _of_heads(part: HeadPart, place: TensorPlace) -> Iterator[tuple[int, TensorPlace]]:
+    """Yield the index of a part of a parameter, and its matrix in the file."""
+    heads, *shape = place.shape
+    nbytes = place.nbytes // heads
+    for head in range(heads):
+        own = replace(place, shape=tuple(shape), offset=place.offset + head * nbytes, nbytes=nbytes)
+        yield head * part.parts + part.place, own
