@@ -38,8 +38,8 @@ from neo_desktop.engine.predict.weight_plan import (
 )
 from neo_desktop.engine.profiling.budget import MOST_HOST_SHARE
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
+from neo_desktop.engine.profiling.iteration_timer import IterationTimer
 from neo_desktop.engine.profiling.rates import measured_rates
-from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.unused_memory import return_memory
@@ -178,7 +178,7 @@ class _Measurement:
 
     def _measure_shares(self, parts: EngineParts) -> None:
         decoder, rows = parts.model.decoder, min(parts.limits.max_batch_tokens, self._options.prompt_tokens)
-        with closing(StageTimer(decoder, parts.storage, parts.limits, parts.model.streams)) as timer:
+        with closing(IterationTimer(decoder, parts.storage, parts.limits, parts.model.streams)) as timer:
             timer.measure_shares(rows, _SHARES_SECONDS)
 
     def _chat(self, parts: EngineParts) -> tuple[float, list[float]]:
