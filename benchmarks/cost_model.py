@@ -20,10 +20,9 @@ from neo_desktop.app.bench.section import Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling.grids import Grid, stage_grids
-from neo_desktop.engine.profiling.points import NEAR, Point, Stage
+from neo_desktop.engine.profiling.grids import NEAR, Grid, Point, Stage, stage_grids
+from neo_desktop.engine.profiling.iteration_timer import IterationTimer
 from neo_desktop.engine.profiling.profiler import profile, typical_ms
-from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.setup import set_up
@@ -49,7 +48,7 @@ class CostModelCase:
     """One size that the tables had not seen."""
 
     table: str
-    x: int  # tokens, rows or requests; see engine/profiling/points.py
+    x: int  # tokens, rows or requests; see engine/profiling/grids.py
     y: int  # attention: context, on average; 1 elsewhere
     measured_ms: float
     predicted_ms: float
@@ -127,8 +126,14 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[Co
         math.ceil(parts.limits.max_batch_tokens * BEYOND),
         math.ceil(parts.limits.max_batch_requests * BEYOND),
     )
-    timer = StageTimer(decoder, parts.storage, wider, parts.model.streams)
-    grids = stage_grids(timer, decoder.config, parts.limits)
+    timer = IterationTimer(decoder, parts.storage, wider, parts.model.streams)
+    grids = stage_grids(
+        timer.capacity_tokens,
+        decoder.config,
+        parts.limits,
+        attends_alike=timer.attends_alike,
+        has_splits=decoder.has_splits,
+    )
     generator = random.Random(options.seed)
     held_out = {
         stage: _held_out(timer, grid, decoder.config.max_context_tokens, options.points, generator)
@@ -182,7 +187,7 @@ def _errors(held_out: list[float], repeated: list[float]) -> TableErrors:
 
 
 def _held_out(
-    timer: StageTimer, grid: Grid, max_context_tokens: int, count: int, generator: random.Random
+    timer: IterationTimer, grid: Grid, max_context_tokens: int, count: int, generator: random.Random
 ) -> list[Point]:
     """Draw sizes with evenly spread logarithms that can occur and are not grid points."""
     stage = grid.stage
@@ -214,19 +219,19 @@ def _held_out(
 
 
 def _measure(
-    timer: StageTimer, points: Sequence[Point], options: CostModelOptions, progress: Progress
+    timer: IterationTimer, points: Sequence[Point], options: CostModelOptions, progress: Progress
 ) -> Iterator[dict[Point, float]]:
     """Yield the typical duration per point, after each round."""
     samples: dict[Point, list[float]] = {point: [] for point in points}
     for point in points:  # warm-up
-        timer.time_ms(point, 0)
+        timer.time(point, 0)
     start = time.perf_counter()
     for turn in range(1, options.rounds + 1):
         for done, point in enumerate(points):
             share = (turn - 1 + done / len(points)) / options.rounds
             progress(_PROFILE_SHARE + (1 - _PROFILE_SHARE) * share, "sizes that the tables have not seen")
             if turn == 1 or time.perf_counter() - start < options.seconds:
-                samples[point].append(timer.time_ms(point, turn))
+                samples[point].append(timer.time(point, turn)[point])
         yield {point: typical_ms(values) for point, values in samples.items()}
 
 
@@ -239,7 +244,7 @@ def _predicted_ms(tables: TableCostModel, point: Point) -> float:
     return float(table(point.x))
 
 
-def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:
+def _notes(timer: IterationTimer, options: CostModelOptions) -> tuple[str, ...]:
     if options.cpu_cache_dtype != "auto":
         return (f"CPU-cache in {options.cpu_cache_dtype}.",)
     if timer.is_cuda:

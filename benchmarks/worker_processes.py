@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,14 +50,33 @@ from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.operators import Store
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
-from research.swap_pipeline import ThrottledStages, throttled
+from neo_desktop.models.stages import Stages, State
 
 SECRET = "NEO_DESKTOP_SCRIPT_SECRET"
 DTYPE = torch.bfloat16
 PARAMS = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+
+
+def throttled(work: Callable[[], object], seconds: float) -> None:
+    """Run work that ends after this time."""
+    end = time.perf_counter() + seconds
+    work()
+    time.sleep(max(end - time.perf_counter(), 0.0))
+
+
+class ThrottledStages(Stages):
+    """Stages between attention that take a stated time for any number of rows."""
+
+    layer_s = 0.0
+
+    def advance(
+        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
+    ) -> None:
+        throttled(partial(super().advance, finished, begun, state, store), self.layer_s)
 
 
 def config_of(num_layers: int) -> ModelConfig:

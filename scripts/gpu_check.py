@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from gpu_page import Page, Target
 
-from benchmarks.device_limit import run_device_limit, short_options
+from benchmarks import device_limit, weights_on_gpu
 from benchmarks.shown import progress, show
-from benchmarks.weights_on_gpu import WeightsOptions, run_weights
 from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench.hardware.suite import run_hardware
 from neo_desktop.app.bench.options import HardwareOptions
@@ -27,6 +26,7 @@ from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.options import EngineOptions
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU tests the script, not speed
 WORST_AUTO = 0.97  # minimum, relative to gpu-only
@@ -144,20 +144,19 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
 
 def measure_weights(page: Page, device: str, shape: str) -> None:
     """Measure one chat with weights in host memory: divided, streamed, and whole layers on the CPU."""
-    found = show(run_weights(WeightsOptions(device=device, shape=shape, seconds=400.0), progress))
-    if not found.cases:
-        page.speed(f"weights in host memory: {found.why_not}, not measured")
-    for case in found.cases:
-        page.speed(
-            f"{found.model}, {case.share:.0%} of the layers' weights on the GPU, {case.way}: "
-            f"{case.tokens_per_s.median:.1f} tok/s for one chat, prompts "
-            f"{case.prompt_tokens_per_s:.0f} tok/s, {case.bound_share:.0%} of what CPU and bus allow"
-        )
-    for gains in found.gains:
-        name = f"{gains.share:.0%} of the layers' weights on the GPU"
-        page.targets.append(Target(f"{name}, of what CPU and bus allow", gains.of_bound, SHARE_OF_LIMIT))
-        if gains.over_layer_split is not None:
-            page.targets.append(Target(f"{name}, over a layer split", gains.over_layer_split, OVER_LAYERS))
+    found = {}
+    for case in weights_on_gpu.measure(EngineOptions(device=device, shape=shape), shares=(0.5, 0.9)):
+        page.speed(str(case))
+        found[case.share, case.way] = case
+    for (share, way), case in found.items():
+        if way == "divided":
+            name = f"{share:.0%} of the layers' weights on the GPU"
+            page.targets.append(
+                Target(f"{name}, of what CPU and bus allow", case.bound_share, SHARE_OF_LIMIT)
+            )
+            if layers := found.get((share, "layer split")):
+                gain = case.tokens_per_s / layers.tokens_per_s
+                page.targets.append(Target(f"{name}, over a layer split", gain, OVER_LAYERS))
 
 
 def measure_policies(
@@ -220,14 +219,15 @@ def run_tests() -> None:
 def measure_hardware(page: Page, device: str) -> None:
     """Measure the hardware alone, then single iterations beside its limit."""
     show(run_hardware(HardwareOptions(seconds=15.0), progress))
-    shape = None if device == "cpu" else SHAPES["cuda"]
-    for row in show(run_device_limit(short_options(device, shape=shape), progress)).decode:
-        name = f"batch {row.batch}"
-        page.speed(f"{name}: {row.tokens_per_s.median:.1f} tok/s, outside {row.outside_ms.median:.2f} ms")
-        page.targets.append(Target(f"{name}, share of the limit", row.share, SHARE_OF_LIMIT))
-        page.targets.append(
-            Target(f"{name}, outside ms", row.outside_ms.median, MOST_OUTSIDE_MS, is_upper=True)
-        )
+    options = EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"])
+    batches, context = ((1, 8, 32), 512) if device == "cuda" else ((1, 4), 64)
+    for row in device_limit.measure(options, batches, context):
+        page.speed(str(row))
+        if row.batch:
+            name = f"batch {row.batch}"
+            page.targets.append(Target(f"{name}, share of the limit", row.share, SHARE_OF_LIMIT))
+            outside = Target(f"{name}, outside ms", row.outside_ms, MOST_OUTSIDE_MS, is_upper=True)
+            page.targets.append(outside)
 
 
 def main() -> None:
@@ -259,9 +259,9 @@ def main() -> None:
     page.stage("hardware and single iterations", lambda: measure_hardware(page, device))
     page.stage("decodes", lambda: measure_decode(page, device, shape))
     sizes = arguments.requests, arguments.gpu_cache_tokens
-    page.stage("weights in host memory", lambda: measure_weights(page, device, shape))
     page.stage("policies", lambda: measure_policies(page, device, shape, *sizes))
     if device == "cuda":
+        page.stage("weights in host memory", lambda: measure_weights(page, device, shape))
         part = arguments.gpu_slice, arguments.gpu_memory
         page.stage("policies on a slice", lambda: measure_policies(page, device, shape, *sizes, *part))
     page.fell_back += [

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.checks import at_least
 from neo_desktop import native
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
@@ -45,7 +44,6 @@ class CpuAttentionOptions:
             raise ValueError(f"KV cannot be {self.dtype}; choose from {names}")
         if self.block_size < 16 or self.block_size % 16 != 0:
             raise ValueError(f"block_size is {self.block_size}; keys in pairs need a multiple of 16")
-        at_least(self, 0, "num_threads")
 
     @property
     def page_tokens(self) -> int:

@@ -302,6 +302,10 @@ class ModelRunner(Executor):
     def _tries_graphs(self) -> bool:
         return self._has_graphs and self._pause == 0 and fallbacks.level("graphs") != "eager"
 
+    def forget_graphs(self) -> None:
+        """Drop all graphs: their work has changed, or their memory is needed."""
+        self._backend.forget()
+
     def give_up(self) -> None:
         """End all waits for the current iteration; any thread may call this when the iteration cannot end."""
         self._watch.give_up()

@@ -1,13 +1,64 @@
-"""Grids of sizes for stage measurements, in growing steps up to the scheduler's limits."""
+"""Measuring points: the stages of an iteration, and grids of sizes up to the scheduler's limits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import product
 
-from neo_desktop.engine.profiling.points import NEAR, Point, Stage
-from neo_desktop.engine.profiling.stage_timer import StageTimer
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
+
+# the tier whose KV prompts attend to fastest
+NEAR = next(tier for tier in MEASURED_TIERS if not tier.host_attends)
+LINEAR_CONTEXT = 4096  # a row's linear stages take about as long as attention to such a context
+
+
+class Stage(StrEnum):
+    """A part of an iteration, named like its table in `TableCostModel`."""
+
+    LINEAR = "linear"  # x: tokens
+    HEAD = "head"  # x: rows
+    OFFLOAD = "offload"  # x: requests; measured with CPU attention
+    TRANSFER = "transfer"  # x: tokens
+    FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
+    LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
+    GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
+    CPU_ATTENTION = "cpu_attention"  # x: requests, y: mean context
+
+    @property
+    def tier(self) -> KVTier | None:
+        """KV tier of decode attention; None: another stage."""
+        label = self.value.removesuffix("_attention")
+        return next((tier for tier in MEASURED_TIERS if tier.label == label), None)
+
+    @property
+    def is_attention(self) -> bool:
+        """True if the time depends on the layer's sliding window."""
+        return self.is_prefill or self.tier is not None
+
+    @property
+    def is_prefill(self) -> bool:
+        """True if this is a prompt chunk's attention."""
+        return self in (Stage.FIRST_CHUNK_ATTENTION, Stage.LATER_CHUNK_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A stage at one size; `Stage` defines x and y."""
+
+    stage: Stage
+    x: int
+    y: int = 1
+
+    @property
+    def work(self) -> int:
+        """A measure roughly proportional to the time of large iterations."""
+        return self.x * (LINEAR_CONTEXT + self.y)
+
+
+Capacity = Callable[[KVTier], int]
+"""Returns how many tokens the measured attention of a tier can cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +77,33 @@ class Grid:
         return (*self.spanning, *self.between)
 
 
-def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
-    """Return `stage -> grid`: urgent stages first, then stages that profit from leftover time."""
+def stage_grids(
+    capacity: Capacity, config: ModelConfig, limits: SchedulerLimits, *, attends_alike: bool, has_splits: bool
+) -> dict[Stage, Grid]:
+    """Return `stage -> grid`: urgent stages first, then stages that profit from leftover time.
+
+    Args:
+        attends_alike: decode attention is equal in all tiers, so one is measured.
+        has_splits: chunks of prompts do not show the linear stages, because they run in a few layers.
+    """
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
+    chunks = _first_chunk_grid(capacity, config, tokens)
+    longest = 0 if has_splits else max(point.x for point in chunks.points)
+    linear = [x for x in _sizes(1, tokens) if x <= requests or x > longest]
     grids = {
-        Stage.LINEAR: _line(Stage.LINEAR, tokens),
-        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, config, requests),
-        Stage.FIRST_CHUNK_ATTENTION: _first_chunk_grid(timer, config, tokens),
-        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(timer, config, tokens),
+        Stage.FIRST_CHUNK_ATTENTION: chunks,
+        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(capacity, config, tokens),
+        Stage.LINEAR: _line(Stage.LINEAR, linear),
+        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, capacity, config, requests),
     }
-    if not timer.attends_alike:
-        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
-    grids[Stage.HEAD] = _line(Stage.HEAD, requests)
-    grids[Stage.OFFLOAD] = _line(Stage.OFFLOAD, requests)  # early: it finds out whether flags work
-    grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
-    grids[Stage.SWAP] = _line(Stage.SWAP, tokens)
+    if not attends_alike:
+        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, capacity, config, requests)
+    grids[Stage.HEAD] = _line(Stage.HEAD, _sizes(1, requests))
+    grids[Stage.TRANSFER] = _line(Stage.TRANSFER, _sizes(1, tokens))
     return grids
 
 
-def _line(stage: Stage, most: int) -> Grid:
-    xs = _sizes(1, most)
+def _line(stage: Stage, xs: Sequence[int]) -> Grid:
     return _grid([Point(stage, x) for x in xs], xs, [1])
 
 
@@ -59,29 +117,29 @@ def _sizes(least: int, most: int) -> list[int]:
     return sorted(size for size in sizes if least <= size <= most)
 
 
-def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requests: int) -> Grid:
+def _decode_grid(stage: Stage, capacity: Capacity, config: ModelConfig, most_requests: int) -> Grid:
     """Return requests x mean context, limited to the pool's capacity, with at least two values each."""
     assert stage.tier is not None
-    capacity = timer.capacity_tokens(stage.tier)
-    contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
-    requests = _axis(1, 4, min(most_requests, capacity // contexts[0]))
+    most_tokens = capacity(stage.tier)
+    contexts = _axis(16, 4, min(config.max_context_tokens, most_tokens))
+    requests = _axis(1, 4, min(most_requests, most_tokens // contexts[0]))
     points = [
         Point(stage, x, y)
         for x, y in product(requests, contexts)
-        if x * y <= capacity or (x in requests[:2] and y in contexts[:2])
+        if x * y <= most_tokens or (x in requests[:2] and y in contexts[:2])
     ]
     return _grid(points, requests, contexts)
 
 
-def _first_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
+def _first_chunk_grid(capacity: Capacity, config: ModelConfig, most_tokens: int) -> Grid:
     """Return tokens of a chunk; a single token would be a decode."""
-    sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(timer, config)), 2)))
+    sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(capacity, config)), 2)))
     return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
 
 
-def _later_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
+def _later_chunk_grid(capacity: Capacity, config: ModelConfig, most_tokens: int) -> Grid:
     """Return chunk tokens x context at the chunk's end. The product is the work: masking saves nothing."""
-    most_context = _most_context(timer, config)
+    most_context = _most_context(capacity, config)
     chunks = _axis(8, 4, max(min(most_tokens, most_context), 2))
     contexts = _axis(16, 4, max(most_context, 2 * chunks[1]))
     points = [
@@ -100,8 +158,8 @@ def _ordinary(sizes: Sequence[int]) -> list[int]:
     return sorted({sizes[0], sizes[-1], *(size * 15 // 16 | 1 for size in sizes[1:-1])})
 
 
-def _most_context(timer: StageTimer, config: ModelConfig) -> int:
-    return min(config.max_context_tokens, timer.capacity_tokens(NEAR))
+def _most_context(capacity: Capacity, config: ModelConfig) -> int:
+    return min(config.max_context_tokens, capacity(NEAR))
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:

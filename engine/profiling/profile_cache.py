@@ -33,7 +33,7 @@ from neo_desktop.models.experts_config import ExpertsConfig
 logger = logging.getLogger(__name__)
 
 SHARE_DIGITS = 1  # of weight shares: a tenth changes little
-PROFILER_VERSION = 13  # raise it when the measurements or their method change
+PROFILER_VERSION = 14  # raise it when the measurements or their method change
 
 
 def load_or_profile(

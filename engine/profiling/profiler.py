@@ -2,9 +2,8 @@
 
 Method, and limits on its cost:
 
-- Stages run as in iterations, captured if iterations use graphs (see `StageTimer`).
-- One layer stands for all, another one in each turn. Sizes grow by factors: times are curved at small sizes
-  and straight lines at large ones.
+- Stages are those of whole iterations of a few layers (see `IterationTimer`). Sizes grow by factors: times
+  are curved at small sizes and straight lines at large ones.
 - Every table has a share of the time, plus the time that earlier tables left. Its points first run once each,
   to warm up and to learn their cost: a few that span the range, then those between. Points that would take
   too long, or do not fit into memory, are left out; the model interpolates or extrapolates them. The
@@ -16,29 +15,28 @@ Method, and limits on its cost:
 
 import logging
 import math
-import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
-from neo_desktop.engine.cuda.errors import StreamMemoryError, is_out_of_memory
-from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.batch import DeviceMemoryError
+from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
-from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.predict.cost_model import NOTHING, UNSHARED, Curve, Surface, TableCostModel
-from neo_desktop.engine.profiling.grids import Grid, stage_grids
-from neo_desktop.engine.profiling.points import Point, Stage
-from neo_desktop.engine.profiling.rates import measured_memory_shares
-from neo_desktop.engine.profiling.stage_timer import StageTimer
+from neo_desktop.engine.profiling.grids import Grid, Point, Stage, stage_grids
+from neo_desktop.engine.profiling.iteration_timer import IterationTimer
+from neo_desktop.engine.profiling.rates import measured_duplex, measured_memory_shares, measured_swap
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.native.relay import RelayStalledError
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +50,13 @@ _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
 MIN_SECONDS = 1.5
 _SHARES = {  # of the time; device attention is measured only if it differs from the CPU's
-    Stage.LINEAR: 0.35,
-    Stage.CPU_ATTENTION: 0.2,
-    Stage.FIRST_CHUNK_ATTENTION: 0.05,
+    Stage.LINEAR: 0.15,
+    Stage.CPU_ATTENTION: 0.25,
+    Stage.FIRST_CHUNK_ATTENTION: 0.25,
     Stage.LATER_CHUNK_ATTENTION: 0.15,
-    Stage.HEAD: 0.25,
+    Stage.HEAD: 0.2,
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
-    Stage.SWAP: 0.03,
-    Stage.OFFLOAD: 0.03,
 }
 _WHAT = {
     Stage.LINEAR: "linear layers",
@@ -70,8 +66,6 @@ _WHAT = {
     Stage.HEAD: "sampling",
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
-    Stage.SWAP: "copies to the GPU",
-    Stage.OFFLOAD: "offload",
 }
 
 
@@ -99,59 +93,61 @@ def profile(
         seconds = min(MIN_SECONDS + decoder.nbytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
-    with closing(StageTimer(decoder, storage, limits, streams)) as timer:
+    with closing(IterationTimer(decoder, storage, limits, streams)) as timer:
         if decoder.has_splits:
             report(0.0, "weights in host memory")
             timer.measure_shares(limits.max_batch_tokens, seconds / 2)
-        return _tables(timer, decoder, limits, started, seconds, report)
+        capacity, is_divided = timer.capacity_tokens, decoder.has_splits
+        grids = stage_grids(
+            capacity, decoder.config, limits, attends_alike=timer.attends_alike, has_splits=is_divided
+        )
+        end = max(started + seconds, time.perf_counter() + seconds / 2)
+        times = _times(timer, grids, end, report)
+    if timer.is_cuda:
+        clear_workspaces(decoder.device)
+        return_memory()  # the largest sizes may have taken all free memory
+    tables = _tables(timer, decoder, times)
+    report(1.0, "done")
+    logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
+    row_bytes = decoder.config.kv_bytes_per_token(decoder.dtype) // decoder.config.num_layers
+    return replace(
+        tables,
+        swap=measured_swap(decoder.device, row_bytes, limits.max_batch_tokens),
+        duplex=measured_duplex(streams or WholeDevice(decoder.device)),
+        memory_shares=measured_memory_shares(decoder.device) if timer.is_cuda else UNSHARED,
+    )
 
 
-def _tables(
-    timer: StageTimer,
-    decoder: Decoder,
-    limits: SchedulerLimits,
-    started: float,
-    seconds: float,
-    report: Progress,
-) -> TableCostModel:
-    grids = stage_grids(timer, decoder.config, limits)
-    now = time.perf_counter()
-    end = max(started + seconds, now + seconds / 2)
+def _times(
+    timer: IterationTimer, grids: Mapping[Stage, Grid], end: float, report: Progress
+) -> dict[Point, float]:
+    """Measure all grids until `end`; return `point -> ms`."""
     total = left = sum(_SHARES[stage] for stage in grids)
     times: dict[Point, float] = {}
     for stage, grid in grids.items():
         report(1 - left / total, _WHAT[stage])
         # The remaining stages share the time that earlier ones left.
-        seconds_left = max(end - time.perf_counter(), 0.0)
-        seconds_left *= _SHARES[stage] / left
-        try:
-            times |= measure(timer, grid, seconds_left, decoder.config)
-        # stream memory ops do not work; fall back to threads
-        except (StreamMemoryError, RelayStalledError) as error:
-            fallbacks.limit("graphs", "device-only", str(error))
-            times |= measure(timer, grid, seconds_left, decoder.config)
+        seconds = max(end - time.perf_counter(), 0.0) * _SHARES[stage] / left
+        times = measure(timer, grid, seconds) | times
         left -= _SHARES[stage]
-    if timer.is_cuda:
-        clear_workspaces(decoder.device)
-        torch.cuda.empty_cache()  # the largest sizes may have taken all free memory
-    report(1.0, "done")
-    logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
+    return times
 
-    def curve(stage: Stage) -> Curve:
+
+def _tables(timer: IterationTimer, decoder: Decoder, times: Mapping[Point, float]) -> TableCostModel:
+    def curve(stage: Stage, times: Mapping[Point, float] = times) -> Curve:
         measured = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
         return Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
 
     host_linear = NOTHING
     if timer.is_cuda and timer.host_linear_ms:
-        host_ms = {point: typical_ms(values) for point, values in timer.host_linear_ms.items()}
-        measured = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
-        host_linear = Curve([x for x, _ in measured], rising([ms for _, ms in measured]))
+        host_linear = curve(Stage.LINEAR, {p: typical_ms(ms) for p, ms in timer.host_linear_ms.items()})
     attention = dict.fromkeys(MEASURED_TIERS, _surface(Stage.CPU_ATTENTION, times))
-    attention |= {stage.tier: _surface(stage, times) for stage in grids if stage.tier is not None}
+    measured = dict.fromkeys(point.stage for point in times)
+    attention |= {stage.tier: _surface(stage, times) for stage in measured if stage.tier is not None}
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
-        iteration_ms=statistics.median(timer.iteration_ms() for _ in range(5)),
+        iteration_ms=typical_ms(timer.outside_ms),
         linear=curve(Stage.LINEAR),
         head=curve(Stage.HEAD),
         offload=curve(Stage.OFFLOAD),
@@ -160,63 +156,64 @@ def _tables(
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
         attention=attention,
         host_linear=host_linear,
-        swap=curve(Stage.SWAP),
-        duplex=timer.copies.duplex(),
-        memory_shares=measured_memory_shares(decoder.device) if timer.is_cuda else UNSHARED,
         streamed_shares=decoder.streamed_shares,
         streamed_experts=decoder.streamed_experts,
     )
 
 
-def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) -> dict[Point, float]:
+def measure(timer: IterationTimer, grid: Grid, seconds: float) -> dict[Point, float]:
     """Return `point -> ms` for the points that fit into time and memory; see the module docstring.
+
+    Points of other stages that the iterations show are included.
 
     Raises:
         MemoryError: not even the smallest points fit into GPU memory.
     """
     start = time.perf_counter()
-    first_ms: dict[Point, float] = {}
+    costs_ms: dict[Point, float] = {}  # of the first, or a better, iteration of a point
+    first: dict[Point, float] = {}
+    samples: dict[Point, list[float]] = defaultdict(list)
     for points, share in ((grid.spanning, _SPANNING_SHARE), (grid.between, _BETWEEN_SHARE)):
         for point in points:
-            is_needed = len(first_ms) < 4
-            expected_ms = _expected_ms(point, first_ms)
+            is_needed = len(costs_ms) < 4
+            expected_ms = _expected_ms(point, costs_ms)
             limit = _SPANNING_SHARE if expected_ms / 1e3 < seconds * _CHEAP_SHARE else share
             if not is_needed and time.perf_counter() - start + expected_ms / 1e3 > seconds * limit:
                 continue
-            ms = _try(timer, point, 0)
-            for _ in range(_SECOND_CHANCES):
-                if ms is not None and ms > 2 * expected_ms:  # the first of its kind, or a disturbance
-                    ms = min(ms, _try(timer, point, 0) or ms)
-            if ms is not None:
-                first_ms[point] = ms
+            for _ in range(1 + _SECOND_CHANCES):
+                cost_ms, times = _try(timer, point, 0)
+                if not times:
+                    break
+                if cost_ms <= costs_ms.get(point, math.inf):
+                    costs_ms[point] = cost_ms
+                    first |= times
+                if cost_ms <= 2 * expected_ms:  # else the first of its kind, or a disturbance
+                    break
 
-    if len(first_ms) < min(4, len(grid.points)):
+    if len(costs_ms) < min(4, len(grid.points)):
         raise MemoryError(
             f"too little GPU memory is left to measure this computer ({_WHAT[grid.stage]}): close other "
             "programs, or leave more room with a lower cap on GPU memory"
         )
-    samples: dict[Point, list[float]] = {point: [] for point in first_ms}
     for turn in range(1, MAX_ROUNDS + 1):
-        for point, values in samples.items():
-            if first_ms[point] / 1e3 <= seconds - (time.perf_counter() - start):
-                ms = _try(timer, point, turn)
-                if ms is not None:
-                    values.append(ms)
-
-    # Layers with and without a sliding window differ; an iteration pays the mean over layers.
-    is_mixed = grid.stage.is_attention and len(set(config.layer_windows)) > 1
-    middle = statistics.fmean if is_mixed else typical_ms
-    return {point: middle(values or [first_ms[point]]) for point, values in samples.items()}
+        for point, cost_ms in costs_ms.items():
+            if cost_ms / 1e3 <= seconds - (time.perf_counter() - start):
+                for each, ms in _try(timer, point, turn)[1].items():
+                    samples[each].append(ms)
+    return {point: typical_ms(samples[point] or [ms]) for point, ms in first.items()}
 
 
-def _try(timer: StageTimer, point: Point, turn: int) -> float | None:
+def _try(timer: IterationTimer, point: Point, turn: int) -> tuple[float, dict[Point, float]]:
+    """Measure a point; return the duration in ms and the times, which are empty without memory."""
+    start = time.perf_counter()
     try:
-        return timer.time_ms(point, turn)
+        times = timer.time(point, turn)
     except RuntimeError as error:  # the scheduler will not use sizes that do not fit the GPU now
-        if not is_out_of_memory(error):
+        if not (isinstance(error, DeviceMemoryError) or is_out_of_memory(error)):
             raise
         logger.debug("no memory for %s", point)
-        return None
+        times = {}
+    return (time.perf_counter() - start) * 1e3, times
 
 
 def typical_ms(values: Sequence[float]) -> float:
@@ -232,7 +229,7 @@ def _expected_ms(point: Point, known: dict[Point, float]) -> float:
     return min([ms * point.work / work, *larger])
 
 
-def _surface(stage: Stage, times: dict[Point, float]) -> Surface:
+def _surface(stage: Stage, times: Mapping[Point, float]) -> Surface:
     """Put the measured points of a grid into a rectangle; extrapolate its missing corners."""
     known = {(point.x, point.y): ms for point, ms in times.items() if point.stage is stage}
     xs, ys = sorted({x for x, _ in known}), sorted({y for _, y in known})

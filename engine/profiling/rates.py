@@ -13,11 +13,12 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.cuda.errors import StreamMemoryError
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.predict.cost_model import MemoryShares
+from neo_desktop.engine.predict.cost_model import Curve, MemoryShares
 from neo_desktop.engine.predict.offloaded_matmul import Rates
+from neo_desktop.engine.profiling.device_rates import BOTH, CudaTimer, Direction
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
@@ -28,6 +29,7 @@ ROWS = 8192  # weight rows, for compute-bound matmuls
 WEIGHT_BYTES = 512 * 1024**2  # for bandwidth-bound matmuls; exceeds every cache, also a large GPU's
 MANY = 64  # input rows of a compute-bound matmul
 COPY_BYTES = 64 * 1024**2
+COPIES_IN_A_ROW = 4
 READ_BYTES = 256 * 1024**2
 READS_TOGETHER = 16
 HANDED_BYTES = 8192  # inputs of a matmul of one row
@@ -98,6 +100,28 @@ def measured_bus_share(device: torch.device) -> float:
     return own_s / (_least_s(_copy(device), device) / COPY_BYTES)
 
 
+def measured_swap(device: torch.device, row_bytes: int, most_tokens: int) -> Curve:
+    """Measure the copy of a layer's K and V, contiguous, from host memory to a device: over tokens, in ms.
+
+    Args:
+        row_bytes: K and V of a token.
+    """
+    sizes = (1, max(most_tokens, 2))
+    return Curve(sizes, [1e3 * _least_s(_copy(device, count * row_bytes), device) for count in sizes])
+
+
+def measured_duplex(streams: Streams) -> float:
+    """Measure the slowdown of copies over the bus in both directions at once: 1 to 2."""
+    if streams.device.type != "cuda":
+        return 1.0
+    timer = CudaTimer(streams, memory_bytes=0, matrix_size=0, transfer_bytes=COPY_BYTES)
+
+    def least_s(*ways: Direction) -> float:
+        return min(timer.transfer_seconds(COPY_BYTES, ways, COPIES_IN_A_ROW) for _ in range(_REPEATS))
+
+    return min(max(least_s(*BOTH) / max(map(least_s, BOTH)), 1.0), 2.0)
+
+
 def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
     """Return the bandwidth shares of copies and reads, from their rates alone and together.
 
@@ -141,9 +165,9 @@ def _product(device: torch.device, dtype: torch.dtype, count: int, rows: int) ->
     return _least_s(partial(linear.multiply, x, out), device), sum(linear.memory().values())
 
 
-def _copy(device: torch.device) -> Callable[[], Tensor]:
-    source = host_memory(lambda pin: torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=pin), device)
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+def _copy(device: torch.device, nbytes: int = COPY_BYTES) -> Callable[[], Tensor]:
+    source = host_memory(lambda pin: torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin), device)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=True)
 
 

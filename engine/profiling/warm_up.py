@@ -11,14 +11,12 @@ A single layer per kind is enough: layers reuse the same memory. Kinds differ in
 part of their matrices that is in host memory.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
@@ -31,7 +29,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.profiling.synthetic import ALL_SAMPLERS, plan_of, sequence, with_layers
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder
@@ -136,31 +134,23 @@ def _largest_plans(
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     for tier in tiers:
         each = min(tokens // requests, max_context_tokens)
-        yield _plan([_sequence(index, tier, 0, each) for index in range(requests)])
+        yield plan_of(_sequence(index, tier, 0, each) for index in range(requests))
         chunk = min(tokens, max_context_tokens)
-        yield _plan([_sequence(0, tier, 0, chunk)])
-        yield _plan([_sequence(0, tier, min(chunk, max_context_tokens - chunk), chunk)])
+        yield plan_of([_sequence(0, tier, 0, chunk)])
+        yield plan_of([_sequence(0, tier, min(chunk, max_context_tokens - chunk), chunk)])
     # A graph in its second run: the first run only executes the work piece by piece.
     context = min(max_context_tokens, NUM_BLOCKS * BLOCK_SIZE) - 1
     rows = min(requests, MAX_DECODES)
     decodes = [_sequence(index, tiers[index % len(tiers)], context, 1) for index in range(rows)]
     decodes.sort(key=lambda sequence: tiers.index(sequence.tier))
     for _ in range(2):
-        yield _plan(decodes)
-
-
-def _plan(sequences: Sequence[ScheduledSequence]) -> IterationPlan:
-    return IterationPlan((SubBatch(tuple(sequences)),))
+        yield plan_of(decodes)
 
 
 def _sequence(index: int, tier: KVTier, start: int, tokens: int) -> ScheduledSequence:
-    no_tokens = IntArray().view()
     num_blocks = -(-(start + tokens) // BLOCK_SIZE)
     table = IntArray((index + number) % NUM_BLOCKS for number in range(num_blocks)).view()
-    # The sampler's longest path.
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=1)
-    sampling = SamplingInput(params, 0, 0, start + tokens, no_tokens, no_tokens)
-    return ScheduledSequence(str(index), (0,) * tokens, start, tier, table, sampling)
+    return sequence(index, tier, start, tokens, table, ALL_SAMPLERS)
 
 
 def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
@@ -171,10 +161,4 @@ def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
         (window, *((name, split.resident_rows) for name, split in splits_of(weights)))
         for window, weights in zip(windows, decoder.layers, strict=True)
     ]
-    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    part = copy.copy(decoder)
-    part.layers = [decoder.layers[index] for index in chosen]
-    part.config = replace(
-        decoder.config, num_layers=len(chosen), layer_windows=tuple(windows[index] for index in chosen)
-    )
-    return part
+    return with_layers(decoder, [kinds.index(kind) for kind in dict.fromkeys(kinds)])

@@ -102,9 +102,9 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
             raise DeviceMemoryError("another program took it")
         return start(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "start", short_of_memory)
     lasting = replace(GREEDY, max_tokens=128)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        monkeypatch.setattr(ModelRunner, "start", short_of_memory)
         outputs = engine.generate([[index] for index in range(3, 35)], lasting)
         assert {len(output.token_ids) for output in outputs} == {128}
         assert_is_idle(engine)
@@ -121,8 +121,8 @@ def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
     def no_memory(self: ModelRunner, plan: IterationPlan) -> Wait:
         raise DeviceMemoryError("another program took it all")
 
-    monkeypatch.setattr(ModelRunner, "start", no_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        monkeypatch.setattr(ModelRunner, "start", no_memory)
         with pytest.raises(EngineError, match="no memory left: another program took it all"):
             engine.generate(prompts(3), GREEDY)
         assert_is_idle(engine)

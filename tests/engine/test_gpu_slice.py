@@ -9,11 +9,11 @@ import pytest
 import torch
 from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
-from suites import ignore, last
+from suites import ignore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.device_limit import DeviceOptions, run_device_limit
+from benchmarks import device_limit
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run as bench_run
 from neo_desktop.app.bench.options import BenchOptions
@@ -29,6 +29,7 @@ from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling import warm_up
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Stages
@@ -238,10 +239,8 @@ def test_an_engine_loads_measures_and_generates_inside(streams: RecordedStreams)
 
 
 def test_the_gpu_suite_runs_the_model_inside(streams: RecordedStreams) -> None:
-    options = DeviceOptions(
-        shape="tiny", device="cpu", batches=(1,), context_tokens=16, iterations=2, seconds=0.1
-    )
-    assert last(run_device_limit(options, ignore)).decode
+    options = EngineOptions(shape="tiny", device="cpu")
+    assert [row.batch for row in device_limit.measure(options, (1,), 16, count=2)] == [0, 1]
 
 
 def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

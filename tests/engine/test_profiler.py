@@ -1,15 +1,13 @@
 """The profiler's tables are finite, never fall, and cover every size that the scheduler may use."""
 
 import gc
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -17,32 +15,31 @@ from expert_models import expert_model
 from fallback_levels import KERNELS, Levels
 from hypothesis import given
 from hypothesis import strategies as st
-from imitated_streams import ImitatedBackend
+from imitated_streams import NOTHING, ImitatedBackend, Operation
 from pipeline_case import tiny_model
 
-from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.execute.backend import AnyProgram
-from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling import profiler, stage_timer
-from neo_desktop.engine.profiling.copy_timer import CopyTimer
-from neo_desktop.engine.profiling.grids import stage_grids
-from neo_desktop.engine.profiling.points import Point, Stage
+from neo_desktop.engine.profiling import profiler
+from neo_desktop.engine.profiling.grids import Grid, Point, Stage, stage_grids
+from neo_desktop.engine.profiling.iteration_timer import IterationTimer
 from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising
-from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.shares import UNMEASURED
-from neo_desktop.models.registry import random_model
+from neo_desktop.models.registry import random_model, stages_of
 from neo_desktop.models.shapes import shape
-from neo_desktop.native.relay import RelayStalledError
 
 CONFIG = shape("tiny")
 CPU = torch.device("cpu")
@@ -122,29 +119,24 @@ def test_progress_runs_from_start_to_end(decoder: Decoder) -> None:
     assert (shares[0], shares[-1]) == (0.0, 1.0)
 
 
-class FakeTimer(StageTimer):
+CAPACITY = 1 << 16
+
+
+def grids_of(config: ModelConfig, limits: SchedulerLimits, capacity: int = CAPACITY) -> dict[Stage, Grid]:
+    return stage_grids(lambda _: capacity, config, limits, attends_alike=True, has_splits=False)
+
+
+class FakeTimer(IterationTimer):
     """A timer with a formula for times and its own clock."""
 
-    capacity = 1 << 16
-
     def __init__(self, cost_ms: Callable[[Point], float], clock: list[float]) -> None:
-        self.is_cuda, self.attends_alike = False, True
         self.cost_ms = cost_ms
         self.clock = clock
-        self.calls: list[Point] = []
-        self.copies = cast("CopyTimer", SimpleNamespace(duplex=lambda: 1.25))
 
-    def capacity_tokens(self, tier: KVTier) -> int:
-        return self.capacity
-
-    def close(self) -> None:
-        pass
-
-    def time_ms(self, point: Point, turn: int) -> float:
-        self.calls.append(point)
+    def time(self, point: Point, turn: int) -> dict[Point, float]:
         ms = self.cost_ms(point)
         self.clock[0] += ms / 1e3
-        return ms
+        return {point: ms}
 
 
 @pytest.fixture
@@ -157,10 +149,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize("ms_per_token", [0.001, 1.0, 30.0])
 def test_measuring_keeps_to_its_time(clock: list[float], ms_per_token: float) -> None:
     timer = FakeTimer(lambda point: ms_per_token * point.work, clock)
-    grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
+    grids = grids_of(shape("llama-2-7b"), SchedulerLimits(2048, 256))
     for grid in grids.values():
         clock[0] = 0.0
-        times = measure(timer, grid, 2.0, CONFIG)
+        times = measure(timer, grid, 2.0)
         needed = sum(ms_per_token * point.work for point in grid.spanning[:4]) / 1e3
         assert clock[0] <= max(2.0, 3 * needed)
         assert len(times) >= 4
@@ -169,8 +161,8 @@ def test_measuring_keeps_to_its_time(clock: list[float], ms_per_token: float) ->
 
 def test_short_time_costs_density_before_range(clock: list[float]) -> None:
     timer = FakeTimer(lambda point: 0.1 * point.x, clock)
-    (grid,) = (stage_grids(timer, CONFIG, SchedulerLimits(512, 256))[stage] for stage in (Stage.LINEAR,))
-    times = measure(timer, grid, 0.15, CONFIG)
+    grid = grids_of(CONFIG, SchedulerLimits(512, 512))[Stage.LINEAR]
+    times = measure(timer, grid, 0.15)
     assert Point(Stage.LINEAR, 512) in times
     assert len(times) < len(grid.points)
 
@@ -178,9 +170,9 @@ def test_short_time_costs_density_before_range(clock: list[float]) -> None:
 def test_what_costs_next_to_nothing_is_measured_all_the_same(clock: list[float]) -> None:
     """The corner points of a surface can take most of its time; the points between them can be cheap."""
     timer = FakeTimer(lambda point: 1e-5 * point.work, clock)
-    grid = stage_grids(timer, shape("qwen2.5-0.5b"), SchedulerLimits(512, 256))[Stage.LATER_CHUNK_ATTENTION]
+    grid = grids_of(shape("qwen2.5-0.5b"), SchedulerLimits(512, 256))[Stage.LATER_CHUNK_ATTENTION]
     seconds = sum(1e-8 * point.work for point in grid.spanning) / 0.6
-    times = measure(timer, grid, seconds, CONFIG)
+    times = measure(timer, grid, seconds)
     assert set(grid.spanning) <= times.keys()
     assert {point for point in grid.between if 1e-8 * point.work < 0.01 * seconds} <= times.keys()
     assert len(times) < len(grid.points)
@@ -193,8 +185,8 @@ def test_points_without_memory_are_left_out(clock: list[float]) -> None:
         return 0.01 * point.x
 
     timer = FakeTimer(cost_ms, clock)
-    grid = stage_grids(timer, CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
-    times = measure(timer, grid, 10.0, CONFIG)
+    grid = grids_of(CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
+    times = measure(timer, grid, 10.0)
     assert max(point.x for point in times) == 96
 
 
@@ -203,9 +195,9 @@ def test_no_memory_at_all_is_told(clock: list[float]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     timer = FakeTimer(cost_ms, clock)
-    grid = stage_grids(timer, CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
+    grid = grids_of(CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
     with pytest.raises(MemoryError, match="close other programs"):
-        measure(timer, grid, 10.0, CONFIG)
+        measure(timer, grid, 10.0)
 
 
 def test_one_disturbance_does_not_show(clock: list[float]) -> None:
@@ -215,22 +207,21 @@ def test_one_disturbance_does_not_show(clock: list[float]) -> None:
         seen.append(point)
         return 1000.0 if len(seen) == 30 else 0.01 * point.x
 
-    grid = stage_grids(FakeTimer(cost_ms, clock), CONFIG, SchedulerLimits(512, 256))[Stage.LINEAR]
-    times = measure(FakeTimer(cost_ms, clock), grid, 10.0, CONFIG)
+    grid = grids_of(CONFIG, SchedulerLimits(512, 256))[Stage.LINEAR]
+    times = measure(FakeTimer(cost_ms, clock), grid, 10.0)
     assert all(ms == 0.01 * point.x for point, ms in times.items())
 
 
 def test_grids_span_what_the_scheduler_may_ask_for() -> None:
-    timer = FakeTimer(lambda _: 1.0, [0.0])
-    grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
+    grids = grids_of(shape("llama-2-7b"), SchedulerLimits(2048, 256))
     assert Stage.GPU_ATTENTION not in grids  # no GPU in this test
     assert {grids[stage].points[0].x for stage in grids} <= {1, 2, 8}
-    assert max(point.x for point in grids[Stage.LINEAR].points) == 2048
+    assert max(point.x for point in grids[Stage.LINEAR].points) == 256  # prompts show more rows
     assert max(point.x for point in grids[Stage.HEAD].points) == 256
     decode = grids[Stage.CPU_ATTENTION].points
     assert max(point.x for point in decode) == 256
     assert max(point.y for point in decode) == 4096
-    assert all(point.work <= timer.capacity_tokens(KVTier.HOST) for point in decode)
+    assert all(point.x * point.y <= CAPACITY for point in decode)
     first, later = grids[Stage.FIRST_CHUNK_ATTENTION].points, grids[Stage.LATER_CHUNK_ATTENTION].points
     assert all(2 <= point.x == point.y for point in first)
     assert max(point.x for point in first) == max(point.x for point in later) == 2048
@@ -248,15 +239,13 @@ def test_grids_span_what_the_scheduler_may_ask_for() -> None:
 def test_later_chunks_always_follow_something_and_make_a_surface(
     max_batch_tokens: int, capacity_blocks: int, max_context: int
 ) -> None:
-    timer = FakeTimer(lambda _: 1.0, [0.0])
-    timer.capacity = capacity_blocks * BLOCK_SIZE
     config = replace(CONFIG, max_context_tokens=max_context)
-    grid = stage_grids(timer, config, SchedulerLimits(max_batch_tokens, 1))[Stage.LATER_CHUNK_ATTENTION]
+    limits, capacity = SchedulerLimits(max_batch_tokens, 1), capacity_blocks * BLOCK_SIZE
+    grid = grids_of(config, limits, capacity)[Stage.LATER_CHUNK_ATTENTION]
     assert all(1 < point.x < point.y for point in grid.points)
     assert len({point.x for point in grid.points}) >= 2
     assert len({point.y for point in grid.points}) >= 2
-    most = max(max_batch_tokens, MIN_ROWS)
-    assert max(point.x for point in grid.points) <= most
+    assert max(point.x for point in grid.points) <= max(max_batch_tokens, 32)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
@@ -288,158 +277,68 @@ def test_missing_corners_follow_the_law_of_the_known_points(
             assert ms == pytest.approx(truth(x, y), rel=1e-3)
 
 
-@pytest.mark.parametrize("error", [StreamMemoryError("refused"), RelayStalledError("nothing came")])
-def test_where_flags_fail_threads_hand_over(
-    error: RuntimeError, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def takes_ms(point: Point) -> float:
-        if point.stage is Stage.OFFLOAD and fallbacks.level("graphs") == "host-flags":
-            raise error
-        return 5.0 if point.stage is Stage.OFFLOAD else 1.0
-
-    timer = FakeTimer(takes_ms, [0.0])
-    monkeypatch.setattr(timer, "iteration_ms", lambda: 1.0, raising=False)
-    monkeypatch.setattr(profiler, "StageTimer", lambda *_: timer)
-    tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
-    assert fallbacks.level("graphs") == "device-only"
-    assert (tables.offload_ms(4), tables.linear_ms(4)) == (5.0, 1.0)
-
-
-class WallClock:
-    """A CUDA event on the host's clock."""
-
-    def __init__(self, *, in_graph: bool) -> None:
-        self.at_s = 0.0
-
-    def record(self) -> None:
-        self.at_s = time.perf_counter()
-
-    def elapsed_time(self, end: "WallClock") -> float:
-        return (end.at_s - self.at_s) * 1e3
-
-
 class Gpu(ImitatedBackend):
-    """A launcher that records the mode of the last program."""
+    """An imitated GPU with a timeline."""
 
-    way: tuple[bool, bool]  # ran as a graph, and signaled the CPU by flags
+    timeline: Timeline
+    with_flags = False
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
-        is_first = super().start(program, with_flags=with_flags, with_graphs=with_graphs)
-        self.way = self.num_graphs_launched > 0, with_flags
-        return is_first
+        self.with_flags = with_flags
+        return super().start(program, with_flags=with_flags, with_graphs=with_graphs)
+
+    def _do(self, operation: Operation) -> None:
+        start_ns = time.perf_counter_ns()
+        super()._do(operation)
+        if operation.stage is not NOTHING:
+            self.timeline.add(operation.lane, operation.stage, start_ns, time.perf_counter_ns())
 
 
-@pytest.fixture
-def device_pool() -> KVPool:
-    return KVPool(CONFIG, 64, BLOCK_SIZE, torch.float32, CPU, DeviceLayer)
+def on_gpu(gpu: Gpu, part: Decoder, storage: KVStorage, timeline: Timeline) -> ModelRunner:
+    """Make a model runner for an imitated GPU, whose kernels are torch's operators."""
+    gpu.timeline = timeline
+    capacity = Capacity.of(64, 16, 1024, BLOCK_SIZE)
+    stages = stages_of(part, dispatch)
+    return ModelRunner(stages, storage, capacity, gpu, num_programs=8, uses_gpu=True, timeline=timeline)
 
 
-@pytest.fixture
-def host_pool() -> KVPool:
-    return storage_of(host=64)[KVTier.HOST]
-
-
-@pytest.fixture
-def gpu() -> Gpu:
-    return Gpu()
-
-
-@pytest.fixture
-def gpu_timer(
-    levels: Levels, device_pool: KVPool, host_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StageTimer]:
-    """Return a timer on an imitated GPU, whose kernels are torch's operators."""
-    monkeypatch.setattr(stage_timer, "timed_event", WallClock)
-    levels(**dict.fromkeys(KERNELS, "torch"))
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.OFFLOAD])
+def test_on_a_gpu_stages_are_those_of_iterations(levels: Levels, stage: Stage) -> None:
+    gpu, point = Gpu(), Point(stage, 8, 24 if stage.is_attention else 1)
     model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_tiles=False))
-    storage = KVStorage({KVTier.DEVICE: device_pool, KVTier.HOST: host_pool})
-    with closing(StageTimer(model, storage, LIMITS, gpu=gpu)) as timer:
-        yield timer
+    device_pool = KVPool(CONFIG, 64, BLOCK_SIZE, torch.float32, CPU, DeviceLayer)
+    storage = KVStorage({KVTier.DEVICE: device_pool, KVTier.HOST: storage_of(host=64)[KVTier.HOST]})
+    kernels = dict.fromkeys(KERNELS, "torch")
+    levels(**kernels)
+    with closing(IterationTimer(model, storage, LIMITS, build=partial(on_gpu, gpu))) as timer:
+        for turn in range(2):
+            assert timer.time(point, turn)[point] > 0
+            assert gpu.was_graph
+            assert gpu.with_flags
+    levels(graphs="eager", **kernels)
+    with closing(IterationTimer(model, storage, LIMITS, build=partial(on_gpu, gpu))) as timer:
+        assert timer.time(point, 0)[point] > 0
+        assert not gpu.was_graph
+        assert not gpu.with_flags
 
 
-@pytest.mark.parametrize(
-    ("stage", "is_graph", "with_flags"),
-    [
-        (Stage.LINEAR, True, False),
-        (Stage.GPU_ATTENTION, True, False),
-        (Stage.OFFLOAD, True, True),
-        (Stage.TRANSFER, False, True),
-        (Stage.SWAP, False, False),
-        (Stage.FIRST_CHUNK_ATTENTION, False, False),
-        (Stage.LATER_CHUNK_ATTENTION, False, False),
-    ],
-)
-def test_on_a_gpu_stages_run_as_iterations_run_them(
-    gpu_timer: StageTimer, gpu: Gpu, levels: Levels, stage: Stage, is_graph: bool, with_flags: bool
-) -> None:
-    point = Point(stage, 8, 24)
-    for turn in range(2):
-        assert gpu_timer.time_ms(point, turn) > 0
-        assert gpu.way == (is_graph, with_flags)
-        assert not gpu.has_graphs  # no graph is kept
-    levels(graphs="device-only")
-    assert gpu_timer.time_ms(point, 2) > 0
-    assert gpu.way == (is_graph and not with_flags, False)
-    levels(graphs="eager")
-    assert gpu_timer.time_ms(point, 3) > 0
-    assert gpu.way == (False, False)
+def test_attention_of_the_cpu_shows_what_its_rows_cost_on_the_way(decoder: Decoder) -> None:
+    storage = storage_of(device=64, host=64)
+    with closing(IterationTimer(decoder, storage, LIMITS)) as timer:
+        times = timer.time(Point(Stage.CPU_ATTENTION, 8, 24), 0)
+    assert {point.stage for point in times} == {Stage.CPU_ATTENTION, Stage.OFFLOAD, Stage.LINEAR}
+    assert {point.x for point in times} == {8}
 
 
-def test_copies_both_ways_are_compared_with_the_longer_of_both(
-    gpu_timer: StageTimer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The least of several times counts; the ratio stays between 1 (one direction) and 2 (both in turn)."""
-    assert 1.0 <= gpu_timer.copies.duplex() <= 2.0
-    disturbances = itertools.cycle((0.5, 0.0, 9.0))
-    took = {(Lane.SWAP_IN,): 4.0, (Lane.SWAP_OUT,): 5.0}
-
-    @contextmanager
-    def timed(lanes: tuple[Lane, ...]) -> Iterator[float]:
-        yield took[lanes] + next(disturbances)
-
-    monkeypatch.setattr(gpu_timer.copies, "_copies", SimpleNamespace(ways=lambda lanes: lanes))
-    monkeypatch.setattr(gpu_timer.copies, "_run", timed)
-    for both, expected in ((6.0, 1.2), (3.0, 1.0), (20.0, 2.0)):
-        took[Lane.SWAP_IN, Lane.SWAP_OUT] = both
-        assert gpu_timer.copies.duplex() == pytest.approx(expected)
-
-
-def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(
-    gpu_timer: StageTimer, device_pool: KVPool
-) -> None:
-    gpu_timer.time_ms(Point(Stage.LINEAR, 24), 0)
-    for part in device_pool.parts:
-        is_stored = part.flatten(3).any(dim=3)  # [layers, blocks, block_size]
-        assert (
-            is_stored.any(dim=2).sum(dim=1).tolist() == [2] * CONFIG.num_layers
-        )  # whole blocks but the last
-        assert is_stored.sum() == 24 * CONFIG.num_layers
-
-
-@pytest.mark.parametrize("level", ["host-flags", "device-only"])
-def test_transfers_that_are_measured_bring_blocks_to_the_host_and_back(
-    gpu_timer: StageTimer, device_pool: KVPool, host_pool: KVPool, levels: Levels, level: str
-) -> None:
-    levels(graphs=level)
-
-    def num_rows(pool: KVPool) -> list[int]:
-        """Return the number of nonzero rows per layer."""
-        slots = torch.arange(pool.num_blocks * BLOCK_SIZE)
-        rows = torch.empty(2, len(slots), CONFIG.num_kv_heads, CONFIG.head_dim)
-        counts = []
-        for index in range(CONFIG.num_layers):
-            pool.layer(index).read(slots, rows)
-            counts.append(int(rows.flatten(2).any(dim=2).sum()))
-        return counts
-
-    for part in device_pool.parts:
-        part.fill_(1)
-    gpu_timer.time_ms(Point(Stage.TRANSFER, 32), 0)
-    assert num_rows(host_pool) == [2 * 32] * CONFIG.num_layers
-    for part in device_pool.parts:
-        part.zero_()
-    gpu_timer.time_ms(Point(Stage.TRANSFER, 64 * BLOCK_SIZE), 1)
-    assert num_rows(device_pool) == [2 * 32] * CONFIG.num_layers
+def test_a_sliding_window_counts_in_its_layers_alone() -> None:
+    """Of four layers, one attends to all tokens."""
+    windows = (16, 16, 16, None)
+    model = tiny_model(windows)
+    pools = {t: KVPool(model.config, 512, BLOCK_SIZE, torch.float32, CPU) for t in MEASURED_TIERS}
+    with closing(IterationTimer(model, KVStorage(pools), LIMITS)) as timer:
+        layers = timer._layers_for(Point(Stage.HEAD, 1))
+        assert {windows[layer] for layer in layers[:-1]} == set(windows)
+        assert timer._mean_of(layers, {0: 1.0, 1: 9.0}) == pytest.approx(3.0)
 
 
 @pytest.mark.gpu
@@ -466,24 +365,23 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     ("is_gpu", "graphs"),
     [(False, "host-flags"), (True, "host-flags"), (True, "device-only"), (True, "eager")],
 )
-def test_a_model_with_weights_in_host_memory(
-    is_gpu: bool, graphs: str, levels: Levels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_weights_in_host_memory(is_gpu: bool, graphs: str, levels: Levels) -> None:
     """Measured rates divide its matrices, and the tables describe that division."""
     levels(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
-    monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     names = {name: 64 for name, _ in CONFIG.each_matrix() if name != "head"}
     model = tiny_model(
         (None,) * CONFIG.num_layers, form=OffloadedFormat(Dense(uses_tiles=False), DENSE, names)
     )
     limits = SchedulerLimits(max_batch_tokens=16, max_batch_requests=4)
-    storage = storage_of(device=16, host=16)
-    backend = ImitatedBackend()
-    with closing(StageTimer(model, storage, limits, gpu=backend if is_gpu else None)) as timer:
-        ms = [timer.time_ms(Point(Stage.LINEAR, rows), 0) for rows in (1, 3, 16)]
-        if is_gpu:  # no graph can hold the threads' work
-            assert backend.was_graph is (graphs == "host-flags")
-        assert all(each > 0 for each in ms)
+    storage, gpu = storage_of(device=16, host=16), Gpu()
+    with closing(
+        IterationTimer(model, storage, limits, build=partial(on_gpu, gpu) if is_gpu else None)
+    ) as timer:
+        for rows in (1, 3, 4):
+            point = Point(Stage.LINEAR, rows)
+            assert timer.time(point, 0)[point] > 0
+            if is_gpu:  # no graph can hold the threads' work
+                assert gpu.was_graph is (graphs == "host-flags")
         assert all(each > 0 for values in timer.host_linear_ms.values() for each in values)
         assert len(timer.host_linear_ms) == 3
     if not is_gpu:

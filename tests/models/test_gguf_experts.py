@@ -11,7 +11,7 @@ from gguf_files import dequantised, joined, write_gguf
 from torch import Tensor
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.profiling.stage_timer import StageTimer
+from neo_desktop.engine.profiling.iteration_timer import IterationTimer
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
@@ -157,11 +157,11 @@ def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
     """Quantised rows are split, and the CPU computes its part; of float models, some experts are streamed."""
     share = StreamedShares((4, 5), (0.0, 0.5 if type_name == "F32" else 0.0))
 
-    def fixed(timer: StageTimer, max_rows: int, seconds: float) -> None:
+    def fixed(timer: IterationTimer, max_rows: int, seconds: float) -> None:
         decoder = timer._decoder
         decoder.streamed_shares = decoder.streamed_experts = share
 
-    monkeypatch.setattr(StageTimer, "measure_shares", fixed)
+    monkeypatch.setattr(IterationTimer, "measure_shares", fixed)
     model, architecture = model_of("qwen3moe", make_checkpoint)
     path = write_gguf(tmp_path / "model.gguf", model, architecture=architecture, type_name=type_name)
     prompts = [TOKENS[first : first + length].tolist() for first, length in ((0, 3), (5, 30), (20, 11))]

@@ -1,0 +1,317 @@
+"""Times the stages of synthetic iterations, which the model runner carries out like all others.
+
+The timeline of the device's lane divides an iteration without gaps:
+
+    |inputs|linear 0|attention|linear 1|attention|linear 2|tokens|
+    <outside>       < a layer's decodes>                  < head >
+                    |q, k, v|CPU attention|o|     in place of attention, if the CPU attends
+
+A few layers stand for all: their weights exceed every cache, and each kind of attention occurs. Prompts
+reuse weights and need fewer layers. One more layer ends them. No token is chosen unless the head is measured.
+If a matrix is offloaded, linear stages are measured with all layers, which differ in their resident rows.
+"""
+
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from neo_desktop.engine.batch import BlockCopy, IterationPlan
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.layout import MAX_DECODES
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.execute.timeline import Span, Timeline
+from neo_desktop.engine.execute.moves import NAME as COPIES
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.profiling.grids import NEAR, Point, Stage
+from neo_desktop.engine.profiling.regions import Region, region_bytes, stand_in_blocks
+from neo_desktop.engine.profiling.shares import measured_shares
+from neo_desktop.engine.profiling.synthetic import GREEDY, plan_of, sequence, with_layers
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.decoder import Decoder, Experts
+from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.linear.shares import StreamedShares
+from neo_desktop.models.traced.decoder import TracedDecoder
+
+MOST_RUNS = 3  # launched one by one, captured, launched as a graph
+SHORT_CONTEXT = BLOCK_SIZE  # of decodes whose attention does not matter
+FEW_ROWS = 8  # of an iteration whose time outside the layers counts
+EXPERT_MATRICES = ("gate", "up", "down")
+
+Build = Callable[[Decoder, KVStorage, Timeline], ModelRunner]
+
+
+class IterationTimer:
+    """Runs synthetic iterations and returns the times of their stages, per layer if layers have the stage.
+
+    The timer uses the KV pools of `storage` in place and overwrites them, so it must run before the first
+    request. A small pool stands in for a pool that the policy lacks.
+
+    Args:
+        streams: CUDA streams for the decoder's device; None: the whole device.
+        build: makes a model runner; None: `build_executor`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        limits: SchedulerLimits,
+        streams: Streams | None = None,
+        build: Build | None = None,
+    ) -> None:
+        used_streams = streams or WholeDevice(decoder.device)
+        most_tokens, most_requests = limits.max_batch_tokens, limits.max_batch_requests
+        self._build = build or (
+            lambda part, pools, timeline: build_executor(
+                part, pools, most_tokens, most_requests, timeline, used_streams
+            )
+        )
+        self._decoder = decoder
+        self.is_cuda = decoder.device.type == "cuda"
+        self._most_decodes = min(most_requests, MAX_DECODES)
+        pools = {tier: _pool_of(tier, decoder, storage) for tier in MEASURED_TIERS}
+        self._storage = KVStorage(pools, storage.states)
+        self._all_layers = range(decoder.config.num_layers)
+        self._few_layers, self._layers = _chosen_layers(decoder)
+        written = self._all_layers if decoder.has_splits else {*self._few_layers, *self._layers}
+        self._regions = {tier: Region.of(decoder, pool, written) for tier, pool in pools.items()}
+        # True if decode attention is equal in all tiers: the same kind of memory and dtype.
+        self.attends_alike = not self.is_cuda and len({(p.kind, p.dtype) for p in pools.values()}) == 1
+        self._timeline = Timeline(max_spans=0)
+        self._runner: tuple[Sequence[int], ModelRunner] | None = None  # its layers
+        self._random = random.Random(0)
+        self.outside_ms: list[float] = []  # of iterations of few rows: all time before the first layer
+        # The CPU's part in a layer's linear stages, one value per measurement.
+        self.host_linear_ms: defaultdict[Point, list[float]] = defaultdict(list)
+
+    def capacity_tokens(self, tier: KVTier) -> int:
+        """Return how many tokens the measured attention of one layer can cover."""
+        return self._regions[tier].num_tokens
+
+    def close(self) -> None:
+        """Stop the model runner's threads, and free its memory."""
+        if self._runner is not None:
+            _, runner = self._runner
+            runner.forget_graphs()
+            runner.close()
+            self._runner = None
+
+    def time(self, point: Point, turn: int) -> dict[Point, float]:
+        """Measure a point once; return it and what else the iteration shows, in ms.
+
+        Args:
+            turn: number of this measurement; it selects the blocks.
+
+        Raises:
+            RuntimeError: the GPU has too little free memory, among others.
+        """
+        runner, plan = self._runner_for(point), self._plan(point, turn)
+        for _ in range(MOST_RUNS):
+            begun_ns = time.perf_counter_ns()
+            result = runner.execute(plan)
+            ended_ns = time.perf_counter_ns()
+            if not result.timing.is_first:
+                break
+        spans = self._timeline.last
+        layers = self._layers_for(point)
+        if point.stage is Stage.TRANSFER:
+            return {point: _copies_ms(spans) / len(layers)}
+        times = _IterationTimes(spans, len(layers))
+        tokens = plan.sub_batches[0].num_tokens
+        is_decode = len(plan.sub_batches[0].sequences) == tokens
+        found: dict[Point, float] = {}
+        if point.stage is Stage.LINEAR and self._decoder.has_splits:
+            found[point] = times.mean_linear_ms
+            self.host_linear_ms[point].append(times.host_linear_ms)
+        elif not self._decoder.has_splits and is_decode is (tokens <= self._most_decodes):
+            found[Point(Stage.LINEAR, tokens)] = times.linear_ms
+        if point.stage is Stage.HEAD:
+            found[point] = max(ended_ns - times.end_ns, 0) / 1e6
+        if is_decode and tokens <= FEW_ROWS:
+            self.outside_ms.append(max(times.start_ns - begun_ns, 0) / 1e6)
+        if point.stage.is_attention:
+            attends_on_host = point.stage.tier is not None and point.stage.tier.host_attends
+            attention_ms = times.host_attention_ms if attends_on_host else times.between_ms
+            found[point] = self._mean_of(layers, attention_ms)
+            if attends_on_host:
+                left = [times.between_ms[layer] - attention_ms[layer] for layer in attention_ms]
+                found[Point(Stage.OFFLOAD, tokens)] = max(median(left), 0.0)
+        return found
+
+    def measure_shares(self, max_rows: int, seconds: float) -> None:
+        """Find and set the best division of offloaded matrices, then of experts in host memory.
+
+        Args:
+            max_rows: of a matmul.
+            seconds: approximate duration.
+        """
+        decoder, names = self._decoder, _undecided_shares(self._decoder)
+        for name in names:
+
+            def ms(rows: int, shares: StreamedShares, name: str = name) -> float:
+                setattr(decoder, name, shares)
+                if self._runner is not None:
+                    self._runner[1].forget_graphs()
+                point = Point(Stage.LINEAR, rows)
+                return self.time(point, 0)[point]
+
+            setattr(decoder, name, measured_shares(ms, max_rows, seconds / len(names)))
+
+    def _layers_for(self, point: Point) -> Sequence[int]:
+        match point.stage:
+            case Stage.LINEAR if self._decoder.has_splits:
+                return self._all_layers
+            case Stage.TRANSFER if not self._decoder.has_splits:
+                return self._all_layers  # moves run one layer ahead
+            case Stage.FIRST_CHUNK_ATTENTION | Stage.LATER_CHUNK_ATTENTION | Stage.HEAD:
+                return self._few_layers
+        return self._layers
+
+    def _runner_for(self, point: Point) -> ModelRunner:
+        layers = self._layers_for(point)
+        if self._runner is None or self._runner[0] != layers:
+            self.close()
+            pools = {tier: self._storage[tier].with_layers(layers) for tier in self._storage.tiers}
+            storage = KVStorage(pools, self._storage.states)
+            self._runner = layers, self._build(with_layers(self._decoder, layers), storage, self._timeline)
+        return self._runner[1]
+
+    def _plan(self, point: Point, turn: int) -> IterationPlan:
+        if point.stage is Stage.TRANSFER:
+            return self._moves(point.x, turn)
+        if point.stage.is_prefill:
+            return self._sequences(NEAR, [(point.y - point.x, point.x)], turn)
+        if point.stage.tier is not None:
+            lens = self._context_lens(point.x, point.y)
+            return self._sequences(point.stage.tier, [(length - 1, 1) for length in lens], turn)
+        longest = min(self._decoder.config.max_context_tokens, self.capacity_tokens(NEAR))
+        if point.stage is Stage.HEAD or point.x <= self._most_decodes:
+            decodes = [(min(SHORT_CONTEXT, longest) - 1, 1)] * point.x
+            return self._sequences(NEAR, decodes, turn, is_sampled=point.stage is Stage.HEAD)
+        starts = range(0, point.x, longest)
+        return self._sequences(NEAR, [(0, min(longest, point.x - start)) for start in starts], turn)
+
+    def _sequences(
+        self, tier: KVTier, parts: Sequence[tuple[int, int]], turn: int, *, is_sampled: bool = False
+    ) -> IterationPlan:
+        """Return the plan of requests, each given by its computed tokens and the tokens to compute.
+
+        Args:
+            is_sampled: choose a token of each request.
+        """
+        tables = self._regions[tier].tables([start + tokens for start, tokens in parts], turn)
+        return plan_of(
+            sequence(index, tier, *part, table, GREEDY if is_sampled else None)
+            for index, (part, table) in enumerate(zip(parts, tables, strict=True))
+        )
+
+    def _moves(self, tokens: int, turn: int) -> IterationPlan:
+        """Return a plan that moves blocks beside a decode; the direction alternates."""
+        source, target = MEASURED_TIERS if turn % 2 == 0 else MEASURED_TIERS[::-1]
+        most = min(len(region.order) for region in self._regions.values())
+        count = min(-(-tokens // BLOCK_SIZE), most)
+        pairs = zip(*(self._regions[tier].blocks(count, turn) for tier in (source, target)), strict=True)
+        copies = [BlockCopy(source, old, target, new) for old, new in pairs]
+        return replace(self._plan(Point(Stage.LINEAR, 1), turn), copies=tuple(copies))
+
+    def _context_lens(self, requests: int, mean_context: int) -> list[int]:
+        """Return contexts from half to one and a half times the mean: real requests differ."""
+        if requests == 1:
+            return [mean_context]
+        shares = [0.5 + self._random.random() for _ in range(requests)]
+        factor = mean_context * requests / sum(shares)
+        return [max(round(share * factor), 1) for share in shares]
+
+    def _mean_of(self, layers: Sequence[int], ms: Mapping[int, float]) -> float:
+        """Return the mean over the model's layers: a sliding window shortens attention."""
+        windows = self._decoder.config.layer_windows
+        measured: defaultdict[int | None, list[float]] = defaultdict(list)
+        for index, layer_ms in ms.items():
+            measured[windows[layers[index]]].append(layer_ms)
+        return fmean(median(measured[window]) for window in windows)
+
+
+class _IterationTimes:
+    """The stages of a recorded iteration, in ms.
+
+    The linear stages with number l are between the attention of layers l - 1 and l.
+    """
+
+    def __init__(self, spans: Sequence[Span], num_layers: int) -> None:
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        attention_ns: Counter[int] = Counter()
+        products_ns: Counter[int] = Counter()
+        for span in spans:
+            layer = span.stage.layer
+            if span.lane == Lane.DEVICE and span.stage.name == "linear":
+                starts[layer] = min(starts.get(layer, span.start_ns), span.start_ns)
+                ends[layer] = max(ends.get(layer, 0), span.end_ns)
+            elif span.stage.name == "CPU attention":
+                attention_ns[layer] += span.end_ns - span.start_ns
+            elif span.stage.name.endswith("on the CPU"):
+                products_ns[layer] += span.end_ns - span.start_ns
+        linear_ms = {layer: (ends[layer] - start) / 1e6 for layer, start in starts.items()}
+        # The first and the last linear stages together are those of a layer.
+        inner = [ms for layer, ms in linear_ms.items() if 0 < layer < num_layers]
+        self._linear_ms = inner or [sum(linear_ms.values())]
+        self.start_ns, self.end_ns = starts[0], max(ends.values())
+        # by layer, from its linear stages to the next ones
+        self.between_ms = {
+            layer: (starts[layer + 1] - ends[layer]) / 1e6 for layer in starts if layer + 1 in starts
+        }
+        self.host_attention_ms = {layer: attention_ns[layer] / 1e6 for layer in self.between_ms}
+        self.host_linear_ms = sum(products_ns.values()) / 1e6 / num_layers
+
+    @property
+    def linear_ms(self) -> float:
+        """Time of equal layers: single ones may be disturbed."""
+        return median(self._linear_ms)
+
+    @property
+    def mean_linear_ms(self) -> float:
+        """Time of layers that differ."""
+        return fmean(self._linear_ms)
+
+
+def _copies_ms(spans: Sequence[Span]) -> float:
+    copies = [span for span in spans if span.stage.name == COPIES]
+    return (max(span.end_ns for span in copies) - min(span.start_ns for span in copies)) / 1e6
+
+
+def _chosen_layers(decoder: Decoder) -> tuple[Sequence[int], Sequence[int]]:
+    """Return layers of each kind of attention, and others whose weights also exceed the caches; see above."""
+    config = decoder.config
+    every = range(config.num_layers)
+    if isinstance(decoder, TracedDecoder):
+        return every, every  # its stages are one piece
+    kinds = {config.layer_windows.index(window) for window in config.layer_windows}
+    layer_bytes = max(decoder.nbytes // config.num_layers, 1)
+    count = min(-(-region_bytes(decoder, decoder.device) // layer_bytes), config.num_layers)
+    spread = {index * config.num_layers // count for index in range(count)}
+    return [*sorted(kinds), every[-1]], [*sorted(kinds | spread), every[-1]]
+
+
+def _pool_of(tier: KVTier, decoder: Decoder, storage: KVStorage) -> KVPool:
+    pool = storage.get(tier)
+    if pool is not None and pool.num_blocks:
+        return pool
+    device = memory_of(tier, decoder.device)
+    num_blocks = stand_in_blocks(decoder, device)
+    return KVPool(decoder.config, num_blocks, BLOCK_SIZE, decoder.dtype, device, sinks=decoder.sinks)
+
+
+def _undecided_shares(decoder: Decoder) -> list[str]:
+    """Return the attributes with the shares of this model: of matrices, and of experts."""
+    mlps = [getattr(weights, "mlp", None) for weights in decoder.layers]
+    num_experts = sum(isinstance(mlp, Experts) and isinstance(mlp.gate, OffloadedLinear) for mlp in mlps)
+    num_offloaded = sum(isinstance(linear, OffloadedLinear) for linear in decoder.linears())
+    has_matrices = num_offloaded > len(EXPERT_MATRICES) * num_experts
+    return ["streamed_shares"] * has_matrices + ["streamed_experts"] * (num_experts > 0)
