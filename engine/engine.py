@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +26,7 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
-from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.progress import Progress, part
@@ -100,7 +100,7 @@ class Engine:
         *,
         cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
-        **options: Unpack[EngineKeywords],
+        **options: Any,
     ) -> Self:
         """Load a model and allocate its KV cache.
 
@@ -116,7 +116,7 @@ class Engine:
             RuntimeError: the GPU cannot be partitioned.
             MemoryError: weights or caches do not fit.
         """
-        return cls.from_options(EngineOptions(model=model, **cast("Any", options)), cost_model, progress)
+        return cls.from_options(EngineOptions(model=model, **options), cost_model, progress)
 
     @classmethod
     def from_options(
