@@ -23,6 +23,7 @@ from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.disk import DiskCounters
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
@@ -87,7 +88,7 @@ class Engine:
         self._workers = workers
         self._resources = ExitStack()  # closes workers and other ranks
         self._iterations = Iterations(
-            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.below
+            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.disk
         )
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
@@ -181,7 +182,7 @@ class Engine:
             executor = executor_of(parts, timeline)
             kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
             if disk_cache is not None:
-                kv_cache.below = disk_cache_of(parts, kv_cache, corrected, disk_cache)
+                kv_cache.disk = disk_cache_of(parts, kv_cache, corrected, disk_cache)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(
                 kv_cache,
@@ -360,7 +361,7 @@ class Engine:
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
-            below=self._kv_cache.below.counters,
+            disk=DiskCounters() if self._kv_cache.disk is None else self._kv_cache.disk.counters,
             speculative=self._scheduler.speculative,
         )
 
