@@ -101,7 +101,7 @@ def in_turn(options: argparse.Namespace) -> None:
                 f"{sum(cached for _, cached in taken)} tokens cached",
                 flush=True,
             )
-        print(made.stats().below)
+        print(made.stats().disk)
 
 
 def main() -> None:

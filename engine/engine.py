@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self
 
 import torch
 
@@ -23,10 +23,11 @@ from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.disk import DiskCounters
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
-from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.progress import Progress, part
@@ -87,7 +88,7 @@ class Engine:
         self._workers = workers
         self._resources = ExitStack()  # closes workers and other ranks
         self._iterations = Iterations(
-            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.below
+            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.disk
         )
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
@@ -100,7 +101,7 @@ class Engine:
         *,
         cost_model: TableCostModel | None = None,
         progress: Progress | None = None,
-        **options: Unpack[EngineKeywords],
+        **options: Any,
     ) -> Self:
         """Load a model and allocate its KV cache.
 
@@ -116,7 +117,7 @@ class Engine:
             RuntimeError: the GPU cannot be partitioned.
             MemoryError: weights or caches do not fit.
         """
-        return cls.from_options(EngineOptions(model=model, **cast("Any", options)), cost_model, progress)
+        return cls.from_options(EngineOptions(model=model, **options), cost_model, progress)
 
     @classmethod
     def from_options(
@@ -181,7 +182,7 @@ class Engine:
             executor = executor_of(parts, timeline)
             kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
             if disk_cache is not None:
-                kv_cache.below = disk_cache_of(parts, kv_cache, corrected, disk_cache)
+                kv_cache.disk = disk_cache_of(parts, kv_cache, corrected, disk_cache)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(
                 kv_cache,
@@ -360,7 +361,7 @@ class Engine:
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
-            below=self._kv_cache.below.counters,
+            disk=DiskCounters() if self._kv_cache.disk is None else self._kv_cache.disk.counters,
             speculative=self._scheduler.speculative,
         )
 

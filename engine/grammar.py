@@ -13,7 +13,7 @@ import numpy as np
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar_keys import OpenKeys, TokenIndex
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
-from neo_desktop.engine.json_schema.walk import Enforceable, enforceable
+from neo_desktop.engine.json_schema import Enforceable, enforceable
 from neo_desktop.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # engines without grammars do not need llguidance
@@ -44,7 +44,7 @@ def any_json() -> str:
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
     """Return the grammar of JSON that satisfies a schema, in one line or indented.
 
-    Constraints that cannot be enforced are left out: `json_schema.walk.enforceable` lists them.
+    Constraints that cannot be enforced are left out: `json_schema.enforceable` lists them.
 
     Args:
         schema: parsed or as JSON text.
@@ -84,11 +84,12 @@ def json_rule(schema: Mapping[str, Any], **spacing: Any) -> str:
     Args:
         spacing: llguidance options; the default is Python's JSON format in one line.
     """
-    spacing = spacing or {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = spacing or {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options |= {"coerce_one_of": True, "lenient": True}  # `enforceable` lists the consequences
     text = json.dumps(schema)
     # Each character then has one spelling, unless a control character must be possible.
     escapes = {} if "\\u00" in text else {"json_allowed_escapes": 'nrbtf\\"'}
-    return json.dumps({**schema, "x-guidance": spacing | escapes})
+    return json.dumps({**schema, "x-guidance": options | escapes})
 
 
 def from_regex(pattern: str) -> str:

@@ -8,7 +8,7 @@ from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, Iteration
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.host_reserve import HostReserve
-from neo_desktop.engine.kv.below import Below
+from neo_desktop.engine.kv.disk_cache import DiskCache
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.remote.link import WorkerLostError
@@ -31,7 +31,7 @@ class Iterations:
         notes: for live views.
         workers: attention workers; None: no workers.
         reserve: manages host memory; None: caches keep their size.
-        below: memory below the caches; None: nothing is below them.
+        disk: keeps blocks that leave the caches; None: they are lost.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Iterations:
         notes: Notes,
         workers: Workers | None = None,
         reserve: HostReserve | None = None,
-        below: Below | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         self.executor = executor
         self.num_started = 0
@@ -52,7 +52,7 @@ class Iterations:
         self._notes = notes
         self._workers = workers
         self._reserve = reserve
-        self._below = below or Below()
+        self._disk = disk
         self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or briefly two
         self._gained: list[Request] = []  # requests with outputs that have not been taken yet
         self._failed: list[RequestOutput] = []  # last outputs of failed requests
@@ -89,7 +89,8 @@ class Iterations:
                 self._notes.note(plan, result.timing, num_accepted)
             if self._cost_model is not None:
                 self._cost_model.learn(plan.predicted, result.timing)
-        self._below.look(len(self._under_way))
+        if self._disk is not None:
+            self._disk.look(len(self._under_way))
 
     def launch(self) -> None:
         """Plan the next iteration with all requests present, and start it.
@@ -103,7 +104,7 @@ class Iterations:
             for tier, num_blocks in self._workers.take_returned().items():
                 self._scheduler.open(tier, num_blocks)
         plan = self._scheduler.schedule()
-        if plan is None and self._scheduler.queues.waiting and self._below.wait():
+        if plan is None and self._scheduler.queues.waiting and self._disk and self._disk.wait():
             self._last_end_s = None
             return
         while plan is None and self._scheduler.queues.waiting and self._reserve and self._reserve.make_room():
@@ -122,8 +123,8 @@ class Iterations:
             self._give_up(error)
 
     def rest(self) -> bool:
-        """Check the host memory reserve and the memory below; return True if statistics have changed."""
-        has_changed = self._below.look(len(self._under_way))
+        """Check the host memory reserve and the disk; return True if statistics have changed."""
+        has_changed = self._disk is not None and self._disk.look(len(self._under_way))
         return (self._reserve is not None and not self._under_way and self._reserve.look()) or has_changed
 
     def _await_workers(self, workers: Workers) -> None:
@@ -206,8 +207,9 @@ class Iterations:
 
     def close(self) -> None:
         """Close and drop the executor and the KV pools; may be called again."""
-        self._below.close()
-        self._below = Below()
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
         self._reserve = None
         if (executor := vars(self).pop("executor", None)) is not None:
             executor.close()

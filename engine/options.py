@@ -4,11 +4,11 @@ Command line, Python API, self-test and profiler read the same fields. Heavy mod
 `neo-desktop --help` must not wait for torch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, TypedDict, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from neo_desktop.engine.option_values import joined, stated
 
@@ -57,6 +57,11 @@ class Option:
             raise ValueError(f"{name} must be {'finite' if value == inf else bound}, got {got}")
 
 
+def option(default: object, help: str, *, has_flag: bool = True, **stated: Any) -> Any:  # noqa: A002
+    """Return a field with an `Option`."""
+    return field(default=default, metadata={"option": Option(help=help, **stated), "has_flag": has_flag})
+
+
 def policy_names() -> tuple[str, ...]:
     """Return every policy's name; imports numpy, for which `--help` must not wait."""
     from neo_desktop.engine.schedule.policies import POLICIES  # noqa: PLC0415
@@ -71,259 +76,177 @@ class EngineOptions:
     Raises ValueError for invalid values.
     """
 
-    model: Annotated[
-        str | Path, Option(help="Hugging Face checkpoint, GGUF file, or 'builtin'.", panel="Model")
-    ] = BUILTIN
-    shape: Annotated[
-        str | None,
-        Option(
-            flag="--shape",
-            help="Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
-            panel="Model",
-        ),
-    ] = None
-    policy: Annotated[
-        str,
-        Option(
-            flag="--policy",
-            metavar="NAME",
-            choices_of=policy_names,
-            help="Location of the KV cache: GPU memory (gpu-only), host memory (fastdecode), both "
-            "(neo, apex), or both, with all attention on the GPU, layer by layer (pie); auto does what is "
-            "predicted to be fastest.",
-            panel=EVERYDAY,
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        Option(
-            flag="--device",
-            fixed_choices=("auto", "cpu", "cuda"),
-            help="Device of the linear layers.",
-            panel=EVERYDAY,
-        ),
-    ] = "auto"
-    tensor_parallel: Annotated[
-        int,
-        Option(
-            flag="--tensor-parallel",
-            metavar="N",
-            least=1,
-            help="Divide the model among N GPUs of this computer, with one process per GPU; without a "
-            "GPU, among N processes that share its CPUs.",
-        ),
-    ] = 1
-    dtype: Annotated[
-        str,
-        Option(
-            flag="--dtype",
-            fixed_choices=("auto", "float32", "float16", "bfloat16"),
-            help="Number format of weights and KV.",
-        ),
-    ] = "auto"
-    longrope: Annotated[
-        str,
-        Option(
-            flag="--longrope",
-            fixed_choices=("short", "long"),
-            help="Factors of models with LongRoPE (Phi-3, Phi-4-mini): those of short prompts, with the "
-            "original context (4,096 tokens), or for all prompts those of long ones, with the whole context.",
-            panel="Model",
-        ),
-    ] = "short"
-    weights_dtype: Annotated[
-        str,
-        Option(
-            flag="--weights-dtype",
-            fixed_choices=("auto", "exact", "float32", "float16", "bfloat16"),
-            help="Number format of quantised weights in memory: as stored, if the device has "
-            "a kernel for it (auto), or dequantised to this format, which KV then uses as well. exact: as "
-            "auto, but a GPU's kernels do not round the inputs of matmuls to 8 bits, which is slower.",
-        ),
-    ] = "auto"
-    gpu_cache_tokens: Annotated[
-        int | None,
-        Option(
-            flag="--gpu-cache-tokens", least=0, help="Size of the GPU-cache in tokens; default: what fits."
-        ),
-    ] = None
-    cpu_cache_tokens: Annotated[
-        int | None,
-        Option(
-            flag="--cpu-cache-tokens", least=0, help="Size of the CPU-cache in tokens; default: what fits."
-        ),
-    ] = None
-    swap_cache_tokens: Annotated[
-        int | None,
-        Option(
-            flag="--swap-cache-tokens",
-            least=0,
-            help="Size of the swap-cache in tokens: KV in host memory that is streamed to the GPU layer by "
-            "layer (pie, auto); default: what the GPU can attend to without waiting.",
-        ),
-    ] = None
-    gpu_memory_gib: Annotated[
-        float | None,
-        Option(
-            flag="--gpu-memory",
-            metavar="GIB",
-            least=0.001,
-            help="Limit on GPU memory: weights, activations, KV and a reserve; without a GPU, KV of "
-            "the imitated GPU-cache. Default: what is free.",
-            panel=EVERYDAY,
-        ),
-    ] = None
-    gpu_weights_gib: Annotated[
-        float | None,
-        Option(
-            flag="--gpu-weights",
-            metavar="GIB",
-            least=0.0001,
-            help="Limit on GPU memory for weights: the rest stays in host memory, and CPU and GPU "
-            "compute it together. Default: all weights if they fit beside KV, otherwise what is predicted to "
-            "be fastest.",
-        ),
-    ] = None
-    gpu_slice: Annotated[
-        int | None,
-        Option(
-            flag="--gpu-slice",
-            metavar="SMS",
-            least=1,
-            help="Use only this many of the GPU's multiprocessors, so that a big card can stand in for a "
-            "small one, together with --gpu-memory. Default: all.",
-        ),
-    ] = None
-    cpu_memory_gib: Annotated[
-        float | None,
-        Option(
-            flag="--cpu-memory",
-            metavar="GIB",
-            least=0.001,
-            help="Limit on host memory for KV and transfers. Default: half of what is available.",
-        ),
-    ] = None
-    host_reserve_gib: Annotated[
-        float | None,
-        Option(
-            flag="--host-reserve",
-            metavar="GIB",
-            least=0,
-            help="Host memory to leave to other programs: if less is available, the caches there "
-            "shrink, and grow again later; 0: they keep their size. Default: "
-            "a tenth of the memory, at most 2.",
-        ),
-    ] = None
-    disk_cache_gib: Annotated[
-        float | None,
-        Option(
-            flag="--disk-cache",
-            metavar="GIB",
-            least=0,
-            help="Limit on KV on disk, in the user's cache folder: it serves prompts that come back after "
-            "their KV left the caches, or after a restart; 0: none. Default: 10, at most a tenth of the "
-            "free space.",
-        ),
-    ] = None
-    cpu_cache_dtype: Annotated[
-        str,
-        Option(
-            flag="--cpu-cache-dtype",
-            fixed_choices=("auto", "int8"),
-            help="Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly "
-            "twice the tokens of 16 bits in the same memory; answers may then differ slightly.",
-        ),
-    ] = "auto"
-    workers: Annotated[
-        str | None,
-        Option(
-            flag="--workers",
-            metavar="HOST[:PORT],..|N",
-            help="Attention workers that hold KV and attend to it: other computers that run "
-            "'neo-desktop worker'; or the number of workers to use that joined with 'worker --connect'.",
-            is_list=True,
-            panel="Workers",
-        ),
-    ] = None
-    worker_partition: Annotated[
-        str,
-        Option(
-            flag="--worker-partition",
-            fixed_choices=("requests", "heads"),
-            help="Division of work among workers: by requests, each on one worker; or by the KV "
-            "heads of every request: all workers then attend for it, and the loss of one loses all KV.",
-            panel="Workers",
-        ),
-    ] = "requests"
-    worker_secret: Annotated[
-        Path | None,
-        Option(
-            flag="--worker-secret",
-            metavar="FILE",
-            help="Shared secret of engine and workers: the same file on all computers. Default: "
-            "NEO_DESKTOP_WORKER_SECRET, or ~/.config/neo-desktop/worker.secret.",
-            panel="Workers",
-        ),
-    ] = None
-    worker_ca: Annotated[
-        Path | None,
-        Option(
-            flag="--worker-ca",
-            metavar="FILE",
-            help="Certificate authority of the workers: connections then use TLS. Default: none, "
-            "without encryption.",
-            panel="Workers",
-        ),
-    ] = None
-    worker_timeout_s: Annotated[
-        float,
-        Option(
-            flag="--worker-timeout",
-            metavar="S",
-            least=0.1,
-            help="Timeout after which a silent worker counts as lost; its requests are recomputed.",
-            panel="Workers",
-        ),
-    ] = 10.0
-    trace_timeline: Annotated[
-        Path | None,
-        Option(
-            flag="--trace-timeline",
-            metavar="FILE",
-            help="Write a timeline of every iteration in Chrome's trace format (view it in Perfetto).",
-        ),
-    ] = None
-    max_batch_tokens: Annotated[
-        int | None, Option(least=1, help="Limit on tokens per iteration. Default: depends on the device.")
-    ] = None
-    max_batch_requests: Annotated[
-        int | None,
-        Option(
-            least=1,
-            help=f"Limit on concurrent requests. Default: {MAX_BATCH_REQUESTS}, or the tokens "
-            "of an iteration if those are fewer.",
-        ),
-    ] = None
-    max_token_ms: Annotated[
-        float,
-        Option(
-            flag="--max-token-ms",
-            metavar="MS",
-            least=0,
-            help="Limit on the predicted time per token of async decodes, which the CPU and workers use if "
-            "they raise total throughput; 0: no async decodes.",
-        ),
-    ] = MAX_TOKEN_MS
+    model: str | Path = option(
+        BUILTIN, "Hugging Face checkpoint, GGUF file, or 'builtin'.", panel="Model", has_flag=False
+    )
+    shape: str | None = option(
+        None,
+        "Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
+        panel="Model",
+    )
+    policy: str = option(
+        "auto",
+        "Location of the KV cache: GPU memory (gpu-only), host memory (fastdecode), both "
+        "(neo, apex), or both, with all attention on the GPU, layer by layer (pie); auto does what is "
+        "predicted to be fastest.",
+        metavar="NAME",
+        choices_of=policy_names,
+        panel=EVERYDAY,
+    )
+    device: str = option(
+        "auto", "Device of the linear layers.", fixed_choices=("auto", "cpu", "cuda"), panel=EVERYDAY
+    )
+    tensor_parallel: int = option(
+        1,
+        "Divide the model among N GPUs of this computer, with one process per GPU; without a "
+        "GPU, among N processes that share its CPUs.",
+        metavar="N",
+        least=1,
+    )
+    dtype: str = option(
+        "auto", "Number format of weights and KV.", fixed_choices=("auto", "float32", "float16", "bfloat16")
+    )
+    longrope: str = option(
+        "short",
+        "Factors of models with LongRoPE (Phi-3, Phi-4-mini): those of short prompts, with the "
+        "original context (4,096 tokens), or for all prompts those of long ones, with the whole context.",
+        fixed_choices=("short", "long"),
+        panel="Model",
+    )
+    weights_dtype: str = option(
+        "auto",
+        "Number format of quantised weights in memory: as stored, if the device has "
+        "a kernel for it (auto), or dequantised to this format, which KV then uses as well. exact: as "
+        "auto, but a GPU's kernels do not round the inputs of matmuls to 8 bits, which is slower.",
+        fixed_choices=("auto", "exact", "float32", "float16", "bfloat16"),
+    )
+    gpu_cache_tokens: int | None = option(
+        None, "Size of the GPU-cache in tokens; default: what fits.", least=0
+    )
+    cpu_cache_tokens: int | None = option(
+        None, "Size of the CPU-cache in tokens; default: what fits.", least=0
+    )
+    swap_cache_tokens: int | None = option(
+        None,
+        "Size of the swap-cache in tokens: KV in host memory that is streamed to the GPU layer by "
+        "layer (pie, auto); default: what the GPU can attend to without waiting.",
+        least=0,
+    )
+    gpu_memory_gib: float | None = option(
+        None,
+        "Limit on GPU memory: weights, activations, KV and a reserve; without a GPU, KV of "
+        "the imitated GPU-cache. Default: what is free.",
+        metavar="GIB",
+        least=0.001,
+        panel=EVERYDAY,
+    )
+    gpu_weights_gib: float | None = option(
+        None,
+        "Limit on GPU memory for weights: the rest stays in host memory, and CPU and GPU "
+        "compute it together. Default: all weights if they fit beside KV, otherwise what is predicted to "
+        "be fastest.",
+        metavar="GIB",
+        least=0.0001,
+    )
+    gpu_slice: int | None = option(
+        None,
+        "Use only this many of the GPU's multiprocessors, so that a big card can stand in for a "
+        "small one, together with --gpu-memory. Default: all.",
+        metavar="SMS",
+        least=1,
+    )
+    cpu_memory_gib: float | None = option(
+        None,
+        "Limit on host memory for KV and transfers. Default: half of what is available.",
+        metavar="GIB",
+        least=0.001,
+    )
+    host_reserve_gib: float | None = option(
+        None,
+        "Host memory to leave to other programs: if less is available, the caches there "
+        "shrink, and grow again later; 0: they keep their size. Default: "
+        "a tenth of the memory, at most 2.",
+        metavar="GIB",
+        least=0,
+    )
+    disk_cache_gib: float | None = option(
+        None,
+        "Limit on KV on disk, in the user's cache folder: it serves prompts that come back after "
+        "their KV left the caches, or after a restart; 0: none. Default: 10, at most a tenth of the "
+        "free space.",
+        metavar="GIB",
+        least=0,
+    )
+    cpu_cache_dtype: str = option(
+        "auto",
+        "Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly "
+        "twice the tokens of 16 bits in the same memory; answers may then differ slightly.",
+        fixed_choices=("auto", "int8"),
+    )
+    workers: str | None = option(
+        None,
+        "Attention workers that hold KV and attend to it: other computers that run "
+        "'neo-desktop worker'; or the number of workers to use that joined with 'worker --connect'.",
+        metavar="HOST[:PORT],..|N",
+        is_list=True,
+        panel="Workers",
+    )
+    worker_partition: str = option(
+        "requests",
+        "Division of work among workers: by requests, each on one worker; or by the KV "
+        "heads of every request: all workers then attend for it, and the loss of one loses all KV.",
+        fixed_choices=("requests", "heads"),
+        panel="Workers",
+    )
+    worker_secret: Path | None = option(
+        None,
+        "Shared secret of engine and workers: the same file on all computers. Default: "
+        "NEO_DESKTOP_WORKER_SECRET, or ~/.config/neo-desktop/worker.secret.",
+        metavar="FILE",
+        panel="Workers",
+    )
+    worker_ca: Path | None = option(
+        None,
+        "Certificate authority of the workers: connections then use TLS. Default: none, without encryption.",
+        metavar="FILE",
+        panel="Workers",
+    )
+    worker_timeout_s: float = option(
+        10.0,
+        "Timeout after which a silent worker counts as lost; its requests are recomputed.",
+        metavar="S",
+        least=0.1,
+        panel="Workers",
+    )
+    trace_timeline: Path | None = option(
+        None,
+        "Write a timeline of every iteration in Chrome's trace format (view it in Perfetto).",
+        metavar="FILE",
+    )
+    max_batch_tokens: int | None = option(
+        None, "Limit on tokens per iteration. Default: depends on the device.", least=1, has_flag=False
+    )
+    max_batch_requests: int | None = option(
+        None,
+        f"Limit on concurrent requests. Default: {MAX_BATCH_REQUESTS}, or the tokens "
+        "of an iteration if those are fewer.",
+        least=1,
+        has_flag=False,
+    )
+    max_token_ms: float = option(
+        MAX_TOKEN_MS,
+        "Limit on the predicted time per token of async decodes, which the CPU and workers use if "
+        "they raise total throughput; 0: no async decodes.",
+        metavar="MS",
+        least=0,
+    )
 
-    speculate: Annotated[
-        str,
-        Option(
-            flag="--speculate",
-            fixed_choices=("auto", "off", "ngram"),
-            help="Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
-            "texts stay the same. Drafts come from the request's own text (ngram); auto takes every source.",
-        ),
-    ] = "auto"
+    speculate: str = option(
+        "auto",
+        "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
+        "texts stay the same. Drafts come from the request's own text (ngram); auto takes every source.",
+        fixed_choices=("auto", "off", "ngram"),
+    )
 
     @property
     def keeps_weights(self) -> bool:
@@ -354,44 +277,14 @@ class EngineOptions:
         return self.max_batch_requests or most_requests(self.max_batch_tokens)
 
 
+def _flag(name: str) -> str:
+    """Return the flag of an option: its name without the unit."""
+    return "--" + name.removesuffix("_gib").removesuffix("_s").replace("_", "-")
+
+
 OPTIONS: dict[str, Option] = {
-    name: annotation.__metadata__[0]
-    for name, annotation in get_type_hints(EngineOptions, include_extras=True).items()
+    each.name: replace(each.metadata["option"], flag=_flag(each.name) if each.metadata["has_flag"] else None)
+    for each in fields(EngineOptions)
 }
 
 _KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(EngineOptions).items()}
-
-
-class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` as keyword types, for type checkers.
-
-    A test compares both. Python accepts more types than the command line.
-    """
-
-    shape: str | None
-    policy: str
-    device: str
-    tensor_parallel: int
-    dtype: str
-    longrope: str
-    weights_dtype: str
-    gpu_cache_tokens: int | None
-    cpu_cache_tokens: int | None
-    swap_cache_tokens: int | None
-    gpu_memory_gib: float | None
-    gpu_weights_gib: float | None
-    gpu_slice: int | None
-    cpu_memory_gib: float | None
-    host_reserve_gib: float | None
-    disk_cache_gib: float | None
-    cpu_cache_dtype: str
-    workers: str | int | Sequence[str] | Sequence[tuple[str, int]] | None
-    worker_partition: str
-    worker_secret: str | Path | None
-    worker_ca: str | Path | None
-    worker_timeout_s: float
-    trace_timeline: str | Path | None
-    max_batch_tokens: int | None
-    max_batch_requests: int | None
-    max_token_ms: float
-    speculate: str

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from neo_desktop.engine.kv.below import NOTHING, BelowCounters
 from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.kv.disk import DiskCounters
 from neo_desktop.engine.kv_tier import KVTier
 
 NEO, LLAMACPP = "neo", "llamacpp"  # backends: the engine of this project, and llama.cpp
@@ -47,7 +47,7 @@ class EngineStats:
     num_double_iterations: int  # iterations with two sub-batches
     outside_s: float  # between the end of an iteration and the start of the next; nothing computes then
     pools: Mapping[KVTier, PoolUsage]
-    below: BelowCounters = NOTHING  # of the disk
+    disk: DiskCounters = DiskCounters()  # noqa: RUF009
     speculative: SpeculationStats | None = None  # None: no speculation
     backend: str = NEO
 
@@ -57,5 +57,5 @@ class EngineStats:
         data["num_running_at"] = {tier.name: count for tier, count in self.num_running_at.items()}
         data["speculative"] = self.speculative and asdict(self.speculative)
         data["pools"] = {tier.name: asdict(usage) for tier, usage in self.pools.items()}
-        data["disk"] = data.pop("below")._asdict()
+        data["disk"] = self.disk._asdict()
         return data

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
-from neo_desktop.engine.options import Option
+from neo_desktop.engine.options import OPTIONS, Option
 
 WIDEST_CHOICES = 18  # characters: the column of `--help` would cut more
 
@@ -61,8 +61,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Make a typer command of a function that takes dataclasses.
 
     A field of a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default, or
-    `Annotated[type, Option(...)]` as in `EngineOptions`, unless that has no flag. A field may be a
-    dataclass itself. Parameters of other types stay what they are.
+    `Annotated[type, Option(...)]`. Fields of `EngineOptions` have their options in `OPTIONS`. A field may be
+    a dataclass itself. Parameters of other types stay what they are.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
@@ -102,10 +102,12 @@ def _offered(hint: Any) -> Iterator[tuple[Any, Any]]:
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         annotation = types[field.name]
-        said = getattr(annotation, "__metadata__", (None,))[0]
+        said, kind = getattr(annotation, "__metadata__", (None,))[0], get_args(annotation)[:1]
+        if "option" in field.metadata:
+            said, kind = OPTIONS[field.name], (annotation,)
         if field.name in left_out or (isinstance(said, Option) and said.flag is None):
             continue
-        yield field, flag(said, get_args(annotation)[0]) if isinstance(said, Option) else annotation
+        yield field, flag(said, *kind) if isinstance(said, Option) else annotation
 
 
 def _flags(hint: Any) -> Iterator[Parameter]:

@@ -124,14 +124,14 @@ class EngineCollector(Collector):
             ("double_iterations", "Iterations with two sub-batches", stats.num_double_iterations),
             ("preemptions", "Requests whose KV had to be given up", stats.num_preemptions),
             ("moves", "Requests whose KV was moved to another tier", stats.num_moves),
-            ("disk_read_bytes", "KV read from disk", stats.below.read_bytes),
-            ("disk_written_bytes", "KV written to disk", stats.below.written_bytes),
+            ("disk_read_bytes", "KV read from disk", stats.disk.read_bytes),
+            ("disk_written_bytes", "KV written to disk", stats.disk.written_bytes),
             (
                 "disk_dropped_bytes",
                 "KV deleted, or not written in time",
-                stats.below.dropped_bytes,
+                stats.disk.dropped_bytes,
             ),
-            ("disk_hit_tokens", "Prompt tokens whose KV came from disk", stats.below.num_hit_tokens),
+            ("disk_hit_tokens", "Prompt tokens whose KV came from disk", stats.disk.num_hit_tokens),
             *_speculative_counters(stats.speculative),
         ):
             yield CounterMetricFamily(f"neo_desktop_{name}", help_text, value=count)

@@ -20,7 +20,7 @@ from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
-from neo_desktop.engine.json_schema.words import Json
+from neo_desktop.engine.json_schema import Json
 from neo_desktop.models import harmony
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.thoughts import CLOSING, OPENING, is_open

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from neo_desktop.app.generate.tools import Tool
-from neo_desktop.engine.json_schema.words import Json
+from neo_desktop.engine.json_schema import Json
 
 
 def arguments_of(text: str) -> Json | str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.engine.json_schema.words import Json
+from neo_desktop.engine.json_schema import Json
 from neo_desktop.models.marks import SIGNS, ChatText
 from neo_desktop.models.vision.pictures import open_picture
 from neo_desktop.models.vision.prompt import with_images

@@ -12,7 +12,7 @@ from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
-from neo_desktop.engine.json_schema.words import Json, SchemaError
+from neo_desktop.engine.json_schema import Json, SchemaError
 
 _CONTROL = re.compile(r"[\x7f-\x9f\u2028\u2029]")  # the others are escaped in JSON
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

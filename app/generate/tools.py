@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from neo_desktop.app.generate.structure import enforced, in_lark
 from neo_desktop.engine.grammar import json_rule
-from neo_desktop.engine.json_schema.words import Json
+from neo_desktop.engine.json_schema import Json
 from neo_desktop.models import harmony
 
 WHITE_SPACE = " \t\r\n"

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntArray, IntView
-from neo_desktop.engine.kv.below import Below
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.kv_tier import KVTier
+
+if TYPE_CHECKING:
+    from neo_desktop.engine.kv.disk_cache import DiskCache
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class KVCache:
         self.states = None if num_states is None else StateCache(num_states, block_size)
         self._pools = {tier: _pool(tier, count) for tier, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
-        self.below = Below()
+        self.disk: DiskCache | None = None  # keeps blocks that leave the caches
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
@@ -169,7 +171,7 @@ class KVCache:
     def expect(
         self, name: str, hashes: Sequence[BlockHash], tier: KVTier, reserve_blocks: int = 0
     ) -> int | None:
-        """Allocate blocks for content that the memory below brings, after the cached blocks.
+        """Allocate blocks for content that comes from disk, after the cached blocks.
 
         Args:
             name: As a request's ID, for `commit` and `let_go`.
@@ -199,7 +201,7 @@ class KVCache:
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
         """Return True if most of a new request's missing KV is about to be there.
 
-        Requests in the tier compute it, or the memory below brings it.
+        Requests in the tier compute it, or it comes from disk.
 
         Args:
             num_tokens: Length of the new request.
@@ -218,7 +220,7 @@ class KVCache:
                 num_there += 1
         if 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size:
             return True
-        return self.below.brings(num_tokens, hashes, tier)
+        return self.disk is not None and self.disk.brings(num_tokens, hashes, tier)
 
     def num_leading(self, hashes: Sequence[BlockHash], tier: KVTier) -> int:
         """Return the length of the longest prefix that the tier holds, in blocks."""
@@ -328,14 +330,15 @@ class KVCache:
         table.num_published = end
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request, whose content may go to the memory below."""
+        """Release all blocks of a request, whose content may go to disk."""
         table = self._tables[request_id]
         pool = self._pools[table.tier]
         hashes = [pool.hash_of(block) for block in table.blocks.view()[: table.num_published].tolist()]
         self.let_go(request_id)
         if self.states is not None:
             self.states.free(request_id)
-        self.below.keep(table.tier, [each for each in hashes if each is not None])
+        if self.disk is not None:
+            self.disk.keep(table.tier, [each for each in hashes if each is not None])
 
     def let_go(self, name: str) -> None:
         """Release all blocks under a name."""

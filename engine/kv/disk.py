@@ -41,6 +41,15 @@ class Key(NamedTuple):
         return folder / self.group.hex() / self.name.hex()
 
 
+class DiskCounters(NamedTuple):
+    """Counters since the start."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dropped_bytes: int = 0  # deleted, or evicted from the caches before they were written
+    num_hit_tokens: int = 0  # tokens whose KV came back
+
+
 class _File(NamedTuple):
     used_ns: int
     size: int

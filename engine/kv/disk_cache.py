@@ -25,11 +25,10 @@ from threading import Event, Thread
 import numpy as np
 import torch
 
-from neo_desktop.engine.kv.below import Below, BelowCounters
 from neo_desktop.engine.kv.block_pool import BlockHash
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.kv.disk import BlockStore, Key
-from neo_desktop.engine.kv.places import Blocks, Checkpoints, Place
+from neo_desktop.engine.kv.disk import BlockStore, DiskCounters, Key
+from neo_desktop.engine.kv.disk_items import Blocks, Checkpoints
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 
@@ -62,8 +61,8 @@ class _Read:
     has_started: bool = False
 
 
-class DiskCache(Below):
-    """Connects a `BlockStore` to the caches of this computer.
+class DiskCache:
+    """Connects a `BlockStore` to the caches of this computer. The engine's thread makes all calls.
 
     Args:
         groups: `tier -> group of its keys`; None: of recurrent states. Other tiers do not use the disk.
@@ -81,7 +80,7 @@ class DiskCache(Below):
         on_device: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._store, self._kv, self._groups = store, kv_cache, groups
-        self._places: dict[KVTier | None, Place] = {
+        self._places: dict[KVTier | None, Blocks | Checkpoints] = {
             tier: Blocks(kv_cache, tier, storage[tier]) for tier in groups if tier is not None
         }
         if kv_cache.states is not None:
@@ -105,12 +104,13 @@ class DiskCache(Below):
         self._submit(READ, self._measure)
 
     @property
-    def counters(self) -> BelowCounters:
+    def counters(self) -> DiskCounters:
         store = self._store
         dropped_bytes = store.dropped_bytes + self._num_lost_bytes
-        return BelowCounters(store.read_bytes, store.written_bytes, dropped_bytes, self._num_hit_tokens)
+        return DiskCounters(store.read_bytes, store.written_bytes, dropped_bytes, self._num_hit_tokens)
 
     def keep(self, tier: KVTier, hashes: Sequence[BlockHash]) -> None:
+        """Note the full blocks of a request that leaves a tier, in the order of its tokens."""
         if tier not in self._groups or not self._store.is_writable:
             return
         now, states = time.time_ns(), self._kv.states
@@ -126,6 +126,11 @@ class DiskCache(Below):
         self._left |= {item: used_ns for item, used_ns in used.items() if self._key(*item) not in known}
 
     def brings(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
+        """Return True if blocks of a waiting request are on their way to the tier; start that if it pays.
+
+        Args:
+            hashes: The known hashes of its leading full blocks.
+        """
         if (read := self._reading) is not None:
             return read.tier == tier and read.hashes[-1] in hashes
         if tier not in self._groups or self._is_closed:
@@ -160,6 +165,11 @@ class DiskCache(Below):
         return True
 
     def look(self, num_under_way: int) -> bool:
+        """Publish blocks that have arrived, and start further work; return True if work has ended.
+
+        Args:
+            num_under_way: Number of iterations that are running.
+        """
         has_ended = self._finish()
         if (read := self._reading) is not None and not read.has_started:
             read.num_looks += 1
@@ -171,6 +181,7 @@ class DiskCache(Below):
         return has_ended
 
     def wait(self) -> bool:
+        """Wait a moment for blocks; return False if there is nothing to wait for. No iteration is running."""
         if (read := self._reading) is not None and not read.has_started:
             self._start(read)
         if not self._num_jobs:
@@ -181,6 +192,7 @@ class DiskCache(Below):
         return True
 
     def close(self) -> None:
+        """Keep the rest, and end the thread."""
         self._is_closed = True
         end_s = time.monotonic() + CLOSE_S
         while (self._left or self._num_jobs) and time.monotonic() < end_s:
@@ -188,7 +200,7 @@ class DiskCache(Below):
             if not self.wait():
                 break
         self._left.clear()
-        self._submit(STOP, _nothing)
+        self._submit(STOP, lambda: None)
         self._thread.join(JOIN_S)
 
     def _key(self, tier: KVTier | None, block_hash: BlockHash) -> Key:
@@ -196,7 +208,7 @@ class DiskCache(Below):
 
     def _submit(self, priority: int, job: Job, end: Job | None = None) -> None:
         self._num_jobs += 1
-        self._jobs.put((priority, next(self._numbers), job, end or _nothing))
+        self._jobs.put((priority, next(self._numbers), job, end or (lambda: None)))
 
     def _finish(self) -> bool:
         """Do the engine's part of the jobs that have ended; return False if there are none."""
@@ -304,7 +316,3 @@ class DiskCache(Below):
     def _touch(self, used: Mapping[Key, int]) -> None:
         for key, used_ns in used.items():
             self._store.touch(key, used_ns)
-
-
-def _nothing() -> None:
-    pass

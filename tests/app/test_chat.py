@@ -204,11 +204,11 @@ def test_the_schema_of_a_tool_is_enforced_as_far_as_possible_or_refused(
         ({"type": "array"}, "tool 'odd', $: 'type' must be \"object\""),
         (
             {"required": ["a"], "additionalProperties": False},
-            "tool 'odd', $: the required property 'a' has no",
+            "the schema of tool 'odd' cannot be used: Unsatisfiable schema: required property 'a'",
         ),
         (
             {"properties": {"a": {"enum": []}}, "required": ["a"]},
-            "tool 'odd', $: the required property 'a' has",
+            "the schema of tool 'odd' cannot be used: Unsatisfiable schema: required property 'a'",
         ),
         (
             {

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from recurrent_models import RECURRENT
 from traced_models import save
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.cache_files import cache_folder
+from neo_desktop.engine.cache_files import cache_folder, digest
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.disk import BlockStore
+from neo_desktop.engine.saved_kv import key_of
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -71,13 +74,13 @@ def test_tokens_are_the_same_after_a_restart(
         stats = second.stats()
     assert tokens(again) == expected
     assert [each.num_cached_tokens for each in again] == [(len(chat) - 1) // 16 * 16 for chat in CHATS]
-    assert stats.below.num_hit_tokens == sum(each.num_cached_tokens for each in again)
-    assert stats.below.read_bytes > 0
+    assert stats.disk.num_hit_tokens == sum(each.num_cached_tokens for each in again)
+    assert stats.disk.read_bytes > 0
 
 
 def assert_is_idle_after_writes(engine: Engine) -> None:
     """Wait for the blocks that are being written, which are held."""
-    while engine._kv_cache.below.wait():
+    while engine._kv_cache.disk.wait():
         engine.rest()
     assert_is_idle(engine)
     engine._kv_cache.check()
@@ -97,7 +100,7 @@ def test_recurrent_states_come_back_as_checkpoints(family: str, policy: str, tmp
         again = [second.generate([chat], GREEDY)[0] for chat in STATE_CHATS]
         then = [second.generate([chat], GREEDY)[0] for chat in continued]
         assert_is_idle_after_writes(second)
-        hits = second.stats().below.num_hit_tokens
+        hits = second.stats().disk.num_hit_tokens
     assert tokens(again) == expected
     assert tokens(then) == next_answers
     assert [each.num_cached_tokens for each in again] == [(len(chat) - 1) // 16 * 16 for chat in STATE_CHATS]
@@ -115,7 +118,7 @@ def test_chats_in_turn_come_back_from_disk(checkpoints: dict[str, Path]) -> None
                 assert got.token_ids == answer
                 assert got.num_cached_tokens == (0 if turn == 0 else (len(chat) - 1) // 16 * 16)
                 assert_is_idle_after_writes(with_disk)
-        assert with_disk.stats().below.num_hit_tokens > 0
+        assert with_disk.stats().disk.num_hit_tokens > 0
 
 
 @pytest.fixture
@@ -200,6 +203,16 @@ def test_another_dtype_or_changed_weights_find_nothing(checkpoints: dict[str, Pa
         assert not any(each.num_cached_tokens for each in third.generate(CHATS, GREEDY))
 
 
+def test_kernels_that_round_differently_share_no_blocks() -> None:
+    decoder = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, linears=list)
+    model: Any = SimpleNamespace(identity="a model", decoder=decoder)
+    keys = []
+    for level in ("integers", "exact", "torch"):
+        with fallbacks.at_levels({"quantised": level}):
+            keys.append(digest(key_of(model)))
+    assert len(set(keys)) == 3
+
+
 def test_blocks_that_are_faster_to_compute_stay_on_disk(checkpoints: dict[str, Path]) -> None:
     for weights_ms, is_read in ((0.4, True), (1e-9, False)):
         cost_model = machine(weights_ms=weights_ms, token_ms=weights_ms, gpu_token_ms=0.0)
@@ -207,7 +220,7 @@ def test_blocks_that_are_faster_to_compute_stay_on_disk(checkpoints: dict[str, P
             with Engine.from_pretrained(
                 checkpoints["llama"], device="cpu", disk_cache_gib=0.1, cost_model=cost_model
             ) as made:
-                made._kv_cache.below._bytes_per_s = 1e8  # type: ignore[attr-defined]
+                made._kv_cache.disk._bytes_per_s = 1e8  # type: ignore[attr-defined]
                 (completion,) = made.generate([CHATS[0]], GREEDY)
         assert bool(completion.num_cached_tokens) == is_read
 
@@ -228,7 +241,7 @@ def test_on_a_gpu_tokens_are_the_same_after_a_restart(checkpoints: dict[str, Pat
         with Engine.from_pretrained(
             checkpoints["llama"], device="cuda", dtype="float32", policy=policy, disk_cache_gib=0.1, **sizes
         ) as made:
-            made._kv_cache.below._compute_ms = lambda begin, end: torch.inf  # type: ignore[attr-defined]
+            made._kv_cache.disk._compute_ms = lambda begin, end: torch.inf  # type: ignore[attr-defined]
             answers.append([made.generate([chat], GREEDY)[0] for chat in CHATS])
     assert tokens(answers[1]) == tokens(answers[0])
     assert all(each.num_cached_tokens for each in answers[1])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from dense_attention import dense
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from kv_pools import spoiled
 
 from neo_desktop.engine.kv import device_layer
-from neo_desktop.engine.kv.block_bytes import BlockBytes
 from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.disk_items import BlockBytes
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.storage import KVPool
@@ -160,10 +161,10 @@ def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: t
         if content is None:
             for layer in range(config.num_layers):
                 pool.rows_at(slots_of(torch.tensor(there), 16)).write(layer, some_rows(config, 48, dtype))
-            content = access.empty(3)
+            content = np.empty((3, access.num_bytes), np.uint8)
             access.take(there, content)
         access.put(there, content)
-        again = access.empty(3)
+        again = np.empty_like(content)
         access.take(there, again)
         assert (again == content).all()
         assert len(set(map(bytes, content))) == 3

@@ -1,1 +1,0 @@
-"""JSON schemas in the terms of llguidance."""
