@@ -193,7 +193,7 @@ class CallReader:
     def _name(self) -> Reading[str | None]:
         """Read the name that stands before the arguments; None: there is none."""
         source = self._source
-        while self._format.has_names:
+        while self._format.has_names and not source.text.startswith(self._format.opening, source.at):
             written, brace, _ = source.text[source.at : source.at + _MAX_NAME_CHARS].partition("{")
             name = written.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
             may_be = len(name.split()) <= 1 or any(known.startswith(name) for known in self._names)
@@ -327,7 +327,8 @@ class _Call:
 
     def uncertain(self) -> str:
         """Return what was read after the certain part of the arguments."""
-        return self._arguments.uncertain() if self._arguments is not None else ""
+        is_there = self.is_begun or self.has_arguments
+        return self._arguments.uncertain() if self._arguments is not None and is_there else ""
 
     def closing(self) -> str:
         """Return what closes the arguments."""
