@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
-from prometheus_client.registry import Collector
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 from neo_desktop.app.api import create_api, docs_page
-from neo_desktop.app.api.reply_schemas import Health
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import EngineCollector
@@ -25,16 +23,8 @@ from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
-from neo_desktop.app.web.metrics import HttpMetrics, exposition
-from neo_desktop.app.web.request_target import RequestTarget
 from neo_desktop.app.web.security import guarded
 from neo_desktop.app.web.warnings import Warnings
-
-COUNTED_PATHS = (
-    *(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "embeddings")),
-    *("/v1/models", "/gradio_api", "/", "/health", "/stats", "/metrics", "/docs"),
-    "/openapi.json",
-)
 
 
 def create_app(
@@ -96,24 +86,15 @@ def create_app(
     errors.install(app)
     app.state.host = host
     app.state.page = page
-    http_registry = CollectorRegistry()
-    ProcessCollector(registry=http_registry)
     # A request passes the layer added last first.
     app.add_middleware(Warnings)
     app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
-    app.add_middleware(HttpMetrics, registry=http_registry, paths=COUNTED_PATHS)
-    app.add_middleware(RequestTarget)
     api = create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases)
     app.mount("/v1", api)
     docs_page.install(app, api)
 
-    @app.get(
-        "/health",
-        response_model=Health,
-        summary="The server's state",
-        responses={503: {"model": Health, "description": "Requests are not answered at present."}},
-    )
+    @app.get("/health")
     async def health() -> JSONResponse:
         try:
             service = host.service
@@ -125,15 +106,18 @@ def create_app(
         facts = {"status": "ok", "model": service.model_name, "backend": service.stats.backend}
         return JSONResponse(facts if service.note is None else facts | {"note": service.note})
 
-    @app.get("/metrics", response_class=PlainTextResponse, summary="Figures for Prometheus")
+    @app.get("/metrics")
     async def metrics() -> Response:
-        sources: list[Collector] = [http_registry]
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        text = b""
         with contextlib.suppress(NoModelError):
             service = host.service
-            sources += [service.metrics.registry, EngineCollector(service.stats, service.num_queued)]
-        return Response(exposition(sources), media_type=CONTENT_TYPE_LATEST)
+            registry.register(EngineCollector(service.stats, service.num_queued))
+            text = generate_latest(service.metrics.registry)
+        return Response(generate_latest(registry) + text, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/stats", include_in_schema=False)
+    @app.get("/stats")
     async def stats() -> dict[str, Any]:
         return host.service.stats.to_json()
 

@@ -1,40 +1,26 @@
 """POST /v1/chat/completions: OpenAI's chats, with what vLLM and llama.cpp add."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.api.fields import (
-    HINT,
-    MAX_TOOLS,
-    Content,
-    Json,
-    Label,
-    Model,
-    Only,
-    Tagged,
-    Unsupported,
-    Verbosity,
-    given,
-)
-from neo_desktop.app.api.pictures import ContentWithImages, check_role
-from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
+from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Tagged, given
+from neo_desktop.app.api.pictures import ContentWithImages
+from neo_desktop.app.api.replies import Reply, token_logprobs
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.calls import CallStart, Piece, Text, Thought
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.history import arguments_of
-from neo_desktop.app.generate.outputs import Answer, Call, Outputs, begin, collect
+from neo_desktop.app.generate.outputs import Answer, Call, Outputs, Step, begin
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, Tool, ToolChoice
-from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
-from neo_desktop.models.tokenizer import Tokenizer
 
 CUSTOM = {"custom": "custom tools are for /v1/responses; describe this one as a function"}
 ALLOWED = {"allowed_tools": "leave the other tools out instead"} | CUSTOM
@@ -54,7 +40,6 @@ class ToolCall(Model):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, HINT] = None  # of streams; some clients send it back
 
     def for_template(self) -> Json:
         """The call as chat templates expect it: with the arguments as an object, if they are one."""
@@ -69,22 +54,15 @@ class Message(Model):
     content: Annotated[ContentWithImages | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Annotated[ToolCall, Tagged(ToolCall, refused=CUSTOM, default="function")]] | None = None
+    tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM, default="function")]] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name
-    # Parts of an answer that clients send back as they got it.
-    refusal: Unsupported = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    annotations: Annotated[list[Json] | None, HINT] = None
-    cache_control: Annotated[Json | None, HINT] = None
 
     @field_validator("content")
     @classmethod
     def _check_content(cls, content: str | list[Any] | None, info: ValidationInfo) -> str | list[Any] | None:
         if content is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("content", "must be text: only an assistant's message may have none")
-        check_role(content, info.data.get("role"))
         return content
 
     def for_template(self) -> Json:
@@ -110,12 +88,13 @@ class Function(Model):
 class FunctionTool(Model):
     type: Literal["function"]
     function: Function
-    cache_control: Annotated[Json | None, HINT] = None
 
     def tool(self) -> Tool:
-        """The same for every protocol."""
         function = self.function
         return Tool(function.name, function.description, function.parameters or {}, bool(function.strict))
+
+
+ChatTool = Annotated[FunctionTool, Tagged(refused=CUSTOM)]
 
 
 class FunctionName(Model):
@@ -140,18 +119,9 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    tools: (
-        Annotated[
-            list[Annotated[FunctionTool, Tagged(FunctionTool, refused=CUSTOM)]], Field(max_length=MAX_TOOLS)
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: (
-        Annotated[
-            Literal["none", "auto", "required"] | NamedChoice,
-            Tagged(NamedChoice, refused=ALLOWED, words=("none", "auto", "required")),
-        ]
-        | None
+        Annotated[Literal["none", "auto", "required"] | NamedChoice, Tagged(refused=ALLOWED)] | None
     ) = None
     parallel_tool_calls: bool | None = None
 
@@ -163,30 +133,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Json | None = None  # vLLM's; e.g. {"enable_thinking": false} for Qwen3
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    # Labels and hints: they say nothing about the answer.
-    metadata: Annotated[dict[str, str] | None, HINT] = None
-    prompt_cache_key: Label = None
-    prompt_cache_options: Annotated[Json | None, HINT] = None
-    prompt_cache_retention: Label = None
-    safety_identifier: Label = None
-    service_tier: Label = None  # there is one
-
-    verbosity: Verbosity = None
-
-    add_special_tokens: Annotated[Any, Only(False)] = None  # the template writes them
-    audio: Unsupported = None
-    chat_template: Unsupported = None
-    documents: Annotated[Any, Only([])] = None
-    echo: Annotated[Any, Only(False)] = None
-    function_call: Annotated[Any, Only("none", "auto")] = None
-    functions: Annotated[Any, Only([])] = None
-    include_reasoning: Annotated[Any, Only(True)] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    moderation: Unsupported = None
-    reasoning_format: Annotated[Any, Only("auto", "deepseek")] = None
-    store: Annotated[Any, Only(False)] = None
-    web_search_options: Unsupported = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -195,24 +142,15 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        """Return what was asked for; what was left open is the model's own recommendation.
-
-        Raises:
-            SettingError: a value is out of range.
-        """
         return self._sampling_params(
             defaults,
-            max_tokens=self._max_tokens(self.max_completion_tokens),
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction=None if self.prediction is None else self.prediction.content,
         )
 
     def conversation(self, template: str | None) -> Conversation:
-        """The chat, for the model with this template.
-
-        Raises:
-            ApiError: fields contradict each other, or the template cannot do what they ask for.
-        """
+        """The chat, for the model with this template."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             message = (
@@ -245,96 +183,62 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 async def answer(service: EngineService, body: ChatCompletionRequest) -> Response:
-    """Answer a chat, in one piece or as a stream of events."""
     params = body.sampling_params(service.sampling_defaults)
     outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
-    shape = _Shape(service.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
-    if body.stream:
-        return EventStream(
-            until_done(_events(outputs, shape, service.model_name, body.include_usage)), outputs
-        )
-    answers = await collect(outputs)
-    choices = [shape.whole(index, answer) for index, answer in enumerate(answers)]
-    top = head("chatcmpl-", "chat.completion", service.model_name) | shape.prompt(outputs)
-    return JSONResponse(top | {"choices": choices, "usage": usage_body(outputs.usage)})
+    return await ChatReply(service, body, outputs).response()
 
 
-async def _events(outputs: Outputs, shape: "_Shape", model: str, include_usage: bool) -> AsyncIterator[bytes]:
-    top = head("chatcmpl-", "chat.completion.chunk", model)
-    top |= {"usage": None} if include_usage else {}
-    begun: set[int] = set()
-    async for step in outputs:
-        deltas = [shape.delta(piece) for piece in step.pieces]
-        if step.index not in begun:
-            begun.add(step.index)
-            opening = {"role": "assistant", "content": ""}
-            yield event(top | shape.prompt(outputs) | {"choices": [shape.part(step.index, opening)]})
-        if step.tokens and shape.with_tokens and not deltas:
-            deltas.append({"content": ""})
-        for number, delta in enumerate(deltas):
-            tokens = step.tokens if number == 0 else ()
-            yield event(top | {"choices": [shape.part(step.index, delta, tokens)]})
-        if step.end is not None:
-            yield event(top | {"choices": [shape.part(step.index, {}, end=step.end)]})
-    if include_usage:
-        yield event(top | {"choices": [], "usage": usage_body(outputs.usage)})
-
-
-class _Shape:
-    """Choices of an answer, as OpenAI's clients read them."""
-
-    def __init__(self, tokenizer: Tokenizer, with_logprobs: bool, with_token_ids: bool) -> None:
-        self.with_tokens = with_logprobs or with_token_ids
-        self._with_logprobs = with_logprobs
-        self._with_token_ids = with_token_ids
-        self._tokenizer = tokenizer
-
-    def prompt(self, outputs: Outputs) -> Json:
-        """Return the prompt's token ids, if the client asked for them."""
-        return {"prompt_token_ids": outputs.prompt_token_ids[0]} if self._with_token_ids else {}
+class ChatReply(Reply):
+    def __init__(self, service: EngineService, body: ChatCompletionRequest, outputs: Outputs) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, outputs, "chatcmpl-", kind)
+        self._has_logprobs = bool(body.logprobs)
+        self._has_tokens = self._has_logprobs or bool(body.return_token_ids)
+        self._begun: set[int] = set()
+        if body.return_token_ids:
+            self._head["prompt_token_ids"] = outputs.prompt_token_ids[0]
 
     def whole(self, index: int, answer: Answer) -> Json:
         has_text = answer.text or not answer.calls
-        message: Json = {
-            "role": "assistant",
-            "content": answer.text if has_text else None,
-            "refusal": None,
-        }
+        message: Json = {"role": "assistant", "content": answer.text if has_text else None, "refusal": None}
         if answer.thought:
             message["reasoning_content"] = answer.thought
         if answer.calls:
             message["tool_calls"] = [_call(call) for call in answer.calls]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": answer.end,
-        } | self._token_ids(answer.tokens)
+        return self._choice(index, {"message": message}, answer.tokens, answer.end)
 
-    def part(
-        self, index: int, delta: Json, tokens: Sequence[SampledToken] = (), end: str | None = None
+    def parts(self, step: Step) -> Iterator[Json]:
+        if step.index not in self._begun:
+            self._begun.add(step.index)
+            yield self._choice(step.index, {"delta": {"role": "assistant", "content": ""}})
+        deltas = [_delta(piece) for piece in step.pieces]
+        if step.tokens and self._has_tokens and not deltas:
+            deltas.append({"content": ""})
+        for number, delta in enumerate(deltas):
+            yield self._choice(step.index, {"delta": delta}, () if number else step.tokens)
+        if step.end is not None:
+            yield self._choice(step.index, {"delta": {}}, end=step.end)
+
+    def _choice(
+        self, index: int, content: Json, tokens: Sequence[SampledToken] = (), end: str | None = None
     ) -> Json:
-        """More of a message, or its end."""
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(tokens), "finish_reason": end}
+        logprobs = None
+        if self._has_logprobs and tokens:
+            logprobs = {"content": token_logprobs(self._tokenizer, tokens), "refusal": None}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": end}
         return choice | self._token_ids(tokens)
 
-    def delta(self, piece: Piece) -> Json:
-        if isinstance(piece, Text):
-            return {"content": piece.text}
-        if isinstance(piece, Thought):
-            return {"reasoning_content": piece.text}
-        if isinstance(piece, CallStart):
-            begun = _call(Call(piece.call_id, piece.name))
-            return {"tool_calls": [{"index": piece.number} | begun]}
-        return {"tool_calls": [{"index": piece.number, "function": {"arguments": piece.text}}]}
 
-    def _token_ids(self, tokens: Sequence[SampledToken]) -> Json:
-        return {"token_ids": [token.token_id for token in tokens]} if self._with_token_ids else {}
-
-    def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
-        if not self._with_logprobs or not tokens:
-            return None
-        return {"content": token_logprobs(self._tokenizer, tokens), "refusal": None}
+def _delta(piece: Piece) -> Json:
+    match piece:
+        case Text(text):
+            return {"content": text}
+        case Thought(text):
+            return {"reasoning_content": text}
+        case CallStart(number, call_id, name):
+            return {"tool_calls": [{"index": number} | _call(Call(call_id, name))]}
+        case CallArguments(number, text):
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
 
 def _call(call: Call) -> Json:

@@ -1,19 +1,17 @@
 """POST /v1/completions: the model continues raw text."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from neo_desktop.app.api.fields import Json, Only, Prompts
-from neo_desktop.app.api.replies import finite, head, until_done, usage_body
+from neo_desktop.app.api.fields import Json, Prompts
+from neo_desktop.app.api.replies import Reply, finite
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import special_id
-from neo_desktop.app.generate.outputs import Outputs, collect, submit, with_grammar
-from neo_desktop.app.web.connection import EventStream, event
+from neo_desktop.app.generate.outputs import Answer, Outputs, Step, submit, with_grammar
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -38,18 +36,12 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # unless false, the tokenizer puts its special tokens around texts
 
-    best_of: Annotated[Any, Only(1)] = None
-
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        """Like `ChatCompletionRequest.sampling_params`."""
-        max_tokens = self._max_tokens()
-        if max_tokens is None and self.n_predict is None:
-            max_tokens = MAX_TOKENS
-        return self._sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
+        max_tokens = MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling_params(defaults, max_tokens, logprobs=self.logprobs)
 
 
 async def answer(service: EngineService, body: CompletionRequest) -> Response:
-    """Continue each prompt, in one piece or as a stream of events."""
     if body.echo and body.logprobs is not None:
         message = "echo cannot go with logprobs: this server does not rate prompts; leave one of them out"
         raise ApiError(400, message, param="echo")
@@ -62,76 +54,48 @@ async def answer(service: EngineService, body: CompletionRequest) -> Response:
         service, prompts, params, field, add_special_tokens=with_special, grammar_field=grammar_field
     )
     outputs = Outputs(generation, service.tokenizer, None, grammar_field)
-    echoed = [_text(service.tokenizer, prompt) for prompt in body.prompt] if body.echo else []
-    prompts_told = outputs.prompt_token_ids if body.return_token_ids else None
-    shape = _Shape(service.tokenizer, body.logprobs is not None, echoed, params.n, prompts_told)
-    if body.stream:
-        return EventStream(
-            until_done(_events(outputs, shape, service.model_name, body.include_usage)), outputs
-        )
-    answers = await collect(outputs)
-    choices = [
-        shape.choice(index, shape.echo(index) + answer.text, answer.tokens, answer.end)
-        for index, answer in enumerate(answers)
-    ]
-    top = head("cmpl-", "text_completion", service.model_name)
-    return JSONResponse(top | {"choices": choices, "usage": usage_body(outputs.usage)})
+    return await CompletionReply(service, body, outputs).response()
 
 
-async def _events(outputs: Outputs, shape: "_Shape", model: str, include_usage: bool) -> AsyncIterator[bytes]:
-    top = head("cmpl-", "text_completion", model)
-    top |= {"usage": None} if include_usage else {}
-    begun: set[int] = set()
-    async for step in outputs:
-        text = step.text if step.index in begun else shape.echo(step.index) + step.text
-        begun.add(step.index)
-        if text or (step.tokens and shape.with_tokens):
-            yield event(top | {"choices": [shape.choice(step.index, text, step.tokens, None)]})
+class CompletionReply(Reply):
+    def __init__(self, service: EngineService, body: CompletionRequest, outputs: Outputs) -> None:
+        super().__init__(service, body, outputs, "cmpl-", "text_completion")
+        self._prompts = body.prompt
+        self._n = body.n or 1
+        self._has_echo = bool(body.echo)
+        self._has_logprobs = body.logprobs is not None
+        self._has_tokens = self._has_logprobs or bool(body.return_token_ids)
+        self._num_chars: defaultdict[int, int] = defaultdict(int)  # output -> where its next token begins
+        self._begun: set[int] = set()
+
+    def whole(self, index: int, answer: Answer) -> Json:
+        return self._choice(index, self._echo(index) + answer.text, answer.tokens, answer.end)
+
+    def parts(self, step: Step) -> Iterator[Json]:
+        text = self._echo(step.index) + step.text
+        if text or (step.tokens and self._has_tokens):
+            yield self._choice(step.index, text, step.tokens, None)
         if step.end is not None:
-            yield event(top | {"choices": [shape.choice(step.index, "", (), step.end)]})
-    if include_usage:
-        yield event(top | {"choices": [], "usage": usage_body(outputs.usage)})
+            yield self._choice(step.index, "", (), step.end)
 
+    def _echo(self, index: int) -> str:
+        """The prompt, before an output's first text, where it is to be repeated."""
+        if not self._has_echo or index in self._begun:
+            return ""
+        self._begun.add(index)
+        prompt = self._prompts[index // self._n]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(list(prompt), skip_special_tokens=False)
 
-class _Shape:
-    """Choices of an answer, as OpenAI's clients read them."""
+    def _choice(self, index: int, text: str, tokens: Sequence[SampledToken], end: str | None) -> Json:
+        logprobs = self._logprobs(index, tokens) if self._has_logprobs and tokens else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._outputs.prompt_token_ids[index // self._n]
+        return choice | self._token_ids(tokens)
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        with_logprobs: bool,
-        echoed: Sequence[str],
-        n: int,
-        prompt_token_ids: Sequence[Sequence[int]] | None,
-    ) -> None:
-        self.with_tokens = with_logprobs or prompt_token_ids is not None
-        self._with_logprobs = with_logprobs
-        self._tokenizer = tokenizer
-        self._prompt_token_ids = prompt_token_ids
-        self._echoed = echoed
-        self._n = n
-        self._num_chars: defaultdict[int, int] = defaultdict(int)  # index -> where its next token begins
-
-    def echo(self, index: int) -> str:
-        """The prompt, where it is to be repeated."""
-        return self._echoed[index // self._n] if self._echoed else ""
-
-    def choice(self, index: int, text: str, tokens: Sequence[SampledToken], end: str | None) -> Json:
-        """Return one text, or its next part."""
-        choice: Json = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(index, tokens),
-            "finish_reason": end,
-        }
-        if self._prompt_token_ids is not None:
-            choice["prompt_token_ids"] = self._prompt_token_ids[index // self._n]
-            choice["token_ids"] = [token.token_id for token in tokens]
-        return choice
-
-    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json | None:
-        if not self._with_logprobs or not tokens:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json:
         text_of = self._tokenizer.token_text
         body: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
@@ -145,10 +109,6 @@ class _Shape:
             body["text_offset"].append(self._num_chars[index])
             self._num_chars[index] += len(text)
         return body
-
-
-def _text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt), skip_special_tokens=False)
 
 
 def _with_suffix(tokenizer: Tokenizer, prompt: Prompt, suffix: str | None) -> Prompt:

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from importlib.metadata import version
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from jinja2 import Environment
 
@@ -20,78 +18,39 @@ color-scheme: light dark }
 h2 { margin-top: 3rem; overflow-wrap: anywhere }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.875em; overflow-wrap: anywhere }
 pre { overflow-x: auto; padding: 0.75rem; border: 1px solid #8886; border-radius: 0.5rem }
-table { border-collapse: collapse; width: 100% }
 td { vertical-align: top; padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid #8883 }
-details { margin: 0.75rem 0 }
 </style>
-{% macro fields(title, schema) %}
-{% set of = resolved(schema) %}
-<details open><summary>{{ title }}</summary><table>
-{% for name, field in of.properties.items() if none not in (field.enum or ()) %}
-<tr><td><code>{{ name }}</code>{{ " (required)" if name in (of.required or ()) }}<td>{{ type(field) }}
-{% endfor %}
-</table>
-{% for name, field in of.properties.items() if none in (field.enum or ()) %}
-{{ "Accepted with the value that changes nothing: " if loop.first }}<code>{{ name }}</code>
-{% endfor %}
-</details>
-{% endmacro %}
 <h1>neo-desktop {{ api.info.version }}: API</h1>
 <p>{{ api.info.description }} The same for programs: <a href='openapi.json'>openapi.json</a>.</p>
 {% for path, methods in api.paths.items() %}{% for method, operation in methods.items() %}
-<h2><code>{{ method.upper() }} {{ path }}</code></h2><p>{{ operation.summary }}</p>
+<h2><code>{{ method.upper() }} {{ api.servers[0].url }}{{ path }}</code></h2><p>{{ operation.summary }}</p>
 {% if operation.requestBody %}
 {% set body = operation.requestBody.content["application/json"] %}
 {% for name, example in body.examples.items() %}
-<p>{{ name }}:</p><pre>{{ pretty(example.value) }}</pre>
+<p>{{ name }}:</p><pre>{{ example.value | tojson(indent=2) }}</pre>
 {% endfor %}
-{{ fields("Fields of the body", body.schema) }}
+{% set schema = resolved(body.schema) %}
+<table>
+{% for name, field in schema.properties.items() %}
+<tr><td><code>{{ name }}</code>{{ " (required)" if name in (schema.required or ()) }}<td>{{ type(field) }}
+{% endfor %}
+</table>
 {% endif %}
-{% set reply = operation.responses["200"].content["application/json"] %}
-{% if reply %}{{ fields("Fields of the answer", reply.schema) }}{% endif %}
 {% endfor %}{% endfor %}
 """
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 def install(app: FastAPI, api: FastAPI) -> None:
-    """Let an app describe itself and the API that it mounts at /v1."""
-    built: list[Json] = []
-
-    def document() -> Json:
-        if not built:
-            built.append(_document(app, api))
-        return built[0]
+    """Let an app describe the API that it mounts."""
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return JSONResponse(await asyncio.to_thread(document))
+        return JSONResponse(await asyncio.to_thread(api.openapi))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(await asyncio.to_thread(lambda: page(document())), headers=_HEADERS)
-
-
-def _document(app: FastAPI, api: FastAPI) -> Json:
-    description = "The loaded model, for programs that speak OpenAI's or Anthropic's API."
-    whole, part = (
-        get_openapi(
-            title="neo-desktop",
-            version=version("neo-desktop"),
-            description=description,
-            routes=routes,
-            separate_input_output_schemas=False,
-        )
-        for routes in (app.routes, api.routes)
-    )
-    whole["paths"] = {f"/v1{path}": methods for path, methods in part["paths"].items()} | whole["paths"]
-    whole["components"]["schemas"] |= part["components"]["schemas"]
-    whole["components"]["securitySchemes"] = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    }
-    whole["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
-    return whole
+        return HTMLResponse(await asyncio.to_thread(lambda: page(api.openapi())), headers=_HEADERS)
 
 
 def page(api: Json) -> str:
@@ -110,13 +69,9 @@ def page(api: Json) -> str:
             return f"{field['$ref'].rpartition('/')[2]} {{{inner}}}"
         if "const" in field or "enum" in field:
             return " or ".join(map(json.dumps, field.get("enum") or [field["const"]]))
-        kind = field.get("type", "any")
-        if kind == "array":
+        if field.get("type") == "array":
             return f"list of {type_of(field.get('items', {}))}"
-        return " or ".join(kind) if isinstance(kind, list) else str(kind)
-
-    def pretty(value: Json) -> str:
-        return json.dumps(value, indent=2)
+        return str(field.get("type", "any"))
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
-    return template.render(api=api, resolved=resolved, type=type_of, pretty=pretty)
+    return template.render(api=api, resolved=resolved, type=type_of)

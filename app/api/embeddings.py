@@ -2,12 +2,12 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
 from fastapi.responses import JSONResponse, Response
 
-from neo_desktop.app.api.fields import Label, Model, Only, Prompts, Unsupported
+from neo_desktop.app.api.fields import Model, Prompts
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
@@ -19,15 +19,7 @@ class EmbeddingRequest(Model):
     encoding_format: Literal["float", "base64"] | None = None  # base64: of 32-bit floats, little-endian
     dimensions: int | None = None  # only as many as the model has
     pooling: Literal["mean", "last"] | None = None  # over all tokens (the default), or the last one alone
-
-    # They say nothing about the answer.
-    user: Label = None
-    request_id: Label = None
-
-    add_special_tokens: Annotated[Any, Only(True)] = None
-    normalize: Annotated[Any, Only(True)] = None  # vectors have length 1
-    priority: Annotated[Any, Only(0)] = None
-    truncate_prompt_tokens: Unsupported = None
+    add_special_tokens: Literal[True] | None = None
 
 
 async def answer(service: EngineService, body: EmbeddingRequest) -> Response:

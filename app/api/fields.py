@@ -1,26 +1,29 @@
 """The parts of the endpoints' bodies.
 
-An unknown field is an error that names it. A field does what its name says, unless a mark says otherwise:
+A field that a model declares does what its name says. Of the others, some are known:
 
-    HINT       it changes nothing that a client can see: labels, caching, display
-    LeftOut    the answer does without it, and a warning beside the answer says so
-    Only       an error, unless its value asks for nothing (`store=False`)
+    HINTS               they change nothing that a client can see: labels, caching, display
+    LEFT_OUT            the answer does without them, and a warning beside the answer says so
+    ABSENT, DEFAULTS    an error, unless the value asks for nothing (`store=False`)
+
+Any other field is an error that names it.
 """
 
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     PlainValidator,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -31,54 +34,122 @@ MAX_TOOLS = 256
 
 Json = dict[str, Any]
 
+HINTS = frozenset(
+    [
+        *("client_metadata", "metadata", "request_id", "safety_identifier", "service_tier", "user"),
+        *(
+            "user_profile_id",
+            "workspace_id",
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "billing_policy",
+        ),
+        *("cache_control", "cache_prompt", "prompt_cache_breakpoint", "prompt_cache_key"),
+        *(
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "diagnostics",
+            "fallbacks",
+            "fallback_credit_token",
+        ),
+        *(
+            "annotations",
+            "citations",
+            "detail",
+            "display",
+            "generate_summary",
+            "include_obfuscation",
+            "index",
+        ),
+        *("max_tool_calls", "phase", "signature", "speed", "status", "task_budget", "truncation"),
+        *("defer_loading", "eager_input_streaming", "output_schema"),
+    ]
+)
+_KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents send it; nothing is cleared
+# Field -> the warning, and the values without one.
+LEFT_OUT: Mapping[str, tuple[str, Sequence[object]]] = {
+    "context_management": (
+        "context_management is left out: the conversation is read as it was sent",
+        [{"edits": []}, {"edits": [_KEEP_THOUGHTS]}],
+    ),
+    "encrypted_content": ("encrypted thoughts are left out: only their maker can read them", []),
+    "verbosity": ("verbosity is left out: no model here knows it", ["medium"]),
+}
+# They may be null, false, 0 or empty.
+ABSENT = frozenset(
+    [
+        *("access_programs", "allowed_token_ids", "async", "audio", "background", "background_options"),
+        *("bad_words", "block_binding", "chat_template", "clear_at", "compaction", "container"),
+        *("continuous_usage_stats", "conversation", "documents", "dry_multiplier", "dynatemp_range", "echo"),
+        *("file_id", "functions", "include_stop_str_in_output", "inference_geo", "logits_processors"),
+        *("mcp_servers", "min_tokens", "mirostat", "moderation", "n_keep", "output_config", "priority"),
+        *("prompt", "prompt_logprobs", "refusal", "return_progress", "return_tokens_as_token_ids", "store"),
+        *("structural_tag", "thread", "timings_per_token", "toolset_name", "transformations"),
+        *("truncate_prompt_tokens", "use_beam_search", "web_search_options", "xtc_probability"),
+    ]
+)
+# They may be null, or what this server does anyhow.
+DEFAULTS: Mapping[str, Sequence[object]] = {
+    "allowed_callers": [["direct"]],
+    "best_of": [1],
+    "caller": [{"type": "direct"}],
+    "context": ["auto"],
+    "function_call": ["none", "auto"],
+    "id_slot": [-1],
+    "include_reasoning": [True],
+    "length_penalty": [1, 1.0],
+    "modalities": [["text"]],
+    "mode": ["standard"],
+    "normalize": [True],
+    "reasoning_format": ["auto", "deepseek"],
+    "repeat_last_n": [-1],
+    "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True],
+    "typical_p": [1, 1.0],
+}
+
 
 class Model(BaseModel):
     """A body or a part of one."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_known(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        own = names(cls)
+        return {name: value for name, value in fields.items() if name in own or not _is_known(name, value)}
 
 
-class Only:
-    """For a feature that is not there: a field that takes only values that do not ask for it."""
-
-    def __init__(self, *accepted: object) -> None:
-        self._accepted = (None, *accepted)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> Json:
-        return {"enum": list(self._accepted), "description": "Only for clients that always send it."}
-
-    def _check(self, value: object) -> object:
-        if not any(type(value) is type(one) and value == one for one in self._accepted):
-            raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
-        return value
+@cache
+def names(model: type[Model]) -> frozenset[str]:
+    """The fields that a model declares, as clients call them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
-class LeftOut:
-    """For a wish that the answer does without: a warning says so, unless the value is one of `silent`."""
+def _is_known(name: str, value: object) -> bool:
+    """Return whether the answer is the same without a field.
 
-    def __init__(self, what: str, *silent: object) -> None:
-        self._what = what
-        self._silent = (None, *silent)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: object) -> object:
-        if value not in self._silent:
-            warn(self._what)
-        return value
-
-
-HINT = object()
-Unsupported = Annotated[Any, Only()]
-Label = Annotated[str | None, HINT]
-Verbosity = Annotated[
-    Literal["low", "medium", "high"] | None,
-    LeftOut("verbosity is left out: no model here knows it", "medium"),
-]
+    Raises:
+        ValidationError: it would not be.
+    """
+    if name in LEFT_OUT:
+        warning, silent = LEFT_OUT[name]
+        if value and value not in silent:
+            warn(warning)
+        return True
+    if name in ABSENT or name in DEFAULTS:
+        defaults = DEFAULTS.get(name, [value] if not value else [])
+        if not any(value is None or (type(value) is type(one) and value == one) for one in [None, *defaults]):
+            reason = PydanticCustomError("unsupported", "is not supported by this server; leave it out")
+            raise ValidationError.from_exception_data(
+                name, [{"type": reason, "loc": (name,), "input": value}]
+            )
+        return True
+    return name in HINTS
 
 
 def described(what: str) -> WrapValidator:
@@ -99,132 +170,91 @@ class Skipped(Model):
     type: str
 
 
-# Written by what a value is, not by what it was read from.
-_AS_IT_IS = core_schema.plain_serializer_function_ser_schema(lambda value: value)
-
-
 class Tagged:
-    """A union of models that their field `type` tells apart.
+    """A union of models that their field `type` tells apart, and of texts that may stand in their place.
 
     Args:
-        models: each says in `type` what it is for.
         refused: other types, `*` stands for anything → the sentence that refuses them.
         left_out: further ones, which become `Skipped` → the warning, without its subject.
         default: what a part without `type` is.
-        words: texts that may stand in place of an object.
     """
 
     def __init__(
         self,
-        *models: type[Model],
         refused: Mapping[str, str] = types.MappingProxyType({}),
         left_out: Mapping[str, str] = types.MappingProxyType({}),
         default: str | None = None,
-        words: Sequence[str] = (),
     ) -> None:
-        self.models = {tag: model for model in models for tag in tags(model)}
         self.refused = refused
         self.left_out = left_out
         self._default = default
-        self._words = words
 
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        choices = {in_marks(tag): handler.generate_schema(model) for tag, model in self.models.items()}
-        union = core_schema.tagged_union_schema(choices, discriminator=self._tag_in_marks)
-        return core_schema.no_info_wrap_validator_function(self._check, union, serialization=_AS_IT_IS)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        models = tagged_models(union)
+        words = literals(union)
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, _: self._part(value, models, words), handler(union)
+        )
 
-    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        if isinstance(value, str) and value in self._words:
+    def _part(self, value: object, models: Mapping[str, type[Model]], words: Sequence[str]) -> object:
+        if isinstance(value, str) and value in words:
             return value
         if not isinstance(value, dict):
-            what = " or ".join([*map(repr, self._words), "an object"])
+            what = " or ".join([*map(repr, words), "an object"])
             raise PydanticCustomError("object", "must be {what}", {"what": what})
         tag = value.get("type") or self._default
         if not isinstance(tag, str):
             reason = "is missing its type" if tag is None else "has a type that is not text"
             raise PydanticCustomError("tag", reason)
-        if tag in self.models:
-            return handler(value if value.get("type") else value | {"type": tag})
+        if tag in models:
+            return models[tag].model_validate(value | {"type": tag})
         if (warning := _matching(self.left_out, tag)) is not None:
             warn(f"a part of type {tag!r} {warning}")
             return Skipped(type=tag)
-        known = ", ".join(map(repr, self.models))
-        reason = _matching(self.refused, tag) or f"this server takes {known}"
+        reason = _matching(self.refused, tag) or f"this server takes {', '.join(map(repr, models))}"
         raise PydanticCustomError("tag", "is of type {tag}: {what}", {"tag": repr(tag[:100]), "what": reason})
 
-    def _tag_in_marks(self, value: Json) -> str:
-        return in_marks(value["type"])
+
+def tagged_models(union: Any) -> dict[str, type[Model]]:
+    """Map the values of `type` to the models of a union that are for them."""
+    parts = [part for part in (union, *get_args(union)) if isinstance(part, type) and issubclass(part, Model)]
+    return {tag: part for part in parts for tag in literals(part.model_fields["type"].annotation)}
 
 
-def tags(model: type[Model]) -> tuple[str, ...]:
-    """The values of `type` that a model is for."""
-    annotation = model.model_fields["type"].annotation
-    return tuple(value for part in (annotation, *get_args(annotation)) for value in _literals(part))
-
-
-def _literals(annotation: Any) -> tuple[str, ...]:
-    return tuple(value for value in get_args(annotation) if isinstance(value, str))
-
-
-def in_marks(tag: str) -> str:
-    """A tag as it stands in the place of an error, which is no field of the body."""
-    return f"<{tag}>"
+def literals(annotation: Any) -> list[str]:
+    """The texts that a type takes."""
+    parts = [value for part in (annotation, *get_args(annotation)) for value in get_args(part)]
+    return [value for value in parts if isinstance(value, str)]
 
 
 def _matching(sentences: Mapping[str, str], tag: str) -> str | None:
-    found = (said for name, said in sentences.items() if name == tag or _is_beginning(name, tag))
-    return next(found, None)
+    for pattern, sentence in sentences.items():
+        if pattern == tag or (pattern.endswith("*") and tag.startswith(pattern[:-1])):
+            return sentence
+    return None
 
 
-def _is_beginning(pattern: str, tag: str) -> bool:
-    return pattern.endswith("*") and tag.startswith(pattern[:-1])
-
-
-TEXT_ONLY = "this part takes text only"
 NOT_TEXT: Mapping[str, str] = dict.fromkeys(
     [
         *("image", "image_url", "input_image", "input_audio", "audio", "video", "video_url", "input_video"),
         *("file", "input_file", "document", "container_upload", "computer_screenshot", "browser_state"),
     ],
-    TEXT_ONLY,
+    "this part takes text only",
 )
 
 
-class Joined:
-    """Text, or text parts, which become one text, a line each.
+def content(part: Any) -> PlainValidator:
+    """Text or parts: one text, a line per part; or, with images, parts for a `Conversation`."""
+    parts: TypeAdapter[list[Any]] = TypeAdapter(list[part])
 
-    Args:
-        parts: models with a `text`.
-        refused: see `Tagged`.
-    """
-
-    def __init__(self, *parts: type[Model], refused: Mapping[str, str] = NOT_TEXT) -> None:
-        self.union = Tagged(*parts, refused=refused)
-
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        parts = core_schema.list_schema(handler.generate_schema(Annotated[Any, self.union]))
-        return core_schema.no_info_wrap_validator_function(self._check, parts, serialization=_AS_IT_IS)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        parts = handler(schema["schema"])
-        return {"anyOf": [{"type": "string"}, parts]}
-
-    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    def check(value: object) -> object:
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
             raise PydanticCustomError("content", "must be text or a list of text parts")
-        return self._content(handler(value))
+        return joined(each.part for each in parts.validate_python(value))
 
-    def _content(self, parts: list[Any]) -> Any:
-        return "\n".join(part.text for part in parts)
-
-
-class Parts(Joined):
-    """Joins text parts; with images, they become a list of parts for a `Conversation`."""
-
-    def _content(self, parts: list[Any]) -> Any:
-        return joined(getattr(part, "part", None) or text_part(part.text) for part in parts)
+    return PlainValidator(check, json_schema_input_type=str | list[part])
 
 
 class TextPart(Model):
@@ -232,10 +262,12 @@ class TextPart(Model):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Json] | None, HINT] = None
-    logprobs: Annotated[list[Json] | None, HINT] = None
-    cache_control: Annotated[Json | None, HINT] = None
-    prompt_cache_breakpoint: Annotated[Json | None, HINT] = None
+    logprobs: Any = None
+
+    @property
+    def part(self) -> Json:
+        """The part for a `Conversation`."""
+        return text_part(self.text)
 
 
 class RefusalPart(Model):
@@ -245,43 +277,33 @@ class RefusalPart(Model):
     refusal: str
 
     @property
-    def text(self) -> str:
-        return self.refusal
+    def part(self) -> Json:
+        return text_part(self.refusal)
 
 
-Content = Annotated[str, Joined(TextPart, RefusalPart)]
+Content = Annotated[str, content(Annotated[TextPart | RefusalPart, Tagged(refused=NOT_TEXT)])]
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompt, str) or _is_token_ids(prompt):
         return [prompt]
-    if isinstance(prompt, list) and prompt and (_are_texts(prompt) or all(map(_is_token_ids, prompt))):
+    are_texts = isinstance(prompt, list) and all(isinstance(each, str) for each in prompt)
+    if isinstance(prompt, list) and prompt and (are_texts or all(map(_is_token_ids, prompt))):
         return prompt
     raise PydanticCustomError(
         "prompt", "must be a string, a list of strings, a list of token ids or a list of such lists"
     )
 
 
-def _are_texts(prompts: list[object]) -> bool:
-    return all(isinstance(prompt, str) for prompt in prompts)
-
-
 def _is_token_ids(prompt: object) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 
 
-_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_PROMPTS_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        _TOKEN_IDS_SCHEMA,
-        {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
-    ]
-}
-
-Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 
 
 def given(fields: Mapping[str, Any]) -> Json:

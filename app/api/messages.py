@@ -1,35 +1,35 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from neo_desktop.app.api.fields import HINT, MAX_TOOLS, Json, Label, LeftOut, Model, Only, Tagged, Unsupported
+from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Tagged
 from neo_desktop.app.api.message_blocks import (
     AnthropicMessage,
     AnthropicTool,
-    CacheControl,
-    SystemBlock,
+    System,
     ToolDefinition,
-    as_blocks,
     system_text,
 )
-from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
+from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
-from neo_desktop.app.generate.outputs import begin, collect
+from neo_desktop.app.generate.json_stream import complete_members
+from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed, begin, collect
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
-from neo_desktop.app.web.connection import EventStream
+from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
-
-KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents send it; nothing is cleared
 
 
 class Choice(Model):
@@ -40,16 +40,11 @@ class Choice(Model):
     disable_parallel_tool_use: bool | None = None
 
 
-OTHER_THINKING = {"between_tools": "ask for adaptive"}
-
-
 class Thinking(Model):
     """A switch for thinking, and its budget: a thought that has used it up ends."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Label = None  # thoughts are shown as they are
-    block_binding: Unsupported = None
 
 
 class OutputFormat(Model):
@@ -61,66 +56,27 @@ class OutputConfig(Model):
     """The answer's form, and how much thought goes into it."""
 
     format: OutputFormat | None = None
-    task_budget: Annotated[Json | None, HINT] = None  # for all requests of a task
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a hint; not all models know it
-
-
-class Metadata(Model):
-    user_id: Label = None
 
 
 class CountTokensRequest(Model):
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: list[SystemBlock] | None = None
+    system: System | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    thinking: Annotated[Thinking, Tagged(Thinking, refused=OTHER_THINKING)] | None = None
+    thinking: Annotated[Thinking, Tagged(refused={"between_tools": "ask for adaptive"})] | None = None
     output_config: OutputConfig | None = None
-    context_management: Annotated[
-        Json | None,
-        LeftOut(
-            "context_management is left out: the conversation is read as it was sent",
-            {},
-            {"edits": []},
-            {"edits": [KEEP_THOUGHTS]},
-        ),
-    ] = None
-    mcp_servers: Annotated[Any, Only([])] = None
-    compaction: Unsupported = None
-    thread: Unsupported = None
-
-    # Labels and hints: they say nothing about the answer.
-    cache_control: Annotated[CacheControl | None, HINT] = None
-    speed: Label = None  # there is one
-    betas: Annotated[list[str] | None, HINT] = None
-    anthropic_beta: Annotated[list[str] | None, HINT] = None
-    anthropic_version: Label = None
-    billing_policy: Annotated[Json | None, HINT] = None
-    diagnostics: Annotated[Json | None, HINT] = None
-    fallbacks: Annotated[Any, HINT] = None  # there is one model
-    fallback_credit_token: Annotated[Any, HINT] = None
-    user_profile_id: Label = None
-    workspace_id: Label = None
-
-    @field_validator("system", mode="before", json_schema_input_type=str | list[SystemBlock] | None)
-    @classmethod
-    def _as_blocks(cls, system: object) -> object:
-        return as_blocks(system)
 
     def conversation(self, template: str | None) -> Conversation:
-        """The chat, for the model with this template.
-
-        Raises:
-            ApiError: the template cannot do what is asked for.
-        """
+        """The chat, for the model with this template."""
         prompt = system_text(self.system)
         system = [{"role": "system", "content": prompt}] if prompt else []
         choice = self.tool_choice or Choice(type="auto")
         if (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(
-                400, "tool_choice has a name when its type is tool, and only then", param="tool_choice"
-            )
+            message = "tool_choice has a name when its type is tool, and only then"
+            raise ApiError(400, message, param="tool_choice")
+        choices = {"auto": AUTO, "any": REQUIRED, "tool": ToolChoice(True, choice.name), "none": None}
         config = self.output_config or OutputConfig()
         structure = None
         if config.format is not None:
@@ -131,9 +87,7 @@ class CountTokensRequest(Model):
         return Conversation(
             messages=[*system, *(one for message in self.messages for one in message.for_template())],
             tools=[tool.tool() for tool in self.tools or () if isinstance(tool, ToolDefinition)],
-            choice={"auto": AUTO, "any": REQUIRED, "tool": ToolChoice(True, choice.name), "none": None}[
-                choice.type
-            ],
+            choice=choices[choice.type],
             is_parallel=not choice.disable_parallel_tool_use,
             template_fields=thinking_fields(template, config.effort, is_thinking, is_hint=True),
             structure=structure,
@@ -150,17 +104,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     top_p: float | None = None
 
-    metadata: Annotated[Metadata | None, HINT] = None
-    service_tier: Label = None  # there is one
-    container: Unsupported = None
-    inference_geo: Unsupported = None
-
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        """Return what was asked for; what was left open is the model's own recommendation.
-
-        Raises:
-            SettingError: a value is out of range.
-        """
         return sampling_params(
             defaults,
             max_tokens=self.max_tokens,
@@ -172,7 +116,6 @@ class MessagesRequest(CountTokensRequest):
 
 
 async def answer(service: EngineService, body: MessagesRequest) -> Response:
-    """Answer a chat, in one piece or as a stream of events."""
     params = body.sampling_params(service.sampling_defaults)
     conversation = body.conversation(service.tokenizer.chat_template)
     try:
@@ -182,10 +125,10 @@ async def answer(service: EngineService, body: MessagesRequest) -> Response:
             raise ApiError(400, _too_long(length), param="messages") from length
         raise
     if body.stream:
-        return EventStream(message_events(outputs, service.model_name), outputs)
+        return EventStream(_events(outputs, service.model_name), outputs)
     (answer,) = await collect(outputs)
-    message = message_body(service.model_name, outputs.usage)
-    message |= {"content": blocks_of(answer), **stop_reason(answer.end, answer.stopped_by)}
+    message = _body(service.model_name, outputs.usage)
+    message |= {"content": _blocks(answer), **_stop_reason(answer.end, answer.stopped_by)}
     return JSONResponse(message)
 
 
@@ -196,10 +139,123 @@ def _too_long(error: ContextLengthError) -> str:
 
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:
-    """Count the tokens of a chat's prompt."""
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
     try:
         token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})
+
+
+async def _events(outputs: Outputs, model: str) -> AsyncIterator[bytes]:
+    """Yield the answer while it grows; an error is the last event."""
+    blocks = _GrowingBlocks()
+    is_begun = False
+    try:
+        async for step in outputs:
+            if not is_begun:
+                is_begun = True
+                yield _event("message_start", message=_body(model, outputs.usage))
+                yield _event("ping")
+            for piece in step.pieces:
+                match piece:
+                    case Text(text):
+                        events = blocks.add({"type": "text_delta", "text": text}, _text(""))
+                    case Thought(text):
+                        events = blocks.add({"type": "thinking_delta", "thinking": text}, _thinking(""))
+                    case CallStart(_, call_id, name):
+                        delta = {"type": "input_json_delta", "partial_json": ""}
+                        events = blocks.add(delta, _tool_use(call_id, name))
+                    case CallArguments(_, text):
+                        events = blocks.add({"type": "input_json_delta", "partial_json": text})
+                for body in events:
+                    yield body
+            if step.end is not None:
+                for body in blocks.end():
+                    yield body
+                usage = {"output_tokens": outputs.usage.num_output_tokens}
+                yield _event("message_delta", delta=_stop_reason(step.end, step.stopped_by), usage=usage)
+                yield _event("message_stop")
+    except ApiError as error:
+        yield event(error.anthropic_body, "error")
+
+
+class _GrowingBlocks:
+    """The open block of the answer, and the events that open and close it."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._type: str | None = None  # of the open block
+
+    def add(self, delta: Json, block: Json | None = None) -> list[bytes]:
+        """More of the answer; `block`: the empty block that it belongs to, None for the open one."""
+        events = []
+        if block is not None and (block["type"] != self._type or block["type"] == "tool_use"):
+            events += self.end()
+            self._index += 1
+            self._type = block["type"]
+            events.append(_event("content_block_start", index=self._index, content_block=block))
+        return [*events, _event("content_block_delta", index=self._index, delta=delta)]
+
+    def end(self) -> list[bytes]:
+        """Close the open block, if there is one."""
+        is_open, self._type = self._type is not None, None
+        return [_event("content_block_stop", index=self._index)] if is_open else []
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name} | fields, name)
+
+
+def _stop_reason(end: str | None, stopped_by: str | None) -> Json:
+    if stopped_by is not None and end == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons.get(end or "", "end_turn"), "stop_sequence": None}
+
+
+def _body(model: str, usage: TokensUsed) -> Json:
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "usage": {
+            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.num_cached_tokens,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "inference_geo": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.num_thought_tokens},
+        },
+    }
+
+
+def _blocks(answer: Answer) -> list[Json]:
+    """The answer's blocks; arguments that were cut keep their complete members."""
+    blocks = [_thinking(answer.thought)] if answer.thought else []
+    blocks += [_text(answer.text)] if answer.text else []
+    for call in answer.calls:
+        arguments = json.loads(complete_members(call.arguments))
+        blocks.append(_tool_use(call.call_id, call.name) | {"input": arguments})
+    return blocks
+
+
+def _text(text: str) -> Json:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _thinking(text: str) -> Json:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_use(call_id: str, name: str) -> Json:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": {"type": "direct"}}

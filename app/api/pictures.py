@@ -4,23 +4,11 @@ import base64
 import binascii
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.api.fields import (
-    HINT,
-    NOT_TEXT,
-    Json,
-    Label,
-    Model,
-    Only,
-    Parts,
-    RefusalPart,
-    Tagged,
-    TextPart,
-    Unsupported,
-)
-from neo_desktop.app.generate.images import IMAGE, MAX_IMAGE_BYTES, data_url, image_part, text_part
+from neo_desktop.app.api.fields import NOT_TEXT, Json, Model, RefusalPart, Tagged, TextPart, content
+from neo_desktop.app.generate.images import MAX_IMAGE_BYTES, image_part
 from neo_desktop.models.vision.pictures import open_picture
 
 _DATA = "data:image/"
@@ -53,14 +41,12 @@ def _picture_of_url(url: object) -> bytes:
     return _picture(text)
 
 
-_TEXT = WithJsonSchema({"type": "string"})
-Data = Annotated[bytes, PlainValidator(_picture), _TEXT]
-DataUrl = Annotated[bytes, PlainValidator(_picture_of_url), _TEXT]
+Data = Annotated[bytes, PlainValidator(_picture, json_schema_input_type=str)]
+DataUrl = Annotated[bytes, PlainValidator(_picture_of_url, json_schema_input_type=str)]
 
 
 class ImageUrl(Model):
     url: DataUrl
-    detail: Label = None  # the model's own image processor decides
 
 
 class ImageUrlPart(Model):
@@ -68,12 +54,9 @@ class ImageUrlPart(Model):
 
     type: Literal["image_url"]
     image_url: ImageUrl
-    cache_control: Annotated[Json | None, HINT] = None
-    prompt_cache_breakpoint: Annotated[Json | None, HINT] = None
 
     @property
     def part(self) -> Json:
-        """The part for a `Conversation`."""
         return image_part(self.image_url.url)
 
 
@@ -82,13 +65,9 @@ class InputImagePart(Model):
 
     type: Literal["input_image"]
     image_url: DataUrl
-    detail: Label = None
-    file_id: Unsupported = None
-    prompt_cache_breakpoint: Annotated[Json | None, HINT] = None
 
     @property
     def part(self) -> Json:
-        """The part for a `Conversation`."""
         return image_part(self.image_url)
 
 
@@ -102,34 +81,14 @@ class ImageBlock(Model):
     """An image as Anthropic's messages have it."""
 
     type: Literal["image"]
-    source: Annotated[
-        Base64Source, Tagged(Base64Source, refused=dict.fromkeys(("url", "file"), _FETCHES_NOTHING))
-    ]
-    cache_control: Annotated[Json | None, HINT] = None
-    transformations: Annotated[Any, Only([])] = None
+    source: Annotated[Base64Source, Tagged(refused=dict.fromkeys(("url", "file"), _FETCHES_NOTHING))]
 
     @property
     def part(self) -> Json:
-        """The part for a `Conversation`."""
         return image_part(self.source.data)
 
 
 ContentWithImages = Annotated[
-    str | list[Any], Parts(TextPart, RefusalPart, ImageUrlPart, InputImagePart, refused=NOT_TEXT)
+    str | list[Any],
+    content(Annotated[TextPart | RefusalPart | ImageUrlPart | InputImagePart, Tagged(refused=NOT_TEXT)]),
 ]
-
-
-def shown_parts(content: str | list[Any], text_kind: str) -> list[Json]:
-    """Return content as a client of OpenAI's responses reads it."""
-    return [
-        {"type": "input_image", "image_url": data_url(part[IMAGE])}
-        if part["type"] == IMAGE
-        else {"type": text_kind, "text": part["text"]}
-        for part in (content if isinstance(content, list) else [text_part(content)])
-    ]
-
-
-def check_role(content: object, role: object) -> None:
-    """Raise an error for images in a message that is not a user's."""
-    if isinstance(content, list) and role != "user":
-        raise PydanticCustomError("image", "has an image: only a user's message may have images")

@@ -2,35 +2,67 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from fastapi.responses import JSONResponse, Response
 
 from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.sampling import GenerationRequest
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.outputs import TokensUsed
-from neo_desktop.app.web.connection import event
+from neo_desktop.app.generate.outputs import Answer, Outputs, Step, TokensUsed, collect
+from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.models.tokenizer import Tokenizer
 
-DONE = b"data: [DONE]\n\n"
 
+class Reply(ABC):
+    """The answer of a chat or completion, as one object or as a stream of chunks."""
 
-async def until_done(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the events of a stream and the one that ends it; an error is the last but that one."""
-    try:
-        async for one in events:
-            yield one
-    except ApiError as error:
-        yield event(error.body)
-    yield DONE
+    def __init__(
+        self, service: EngineService, body: GenerationRequest, outputs: Outputs, prefix: str, kind: str
+    ) -> None:
+        self._outputs = outputs
+        self._body = body
+        self._tokenizer = service.tokenizer
+        self._head: Json = {"id": new_id(prefix), "object": kind}
+        self._head |= {"created": int(time.time()), "model": service.model_name}
+
+    @abstractmethod
+    def whole(self, index: int, answer: Answer) -> Json:
+        """Return an output as a choice."""
+
+    @abstractmethod
+    def parts(self, step: Step) -> Iterator[Json]:
+        """Yield an output's progress as choices of chunks."""
+
+    async def response(self) -> Response:
+        if self._body.stream:
+            return EventStream(self._events(), self._outputs)
+        answers = await collect(self._outputs)
+        choices = [self.whole(index, answer) for index, answer in enumerate(answers)]
+        return JSONResponse(self._head | {"choices": choices, "usage": usage_body(self._outputs.usage)})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """Yield the chunks and the end of the stream; an error is the last but that one."""
+        head = self._head | ({"usage": None} if self._body.include_usage else {})
+        try:
+            async for step in self._outputs:
+                for choice in self.parts(step):
+                    yield event(head | {"choices": [choice]})
+            if self._body.include_usage:
+                yield event(head | {"choices": [], "usage": usage_body(self._outputs.usage)})
+        except ApiError as error:
+            yield event(error.body)
+        yield b"data: [DONE]\n\n"
+
+    def _token_ids(self, tokens: Sequence[SampledToken]) -> Json:
+        return {"token_ids": [token.token_id for token in tokens]} if self._body.return_token_ids else {}
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
-
-
-def head(prefix: str, kind: str, model: str) -> Json:
-    """Return the first fields of an answer."""
-    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage_body(usage: TokensUsed) -> Json:

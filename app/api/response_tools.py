@@ -1,54 +1,32 @@
 """The tools of a response: functions, and what OpenAI's agents send beside them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from neo_desktop.app.api.fields import HINT, Json, Model, Only, Skipped, Tagged
+from neo_desktop.app.api.fields import Json, Model, Skipped, Tagged
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.web.warnings import warn
 
 _HOSTED = "is left out: this server has no tools of its own"
-LOCAL_SHELL = "local_shell"
-_SHELL_PARAMETERS: Json = {
-    "type": "object",
-    "properties": {
-        "command": {
-            "type": "array",
-            "items": {"type": "string"},
-            "description": "The program and its arguments.",
-        },
-        "working_directory": {"type": "string"},
-        "timeout_ms": {"type": "integer"},
-    },
-    "required": ["command"],
-}
-
-CallKind = Literal["function_call", "custom_tool_call", "local_shell_call"]
+_AS_FUNCTION = "is left out: describe it as a function"
 
 
-class Callable(Model):
+class _Callable(Model):
     """The common fields of tools that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    defer_loading: Annotated[bool | None, HINT] = None  # all tools are shown
-    allowed_callers: Annotated[Any, Only(["direct"])] = None
-    # `async` is a word of Python's.
-    async_: Annotated[Any, Only(False)] = Field(default=None, alias="async")
 
 
-class FunctionTool(Callable):
+class FunctionTool(_Callable):
     type: Literal["function"]
     parameters: Json | None = None  # JSON schema
     strict: bool | None = None  # a schema that cannot be enforced in full is refused
-    output_schema: Annotated[Json | None, HINT] = None
 
     def tool(self, name: str) -> Tool:
-        """The same for every protocol."""
         return Tool(name, self.description, self.parameters or {}, bool(self.strict))
 
 
@@ -62,9 +40,9 @@ class GrammarInput(Model):
     definition: str
 
 
-class CustomTool(Callable):
+class CustomTool(_Callable):
     type: Literal["custom"]
-    format: Annotated[TextInput | GrammarInput, Tagged(TextInput, GrammarInput)] | None = None
+    format: Annotated[TextInput | GrammarInput, Tagged()] | None = None
 
     def tool(self, name: str) -> Tool:
         """A function of one text; a regular expression holds where a call must come."""
@@ -86,56 +64,49 @@ class CustomTool(Callable):
         return Tool(name, description, parameters)
 
 
-class LocalShellTool(Model):
-    type: Literal["local_shell"]
+_ClientTool = Annotated[FunctionTool | CustomTool, Tagged()]
 
 
-class NamespaceTool(Model):
+class NamespaceTool(_Callable):
     """Tools whose names begin with one word."""
 
     type: Literal["namespace"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    tools: list[Annotated[FunctionTool | CustomTool, Tagged(FunctionTool, CustomTool)]]
+    tools: list[_ClientTool]
 
 
 ResponseTool = Annotated[
-    FunctionTool | CustomTool | LocalShellTool | NamespaceTool | Skipped,
+    FunctionTool | CustomTool | NamespaceTool | Skipped,
     Tagged(
-        *(FunctionTool, CustomTool, LocalShellTool, NamespaceTool),
         left_out={
             **dict.fromkeys(("web_search*", "file_search", "code_interpreter", "image_generation"), _HOSTED),
             **dict.fromkeys(("computer*", "mcp", "tool_search", "programmatic_tool_calling"), _HOSTED),
-            **dict.fromkeys(("shell", "apply_patch"), "is left out: describe it as a function"),
+            **dict.fromkeys(("local_shell", "shell", "apply_patch"), _AS_FUNCTION),
         },
     ),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The form of a tool's calls for the client."""
 
-    kind: CallKind
+    kind: Literal["function_call", "custom_tool_call"]
     name: str
     namespace: str | None = None
 
 
 class ResponseTools:
-    """The tools as the model sees them, each with a name of its own.
-
-    Raises:
-        ApiError: two have the same name.
-    """
+    """The tools as the model sees them, each with a name of its own."""
 
     def __init__(self, tools: Sequence[Any]) -> None:
         self.tools: list[Tool] = []
         self._routes: dict[str, Route] = {}
-        for name, tool, route in _flat(tools):
+        for tool, namespace in _flat(tools):
+            name = full_name(tool.name, namespace)
             if name in self._routes:
                 raise ApiError(400, f"tools holds two tools of the name {name!r}: rename one", param="tools")
-            self.tools.append(tool)
-            self._routes[name] = route
+            self.tools.append(tool.tool(name))
+            kind = "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
+            self._routes[name] = Route(kind, tool.name, namespace)
 
     def full_name(self, name: str) -> str:
         """The name under which the model sees a tool that a client calls by its own name."""
@@ -146,22 +117,12 @@ class ResponseTools:
         return self._routes.get(name, Route("function_call", name))
 
 
-def _flat(tools: Sequence[Any]) -> Iterator[tuple[str, Tool, Route]]:
+def _flat(tools: Sequence[Any]) -> Iterator[tuple[FunctionTool | CustomTool, str | None]]:
     for tool in tools:
         if isinstance(tool, NamespaceTool):
-            for each in tool.tools:
-                name = full_name(each.name, tool.name)
-                shown = each.tool(name)
-                yield name, shown, Route(_kind(each), each.name, tool.name)
-        elif isinstance(tool, LocalShellTool):
-            shown = Tool(LOCAL_SHELL, "Runs a command on the user's computer.", _SHELL_PARAMETERS)
-            yield LOCAL_SHELL, shown, Route("local_shell_call", LOCAL_SHELL)
-        elif isinstance(tool, FunctionTool | CustomTool):
-            yield tool.name, tool.tool(tool.name), Route(_kind(tool), tool.name)
-
-
-def _kind(tool: FunctionTool | CustomTool) -> CallKind:
-    return "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
+            yield from ((each, tool.name) for each in tool.tools)
+        elif not isinstance(tool, Skipped):
+            yield tool, None
 
 
 def full_name(name: str, namespace: str | None) -> str:
@@ -169,17 +130,3 @@ def full_name(name: str, namespace: str | None) -> str:
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
-
-
-def shell_action(arguments: Mapping[str, Any]) -> Json:
-    """Return a call of the local shell as OpenAI's clients read it."""
-    command = arguments.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else [str(command or "")]
-    return {
-        "type": "exec",
-        "command": words,
-        "env": {},
-        "timeout_ms": arguments.get("timeout_ms"),
-        "user": None,
-        "working_directory": arguments.get("working_directory"),
-    }

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer form, whose answers are lists of items and can be gone on with."""
+"""POST /v1/responses: OpenAI's newer form: answers are lists of items, which a later request continues."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -7,25 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from neo_desktop.app.api.fields import (
-    HINT,
-    MAX_TOOLS,
-    Json,
-    Label,
-    LeftOut,
-    Model,
-    Only,
-    Skipped,
-    Tagged,
-    Unsupported,
-    Verbosity,
-)
-from neo_desktop.app.api.pictures import shown_parts
+from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Skipped, Tagged
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
-from neo_desktop.app.api.response_items import Item, ItemReference, MessageItem, for_template
+from neo_desktop.app.api.response_items import Item, ItemReference, for_template
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
-from neo_desktop.app.api.response_tools import FunctionTool, ResponseTool, ResponseTools
+from neo_desktop.app.api.response_tools import ResponseTool, ResponseTools
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
@@ -43,22 +30,9 @@ _LOGPROBS = "message.output_text.logprobs"
 _NOT_THERE = "this server has no tools of its own; leave it out"
 NO_CHOICE = {
     "allowed_tools": "leave the other tools out of tools instead",
-    **dict.fromkeys(
-        ("file_search", "web_search*", "computer*", "code_interpreter", "image_generation"), _NOT_THERE
-    ),
-    **dict.fromkeys(("mcp", "programmatic_tool_calling", "apply_patch", "shell"), _NOT_THERE),
+    **dict.fromkeys(("file_search", "web_search*", "computer*", "code_interpreter", "mcp"), _NOT_THERE),
+    **dict.fromkeys(("image_generation", "programmatic_tool_calling", "apply_patch", "shell"), _NOT_THERE),
 }
-Includable = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    # Of items that never come.
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
 
 
 class NamedTool(Model):
@@ -72,15 +46,14 @@ class TextFormat(Model):
 
 class SchemaFormat(Model):
     type: Literal["json_schema"]
-    name: Label = None
-    description: Label = None
+    name: Any = None
+    description: Any = None
     schema_: Json = Field(alias="schema")
     strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 class TextConfig(Model):
-    format: Annotated[TextFormat | SchemaFormat, Tagged(TextFormat, SchemaFormat)] | None = None
-    verbosity: Verbosity = None
+    format: Annotated[TextFormat | SchemaFormat, Tagged()] | None = None
 
 
 class Reasoning(Model):
@@ -88,14 +61,11 @@ class Reasoning(Model):
 
     # A hint; not all models know levels of thought.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Label = None
-    generate_summary: Label = None
-    context: Annotated[Any, Only("auto")] = None
-    mode: Annotated[Any, Only("standard")] = None
+    summary: Any = None
 
 
 class ResponseStreamOptions(Model):
-    include_obfuscation: Annotated[bool | None, HINT] = None  # nothing is padded
+    pass
 
 
 def _as_items(value: object) -> object:
@@ -107,10 +77,10 @@ class ResponsesRequest(Model):
     input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
     instructions: str | None = None
     previous_response_id: str | None = None  # whose conversation continues
-    store: bool | None = None  # unless false, the response can be asked for and gone on with
+    store: bool | None = None  # unless false, a later request may ask for the response or continue it
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Includable] | None = None
+    include: list[str] | None = None  # the rest is of items that never come
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -123,44 +93,14 @@ class ResponsesRequest(Model):
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: (
-        Annotated[
-            Literal["none", "auto", "required"] | NamedTool,
-            Tagged(NamedTool, refused=NO_CHOICE, words=("none", "auto", "required")),
-        ]
-        | None
+        Annotated[Literal["none", "auto", "required"] | NamedTool, Tagged(refused=NO_CHOICE)] | None
     ) = None
     parallel_tool_calls: bool | None = None
 
-    context_management: Annotated[
-        list[Json] | None, LeftOut("context_management is left out: the conversation is read as it was sent")
-    ] = None
-
-    # Labels and hints: they say nothing about the answer.
-    metadata: Annotated[dict[str, str] | None, HINT] = None
-    client_metadata: Annotated[Json | None, HINT] = None
-    image: Annotated[Json | None, HINT] = None  # how images are read; there are none
-    max_tool_calls: Annotated[int | None, HINT] = None  # of tools of the server's own
-    prompt_cache_key: Label = None
-    prompt_cache_options: Annotated[Json | None, HINT] = None
-    prompt_cache_retention: Label = None
-    safety_identifier: Label = None
-    service_tier: Label = None  # there is one
-    truncation: Label = None  # what is too long is refused
-    user: Label = None
-
-    access_programs: Unsupported = None
-    background: Annotated[Any, Only(False)] = None
-    background_options: Unsupported = None
-    conversation: Unsupported = None
-    moderation: Unsupported = None
-    prompt: Unsupported = None
+    metadata: dict[str, str] | None = None  # it comes back with the response
+    image: Any = None  # how images are read; there are none
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        """Return what was asked for; what was left open is the model's own recommendation.
-
-        Raises:
-            SettingError: a value is out of range.
-        """
         logprobs = self.top_logprobs
         if logprobs is None and _LOGPROBS in (self.include or ()):
             logprobs = 0
@@ -180,11 +120,7 @@ class ResponsesRequest(Model):
     def conversation_of(
         self, items: Sequence[Item], tools: ResponseTools, template: str | None
     ) -> Conversation:
-        """Return the continued conversation, for the model with this template.
-
-        Raises:
-            ApiError: the template cannot do what is asked for.
-        """
+        """Return the continued conversation, for the model with this template."""
         messages = for_template(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -215,11 +151,9 @@ class ResponsesRequest(Model):
         return Structure("text.format", "json") if is_json else None
 
     def head(self, model: str, params: SamplingParams) -> Json:
-        """The response as long as nothing has come: what was asked for, with what was left open filled in."""
-        tools = [_told(tool) for tool in self.tools or () if not isinstance(tool, Skipped)]
+        """The response as long as nothing has come."""
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, Model) else self.tool_choice
         form = self.text.format if self.text else None
-        form_body = form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
         return {
             "id": new_id("resp_"),
             "object": "response",
@@ -231,40 +165,30 @@ class ResponsesRequest(Model):
             "incomplete_details": None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": None,
             "metadata": self.metadata or {},
             "model": model,
             "output": [],
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
-            "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
-            "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.store is not False,
             "temperature": params.temperature,
-            "text": {"format": form_body},
+            "text": {"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
             "tool_choice": choice or "auto",
-            "tools": tools,
+            "tools": [
+                tool.model_dump(by_alias=True) for tool in self.tools or () if not isinstance(tool, Skipped)
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "truncation": "disabled",
             "usage": None,
-            "user": self.user,
         }
 
 
-def _told(tool: Model) -> Json:
-    empty: Json = (
-        {"strict": None, "description": None, "parameters": {}} if isinstance(tool, FunctionTool) else {}
-    )
-    return empty | tool.model_dump(exclude_none=True, by_alias=True)
-
-
 async def answer(service: EngineService, store: ResponseStore, body: ResponsesRequest) -> Response:
-    """Answer, in one piece or as a stream of events."""
     params = body.sampling_params(service.sampling_defaults)
     earlier: Sequence[Item] = ()
     if body.previous_response_id is not None:
@@ -281,7 +205,7 @@ async def answer(service: EngineService, store: ResponseStore, body: ResponsesRe
     def keep() -> None:
         if body.store is not False:
             answer_items = _ITEMS.validate_python(events.response["output"])
-            store.add(StoredResponse(events.response, new, [*items, *answer_items]))
+            store.add(StoredResponse(events.response, [*items, *answer_items]))
 
     if body.stream:
         return EventStream(_streamed(outputs, events, keep), outputs)
@@ -309,20 +233,3 @@ async def _streamed(
         last = events.fail(error)
     for body in last:
         yield event(body, body["type"])
-
-
-def input_items(response: StoredResponse) -> Json:
-    """Return the new items of a response's request."""
-    items = []
-    for number, item in enumerate(response.input_items):
-        fields = item.model_dump(exclude_none=True)
-        if isinstance(item, MessageItem):
-            kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = shown_parts(item.content, kind)
-        items.append({"id": f"item_{number}", "status": "completed"} | fields)
-    ids = (
-        {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
-        if items
-        else {"first_id": None, "last_id": None}
-    )
-    return {"object": "list", "data": items, "has_more": False} | ids

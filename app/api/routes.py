@@ -3,8 +3,9 @@
 import re
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from importlib.metadata import version
+from typing import Annotated, Any, cast
 
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,7 +13,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from neo_desktop.app.api import chat, completions, embeddings, messages, responses
-from neo_desktop.app.api import reply_schemas as replies
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.response_store import MAX_RESPONSES, ResponseStore
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS
@@ -43,11 +43,7 @@ class ModelNames:
         return list(dict.fromkeys([service.model_name, *(one for one in self._aliases if "*" not in one)]))
 
     def check(self, service: EngineService, name: str | None) -> EngineService:
-        """Return the service if this is its model's name; None names any model.
-
-        Raises:
-            ApiError: another model is named.
-        """
+        """Return the service if this is its model's name; None names any model."""
         if name in (None, service.model_name) or (self._pattern and self._pattern.fullmatch(name or "")):
             return service
         shown = (name or "")[:100]
@@ -77,14 +73,9 @@ class BodyRoute(APIRoute):
 
 _QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+_PLACE_FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": _PLACE}}
 _WEATHER = {"name": "weather", "description": "The weather of a place.", "parameters": _PLACE}
 _CHAT = {"messages": _QUESTION, "max_tokens": 64}
-_STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
-_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
-
-
-def _examples(**values: Json) -> Any:
-    return Body(openapi_examples={name.replace("_", " "): {"value": value} for name, value in values.items()})
 
 
 def create_api(
@@ -102,11 +93,16 @@ def create_api(
     names = ModelNames(model_aliases)
     anthropics_names = ModelNames([*model_aliases, ANTHROPICS])
     app = FastAPI(
+        title="neo-desktop",
+        version=version("neo-desktop"),
+        description="The loaded model, for programs that speak OpenAI's or Anthropic's API.",
+        servers=[{"url": "/v1"}],
+        responses={"default": {"description": "The request is refused; the message says why."}},
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,
+        separate_input_output_schemas=False,
     )
     app.router.route_class = BodyRoute
     errors.install(app)
@@ -117,118 +113,84 @@ def create_api(
     async def setting_error(request: Request, error: SettingError) -> Response:
         return ApiError(400, str(error), param=error.field).response(request.url.path)
 
-    def route(
-        method: str, path: str, reply: Any, summary: str, *, streams: bool = False
-    ) -> Callable[[_Endpoint], _Endpoint]:
-        error = replies.AnthropicError if path.startswith("/messages") else replies.Error
-        refusal = {"model": error, "description": "The request is refused; the message says why."}
-        return app.api_route(
-            path,
-            methods=[method],
-            response_model=reply,
-            summary=summary,
-            responses={"default": refusal} | (_STREAMED if streams else {}),
-        )
+    def post(
+        path: str,
+        summary: str,
+        schema: type[Any],
+        answer: Callable[[EngineService, Any], Awaitable[Response]],
+        *,
+        names: ModelNames = names,
+        messages: str | None = None,
+        **examples: Json,
+    ) -> None:
+        """Add a route; `messages` is the field whose length is limited."""
 
-    def check_length(messages: Sequence[object], field: str = "messages") -> None:
-        if len(messages) > max_messages:
-            message = f"{field} holds {len(messages)} messages, more than the {max_messages} that it may hold"
-            raise ApiError(400, message, param=field)
+        async def endpoint(body: Any) -> Response:
+            service = names.check(host.service, body.model)
+            if messages is not None and (num := len(getattr(body, messages))) > max_messages:
+                message = f"{messages} holds {num} messages, more than the {max_messages} that it may hold"
+                raise ApiError(400, message, param=messages)
+            return await answer(service, body)
 
-    @route("POST", "/chat/completions", replies.ChatCompletion, "Answer a chat (OpenAI)", streams=True)
-    async def chat_completions(
-        body: Annotated[
-            chat.ChatCompletionRequest,
-            _examples(
-                A_question=_CHAT,
-                A_tool=_CHAT | {"tools": [{"type": "function", "function": _WEATHER}]},
-                An_answer_of_this_form=_CHAT
-                | {
-                    "response_format": {
-                        "type": "json_schema",
-                        "json_schema": {"name": "place", "schema": _PLACE},
-                    }
-                },
-            ),
-        ],
-    ) -> Response:
-        service = names.check(host.service, body.model)
-        check_length(body.messages)
-        return await chat.answer(service, body)
+        shown = {name.replace("_", " "): {"value": value} for name, value in examples.items()}
+        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=cast("Any", shown))]
+        app.post(path, summary=summary)(endpoint)
 
-    @route("POST", "/completions", replies.Completion, "Continue texts", streams=True)
-    async def raw_completions(
-        body: Annotated[
-            completions.CompletionRequest, _examples(A_text={"prompt": "A KV cache is", "max_tokens": 32})
-        ],
-    ) -> Response:
-        return await completions.answer(names.check(host.service, body.model), body)
-
-    @route("POST", "/messages", replies.AnthropicAnswer, "Answer a chat (Anthropic)", streams=True)
-    async def anthropic_messages(
-        body: Annotated[messages.MessagesRequest, _examples(A_question=_CHAT | {"model": "claude-any"})],
-    ) -> Response:
-        service = anthropics_names.check(host.service, body.model)
-        check_length(body.messages)
-        return await messages.answer(service, body)
-
-    @route("POST", "/messages/count_tokens", replies.TokenCount, "Count the tokens of a chat (Anthropic)")
-    async def count_tokens(
-        body: Annotated[
-            messages.CountTokensRequest, _examples(A_question={"model": "claude-any", "messages": _QUESTION})
-        ],
-    ) -> Response:
-        service = anthropics_names.check(host.service, body.model)
-        check_length(body.messages)
-        return await messages.count_tokens(service, body)
-
-    @route(
-        "POST",
-        "/responses",
-        replies.ResponseBody,
-        f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued",
-        streams=True,
-    )
-    async def create_response(
-        body: Annotated[
-            responses.ResponsesRequest,
-            _examples(A_question={"input": "What is a KV cache?", "max_output_tokens": 64}),
-        ],
-    ) -> Response:
-        service = names.check(host.service, body.model)
-        check_length(body.input, "input")
+    async def respond(service: EngineService, body: responses.ResponsesRequest) -> Response:
         return await responses.answer(service, store, body)
 
-    @app.post("/responses/{name}", include_in_schema=False)
-    async def no_response_action(name: str) -> Response:
-        raise ApiError(404, f"there is no /v1/responses/{name} to post to")
+    post(
+        *("/chat/completions", "Answer a chat (OpenAI)", chat.ChatCompletionRequest, chat.answer),
+        messages="messages",
+        A_question=_CHAT,
+        A_question_with_a_tool=_CHAT | {"tools": [{"type": "function", "function": _WEATHER}]},
+        An_answer_of_this_form=_CHAT | {"response_format": _PLACE_FORM},
+    )
+    post(
+        *("/completions", "Continue texts", completions.CompletionRequest, completions.answer),
+        A_text={"prompt": "A KV cache is", "max_tokens": 32},
+    )
+    post(
+        *("/messages", "Answer a chat (Anthropic)", messages.MessagesRequest, messages.answer),
+        names=anthropics_names,
+        messages="messages",
+        A_question=_CHAT | {"model": "claude-any"},
+    )
+    post(
+        *("/messages/count_tokens", "Count the tokens of a chat (Anthropic)"),
+        *(messages.CountTokensRequest, messages.count_tokens),
+        names=anthropics_names,
+        messages="messages",
+        A_question={"model": "claude-any", "messages": _QUESTION},
+    )
+    post(
+        "/responses",
+        f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued",
+        *(responses.ResponsesRequest, respond),
+        messages="input",
+        A_question={"input": "What is a KV cache?", "max_output_tokens": 64},
+    )
+    post(
+        *("/embeddings", "Texts as vectors", embeddings.EmbeddingRequest, embeddings.answer),
+        Two_texts={"input": ["a cat", "a dog"]},
+    )
 
-    @route("GET", "/responses/{response_id}", replies.ResponseBody, "A stored response")
+    @app.get("/responses/{response_id}", summary="A stored response")
     async def stored_response(response_id: str) -> Response:
         return JSONResponse(store.get(response_id).body)
 
-    @route("DELETE", "/responses/{response_id}", replies.DeletedResponse, "Forget a stored response")
+    @app.delete("/responses/{response_id}", summary="Forget a stored response")
     async def delete_response(response_id: str) -> Response:
         store.remove(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @route("GET", "/responses/{response_id}/input_items", replies.ItemList, "The new items of a request")
-    async def input_items(response_id: str) -> Response:
-        return JSONResponse(responses.input_items(store.get(response_id)))
-
-    @route("POST", "/embeddings", replies.Embeddings, "Texts as vectors")
-    async def create_embeddings(
-        body: Annotated[embeddings.EmbeddingRequest, _examples(Two_texts={"input": ["a cat", "a dog"]})],
-    ) -> Response:
-        return await embeddings.answer(names.check(host.service, body.model), body)
-
-    @route("GET", "/models", replies.ModelList, "The model that is loaded")
+    @app.get("/models", summary="The model that is loaded")
     async def models() -> Response:
         served = [host.service] if host.has_service else []
         cards = [_model(service, name, created) for service in served for name in names.of(service)]
         return JSONResponse({"object": "list", "data": cards})
 
-    @route("GET", "/models/{name:path}", replies.ModelCard, "One model")
+    @app.get("/models/{name:path}", summary="One model")
     async def one_model(name: str) -> Response:
         return JSONResponse(_model(names.check(host.service, name), name, created))
 

@@ -4,11 +4,11 @@ import hashlib
 import json
 import string
 import uuid
-from collections.abc import Collection, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Generator, Iterator
+from typing import NamedTuple, TypeVar
 
-from neo_desktop.app.generate.json_stream import JsonStream, parsed
-from neo_desktop.app.generate.tools import WHITE_SPACE, ToolFormat
+from neo_desktop.app.generate.json_stream import SPACE, JsonValue, Reading, Source, mended
+from neo_desktop.app.generate.tools import ToolFormat
 from neo_desktop.models.thoughts import split_off_beginning
 
 _MAX_NAME_CHARS = 256
@@ -45,13 +45,12 @@ class CallArguments(NamedTuple):
 
 
 Piece = Text | Thought | CallStart | CallArguments
-_Step = tuple[int, list[Piece]]  # the next place, and the pieces that became certain
+T = TypeVar("T")
+Steps = Generator[Piece | None, None, T]  # None: more text is needed
 
 
 class CallReader:
     """Tells calls from other text, however the text is cut into pieces.
-
-        text ──opening mark──→ marked ──"{"──→ call ──its "}"──→ marked ──anything else──→ text
 
     A beginning that may become a mark or a call is held back. A part that turns out to be no call is text,
     unchanged. Arguments are handed on while they grow, always as the text of a JSON object, unless
@@ -75,30 +74,23 @@ class CallReader:
         self._format = tool_format
         self._names = names
         self._max_calls = max_calls
-        self._state: Literal["start", "text", "marked", "call"] = "start" if tool_format.is_bare else "text"
-        if is_begun:
-            self._state = "marked"
+        self._num_calls = 0
+        self._call: _Call | None = None  # that is being read
+        self._gap: list[str] = []  # since the last call: text, unless a call follows
         self._has_mark = is_begun  # an opening mark came, and no call after it yet
         self._in_list = False
-        self._held = ""  # may begin a mark or a name
-        self._gap: list[str] = []  # text, unless a call follows
-        self._call = _Call(None)
-        self._is_told = False  # the call's name was given out
-        self.num_calls = 0
+        self._source = Source()
+        self._is_cut = False
+        self._steps = self._read()
 
     def feed(self, text: str) -> Iterator[Piece]:
         """Take in the next piece; yields what is certain by now."""
-        text, self._held = self._held + text, ""
-        steps = {
-            "start": self._in_start,
-            "text": self._in_text,
-            "marked": self._in_marked,
-            "call": self._in_call,
-        }
-        at = 0
-        while at < len(text) and not self._has_enough:
-            at, pieces = steps[self._state](text, at)
-            yield from pieces
+        self._source.add(text)
+        for piece in self._steps:
+            if piece is None:
+                yield from self._progress()
+                return
+            yield piece
 
     def flush(self, *, is_cut: bool = False) -> Iterator[Piece]:
         """End the text: yields what was held back.
@@ -106,178 +98,163 @@ class CallReader:
         Args:
             is_cut: the model would have written more; half a mark and half a call are no text then.
         """
-        if self._has_enough:
-            return
-        if self._state == "call":
-            if self._call.name and self._is_known and not self._is_told and (is_cut or self._call.is_begun):
-                yield self._told()
-            if self._is_told:
-                yield from self._arguments(self._call.take() + self._call.take_unsent())
-                return
-        held = self._call.raw if self._state == "call" else self._held
-        if self._has_mark or self._state in ("text", "marked"):
-            is_rest = self._state == "marked" and not self._has_mark and self._format.closing.startswith(held)
-            held = "" if is_cut or is_rest else held
-        if not (is_cut and self._has_mark):
-            held = "".join(self._gap) + held
-        if held:
-            yield Text(held)
+        self._source.is_ended, self._is_cut = True, is_cut
+        return self.feed("")
 
     @property
     def _has_enough(self) -> bool:
-        return self.num_calls == self._max_calls and self._state != "call"
+        return self._num_calls == self._max_calls
 
-    @property
-    def _is_known(self) -> bool:
-        return self._has_mark or not self._format.is_bare or self._call.name in self._names
+    def _read(self) -> Steps[None]:
+        if self._has_mark:
+            yield from self._calls()
+        elif self._format.is_bare:  # at the beginning, a call needs no mark
+            self._gap.append((yield from self._source.run(SPACE)))
+            is_call = (yield from self._source.ahead()) == "{"
+            yield from self._calls() if is_call else self._as_text()
+        while not self._has_enough and (yield from self._text()):
+            self._begin_marked()
+            yield from self._calls()
 
-    def _in_start(self, text: str, at: int) -> _Step:
-        """At the beginning, a call needs no mark."""
-        begun = _skip(text, at, WHITE_SPACE)
-        self._gap.append(text[at:begun])
-        if begun == len(text):
-            return begun, []
-        return self._begin_call(begun) if text[begun] == "{" else (begun, self._as_text())
+    def _text(self) -> Steps[bool]:
+        """Read text and the opening mark after it; False: none came."""
+        source, mark = self._source, self._format.opening
+        while True:
+            end = source.text.find(mark, source.at)
+            is_found = end >= 0
+            if not is_found:
+                last = source.text[max(source.at, len(source.text) - len(mark)) :]
+                end = len(source.text) - len(split_off_beginning(last, mark)[1])
+                if source.is_ended and not self._is_cut:
+                    end = len(source.text)
+            if end > source.at:
+                yield Text(source.text[source.at : end])
+            source.at = end + len(mark) * is_found
+            if is_found or source.is_ended:
+                return is_found
+            yield None
 
-    def _in_text(self, text: str, at: int) -> _Step:
-        mark = self._format.opening
-        end = text.find(mark, at)
-        if end >= 0:
-            self._read_opening()
-            return end + len(mark), [Text(text[at:end])] if end > at else []
-        end = max(at, len(text) - len(mark))
-        before, self._held = split_off_beginning(text[end:], mark)
-        before = text[at:end] + before
-        return len(text), [Text(before)] if before else []
+    def _calls(self) -> Steps[None]:
+        """Read calls up to other text."""
+        while not self._has_enough:
+            space = yield from self._source.run(SPACE)
+            if self._gap:
+                self._gap.append(space)
+            name = None
+            if (char := (yield from self._source.ahead())) != "{":
+                if (yield from self._is_between(char)):
+                    continue
+                name = yield from self._name()
+                if name is None:
+                    break
+            if not (yield from self._is_call(name)):
+                break
+        rest = self._source.text[self._source.at :]
+        is_closing = not self._has_mark and self._format.closing.startswith(rest)
+        if self._source.is_ended and (self._is_cut or is_closing):
+            self._source.take(len(rest))
+        if not (self._is_cut and self._has_mark):
+            yield from self._as_text()
 
-    def _in_marked(self, text: str, at: int) -> _Step:
-        """After a mark or a call."""
-        begun = _skip(text, at, WHITE_SPACE)
-        if self._gap:
-            self._gap.append(text[at:begun])
-        if begun == len(text):
-            return begun, []
-        char = text[begun]
-        if char == "{":
-            return self._begin_call(begun)
-        if self._has_mark and text.startswith(self._format.opening, begun):
-            return begun, self._as_text()
-        end = self._after_mark(text, begun)
-        if end is None and self._is_separator(char):
-            end = begun + 1
-        if end is None and self._format.has_names:
-            end = self._after_name(text, begun)
-        return (end, []) if end is not None else (begun, self._as_text())
-
-    def _after_mark(self, text: str, at: int) -> int | None:
-        """Read a mark or hold back the beginning of one; None: there is none."""
-        opening, closing = self._format.opening, self._format.closing
-        if text.startswith(opening, at):
-            self._read_opening()
-            return at + len(opening)
-        if closing and text.startswith(closing, at):
-            return None if self._has_mark else at + len(closing)
-        rest = text[at : at + len(opening + closing)]
-        if opening.startswith(rest) or closing.startswith(rest):
-            self._held = rest
-            return len(text)
-        return None
-
-    def _after_name(self, text: str, at: int) -> int | None:
-        """Read a name that stands before the arguments, or hold it back; None: there is none."""
-        end = text.find("{", at, at + _MAX_NAME_CHARS)
-        written = text[at : end if end >= 0 else at + _MAX_NAME_CHARS]
-        name = written.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
-        if len(written) == _MAX_NAME_CHARS or not self._may_be_name(name):
-            return None
-        if end < 0:
-            self._held = written
-            return len(text)
-        self._gap.append(written)
-        return self._begin_call(end, name)[0]
-
-    def _is_separator(self, char: str) -> bool:
-        """Return whether a character belongs to a list of calls, or stands between two; it is read then."""
-        if char == "[" and self._has_mark and not self._in_list:
-            self._in_list = True
-        elif char == "]" and self._in_list and not self._has_mark:
-            self._in_list = False
+    def _is_between(self, char: str) -> Steps[bool]:
+        """Read a mark, the bracket of a list of calls, or what stands between two calls."""
+        mark = yield from self._mark()
+        if mark and not self._has_mark:
+            self._source.take(len(mark))
+            if mark == self._format.opening:
+                self._begin_marked()
             return True
-        elif self._has_mark or not ((char == "," and self._in_list) or char in self._format.separators):
+        if char == "]" and self._in_list and not self._has_mark:
+            self._in_list = False
+            self._source.take()
+            return True
+        if char == "[" and self._has_mark and not self._in_list and not mark:
+            self._in_list = True
+        elif not char or self._has_mark or char not in self._format.separators + "," * self._in_list:
             return False
-        self._gap.append(char)
+        self._gap.append(self._source.take())
         return True
 
-    def _may_be_name(self, beginning: str) -> bool:
-        return len(beginning.split()) <= 1 or any(name.startswith(beginning) for name in self._names)
+    def _begin_marked(self) -> None:
+        self._gap, self._has_mark, self._in_list = [self._format.opening], True, False
 
-    def _read_opening(self) -> None:
-        self._state, self._has_mark, self._in_list = "marked", True, False
-        self._gap = [self._format.opening]
+    def _mark(self) -> Reading[str]:
+        """Return the mark that stands here, or nothing."""
+        source, marks = self._source, [self._format.opening, self._format.closing]
+        while True:
+            rest = source.text[source.at : source.at + max(map(len, marks))]
+            for mark in filter(None, marks):
+                if rest.startswith(mark):
+                    return mark
+            if source.is_ended or not any(mark.startswith(rest) for mark in marks):
+                return ""
+            yield
 
-    def _begin_call(self, at: int, name: str | None = None) -> _Step:
-        is_bare = self._format.is_bare and not self._has_mark
-        self._state, self._call, self._is_told = "call", _Call(name, _KEYS if is_bare else None), False
-        return at, []
+    def _name(self) -> Reading[str | None]:
+        """Read the name that stands before the arguments; None: there is none."""
+        source = self._source
+        while self._format.has_names and not source.text.startswith(self._format.opening, source.at):
+            written, brace, _ = source.text[source.at : source.at + _MAX_NAME_CHARS].partition("{")
+            name = written.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
+            may_be = len(name.split()) <= 1 or any(known.startswith(name) for known in self._names)
+            if not may_be or len(written) == _MAX_NAME_CHARS or (source.is_ended and not brace):
+                break
+            if brace:
+                self._gap.append(source.take(len(written)))
+                return name
+            yield
+        return None
 
-    def _in_call(self, text: str, at: int) -> _Step:
-        call, pieces = self._call, list[Piece]()
-        at = call.feed(text, at)
-        if call.name and call.is_object and self._is_known and not self._is_told:
-            pieces.append(self._told())
-        is_over = call.is_complete or call.is_broken or (call.name is not None and not self._is_known)
-        if self._is_told:
-            end = call.closing() if call.is_broken else ""
-            pieces += self._arguments(call.take() + end)
-        if is_over and self._is_told:
-            self.num_calls += 1
-            self._state, self._has_mark, self._gap = "marked", False, []
-            if (rest := call.take_unsent()).strip():
-                self._gap = [rest]
-                pieces += self._as_text()
-        elif is_over:
-            self._gap.append(call.raw)
-            pieces += self._as_text()
-        return at, pieces
+    def _is_call(self, name: str | None) -> Steps[bool]:
+        """Read a call; what is none is added to the gap."""
+        self._source.taken.clear()
+        needs_name = self._format.is_bare and not self._has_mark
+        call = self._call = _Call(self._source, name, self._names if needs_name else None)
+        is_whole = yield from call.read()
+        is_cut_off = not is_whole and self._source.is_over
+        yield from self._progress(is_last=is_cut_off and (self._is_cut or call.is_begun))
+        self._call = None
+        if not call.is_told:
+            self._gap.append("".join(self._source.taken))
+            return False
+        rest = "" if is_whole else call.uncertain()
+        if end := rest if is_cut_off and not call.has_arguments else call.closing():
+            yield CallArguments(self._num_calls, end)
+        self._num_calls += 1
+        self._has_mark = False
+        self._gap = [rest] if rest.strip() and not is_cut_off else []
+        return not self._gap
 
-    def _told(self) -> CallStart:
-        self._is_told = True
-        return CallStart(self.num_calls, _new_id(self._format), self._call.name or "")
+    def _progress(self, *, is_last: bool = False) -> Iterator[Piece]:
+        """Yield what is certain of the call that is being read."""
+        call = self._call
+        if call is not None and call.name and not call.is_told and (call.is_object or is_last):
+            call.is_told = True
+            yield CallStart(self._num_calls, _new_id(self._format), call.name)
+        if call is not None and call.is_told and (text := call.hand_on()):
+            yield CallArguments(self._num_calls, text)
 
-    def _arguments(self, text: str) -> list[Piece]:
-        return [CallArguments(self.num_calls, text)] if text else []
-
-    def _as_text(self) -> list[Piece]:
+    def _as_text(self) -> Iterator[Piece]:
         text, self._gap = "".join(self._gap), []
-        self._state, self._has_mark, self._in_list = "text", False, False
-        return [Text(text)] if text else []
+        if text:
+            yield Text(text)
 
 
 class _Call:
-    """One JSON object like {"name": "f", "arguments": {"a": 1}} as it grows.
+    """One JSON object like {"name": "f", "arguments": {"a": 1}}, or the arguments alone after a name.
 
     Args:
-        name: where the name stands before the object; the object then is the arguments.
-        keys: that it may have; None: any. Of several with the same key, the first counts.
+        name: that stands before the object.
+        names: it must have one of them, and no keys but those of a call; None: any.
     """
 
-    def __init__(self, name: str | None, keys: Collection[str] | None = None) -> None:
+    def __init__(self, source: Source, name: str | None, names: Collection[str] | None) -> None:
         self.name = name
-        self.is_complete = False
-        self.is_broken = False
-        self._keys = keys
-        self._raw: list[str] = []
-        self._rest: list[str] = []  # after the arguments
-        self._arguments = JsonStream() if name is not None else None
+        self.is_told = False
+        self._source = source
+        self._names = names
+        self._arguments: JsonValue | None = None
         self._text: str | None = None  # of the arguments, where they are not written as an object
-        self._value = self._arguments or JsonStream()  # that is being read
-        self._key: str | None = None
-        self._expected = "{" if name is None else "arguments"
-
-    @property
-    def raw(self) -> str:
-        """The text of the call so far."""
-        return "".join(self._raw)
 
     @property
     def is_begun(self) -> bool:
@@ -290,96 +267,72 @@ class _Call:
         has_member = self._arguments is not None and self._arguments.has_member
         return self._text is not None or (self.is_begun and has_member)
 
-    def feed(self, text: str, at: int) -> int:
-        """Read on from a place; return the place of the first character that is not the call's."""
-        begun = at
-        while at < len(text) and not self.is_complete and not self.is_broken:
-            before, was_after = at, self._has_arguments
-            at = self._step(text, at)
-            if was_after:
-                self._rest.append(text[before:at])
-        self._raw.append(text[begun:at])
-        return at
+    @property
+    def has_arguments(self) -> bool:
+        return self._arguments is not None and self._arguments.is_complete
 
-    def take(self) -> str:
+    def read(self) -> Reading[bool]:
+        """Return False if the text is no call, or ends within it."""
+        if self.name is not None:
+            self._arguments = JsonValue(self._source)
+            return (yield from self._arguments.read()) and self.is_object
+        self._source.take()
+        while (char := (yield from self._next())) != "}":
+            if char != '"' or not (yield from self._member()):
+                return False
+            if (char := (yield from self._next())) == ",":
+                self._source.take()
+            elif char != "}":
+                return False
+        self._source.take()
+        self._text = "{}" if self._arguments is None else self._text
+        return True
+
+    def _next(self) -> Reading[str]:
+        yield from self._source.run(SPACE)
+        return (yield from self._source.ahead())
+
+    def _member(self) -> Reading[bool]:
+        written = JsonValue(self._source)
+        if not (yield from written.read()):
+            return False
+        key = json.loads(written.hand_on())
+        if (self._names is not None and key not in _KEYS) or (yield from self._next()) != ":":
+            return False
+        self._source.take()
+        value = JsonValue(self._source)
+        if key in _ARGUMENTS and self._arguments is None:
+            self._arguments = value
+        if not (yield from value.read()):
+            return False
+        if value is self._arguments and not self.is_object:
+            given = json.loads(value.hand_on())
+            text = given if isinstance(given, str) else json.dumps(given)
+            # Some models write the arguments as a text that holds JSON, or none at all.
+            self._text = "{}" if text.strip() in ("", "null") else mended(text)
+            return self._text is not None
+        if key == "name" and self.name is None:
+            name = json.loads(value.hand_on())
+            if not isinstance(name, str) or not name or not (self._names is None or name in self._names):
+                return False
+            self.name = name
+        return True
+
+    def hand_on(self) -> str:
         """Return what became certain of the arguments since the last call."""
         if self._text is not None:
             text, self._text = self._text, ""
             return text
-        return self._arguments.take() if self._arguments is not None and self.is_begun else ""
+        return self._arguments.hand_on() if self._arguments is not None and self.is_begun else ""
 
-    def take_unsent(self) -> str:
-        """Return what was read after the certain part of the arguments, up to the end of a broken call."""
-        if self._has_arguments:
-            return "".join(self._rest) if self.is_broken else ""
-        return self._arguments.take_unsent() if self._arguments is not None and self.is_begun else ""
+    def uncertain(self) -> str:
+        """Return what was read after the certain part of the arguments."""
+        is_there = self.is_begun or self.has_arguments
+        return self._arguments.uncertain() if self._arguments is not None and is_there else ""
 
     def closing(self) -> str:
         """Return what closes the arguments."""
-        return "" if self._arguments is None or self._text is not None else self._arguments.closing()
-
-    @property
-    def _has_arguments(self) -> bool:
-        return self._arguments is not None and self._arguments.is_complete
-
-    def _step(self, text: str, at: int) -> int:
-        if self._expected in ("arguments", "key's end", "value's end"):
-            at = self._value.feed(text, at)
-            self.is_broken = self._value.is_broken
-            if self._value.is_complete:
-                self._take_in()
-            return at
-        begun = _skip(text, at, WHITE_SPACE)
-        if begun > at:
-            return begun
-        char = text[at]
-        if self._expected == "value":
-            self._begin_value()
-            return at
-        if char == '"' and self._expected in ("key or }", "key"):
-            self._value, self._expected = JsonStream(), "key's end"
-            return at
-        if char == "}" and self._expected in ("key or }", ", or }", "key"):
-            self.is_complete = True
-            self._text = "{}" if self._arguments is None else self._text
-        else:
-            following = {"{": "key or }", ", or }": "key", ":": "value"}
-            self.is_broken = self._expected not in following or char != self._expected[0]
-            if self.is_broken:
-                return at
-            self._expected = following[self._expected]
-        return at + 1
-
-    def _begin_value(self) -> None:
-        self._value, self._expected = JsonStream(), "value's end"
-        if self._key in _ARGUMENTS and self._arguments is None:
-            self._arguments = self._value
-
-    def _take_in(self) -> None:
-        """A key or a value is complete, or the arguments after a name."""
-        if self._expected == "arguments":
-            self.is_complete, self.is_broken = self.is_object, not self.is_object
-        elif self._expected == "key's end":
-            self._key, self._expected = json.loads(self._value.take()), ":"
-            self.is_broken = self._keys is not None and self._key not in self._keys
-        else:
-            self._expected = ", or }"
-            if self._value is self._arguments and not self.is_object:
-                value = json.loads(self._value.take())
-                written = value if isinstance(value, str) else json.dumps(value)
-                # Some models write the arguments as a text that holds JSON, or none at all.
-                self._text = "{}" if written.strip() in ("", "null") else parsed(written)
-                self.is_broken = self._text is None
-            elif self._key == "name" and self.name is None:
-                name = json.loads(self._value.take())
-                self.name = name if isinstance(name, str) else None
-                self.is_broken = not self.name
-
-
-def _skip(text: str, at: int, chars: str) -> int:
-    while at < len(text) and text[at] in chars:
-        at += 1
-    return at
+        return self._arguments.closing() if self._arguments is not None else ""
 
 
 def _new_id(tool_format: ToolFormat) -> str:

@@ -89,7 +89,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     if conversation.continues_last:
         _check_continued(conversation)
     texts, images, sign = taken_out(conversation.messages)
-    check_images(service, images, conversation.field)
+    check_images(service, conversation.messages, images, conversation.field)
     conversation = replace(conversation, messages=texts)
     choice = conversation.choice
     tools = _callable_tools(conversation)

@@ -5,14 +5,12 @@
 Between the two, all messages are texts.
 """
 
-import base64
 from collections.abc import Iterable, Sequence
 
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.json_schema import Json
 from neo_desktop.models.marks import SIGNS, ChatText
-from neo_desktop.models.vision.pictures import open_picture
 from neo_desktop.models.vision.prompt import with_images
 
 MAX_IMAGES = 20  # of a conversation
@@ -23,12 +21,6 @@ IMAGE = "image"  # the type of a part in chat templates
 def image_part(data: bytes) -> Json:
     """Return a part of a message's content: an image file."""
     return {"type": IMAGE, IMAGE: data}
-
-
-def data_url(data: bytes) -> str:
-    """Return an image file as a data URL."""
-    kind = str(open_picture(data).format).lower()
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def text_part(text: str) -> Json:
@@ -88,22 +80,25 @@ def _parts(text: str, sign: str) -> list[Json]:
     return parts
 
 
-def check_images(service: EngineService, images: Sequence[bytes], field: str) -> None:
-    """Raise ApiError if the model cannot read images, or the images are too many."""
+def check_images(
+    service: EngineService, messages: Sequence[Json], images: Sequence[bytes], field: str
+) -> None:
+    """Raise ApiError for images that the model cannot read, that are too many, or in another's message."""
+    reason = None
     if images and service.blindness:
-        raise ApiError(400, service.blindness, param=field)
-    if len(images) > MAX_IMAGES:
-        raise ApiError(400, f"{field} has {len(images)} images, but {MAX_IMAGES} is the limit", param=field)
+        reason = service.blindness
+    elif len(images) > MAX_IMAGES:
+        reason = f"{field} has {len(images)} images, but {MAX_IMAGES} is the limit"
+    elif any(isinstance(message.get("content"), list) and message["role"] != "user" for message in messages):
+        reason = f"{field} has an image in another message: only a user's message may have images"
+    if reason is not None:
+        raise ApiError(400, reason, param=field)
 
 
 async def with_rows(
     service: EngineService, prompt: ChatText, images: Sequence[bytes], field: str
 ) -> ChatText:
-    """Return the prompt with the rows of its images.
-
-    Raises:
-        ApiError: an image cannot be used, or the template shows other images.
-    """
+    """Return the prompt with the rows of its images."""
     if not images:
         return prompt
     try:

@@ -10,8 +10,6 @@ from neo_desktop.engine.grammar import json_rule
 from neo_desktop.engine.json_schema import Json
 from neo_desktop.models import harmony
 
-WHITE_SPACE = " \t\r\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Tool:

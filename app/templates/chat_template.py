@@ -47,11 +47,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt for the assistant's next message; `extra` is for the template alone.
-
-        Raises:
-            ChatTemplateError: the model has no template, or it fails for these messages.
-        """
+        """Return the prompt for the assistant's next message; `extra` is for the template alone."""
         context: dict[str, Any] = self._special_tokens | {"tools": None, "documents": None}
         context |= {"add_generation_prompt": True} | dict(extra or {}) | {"messages": messages}
         pieces = []

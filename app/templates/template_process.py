@@ -21,13 +21,11 @@ from typing import Any
 
 import jinja2
 import markupsafe
-import psutil
 
 from neo_desktop.app.templates import chat_template
 from neo_desktop.app.templates.chat_template import FRAME_HEAD, MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
 
 MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
-MEMORY_POLL_S = 0.05  # how often its memory is looked at, where the system does not bound it
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_template.main()"
 
 
@@ -60,11 +58,7 @@ class TemplateProcess:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
     ) -> str:
-        """Return the prompt for the assistant's next message; both arguments are JSON.
-
-        Raises:
-            ChatTemplateError: the model has no template, or it fails for these messages or takes too much.
-        """
+        """Return the prompt for the assistant's next message; both arguments are JSON."""
         if not self._has_source:
             return chat_template.ChatTemplate(None, {}).render(messages)
         frame = chat_template.pack([messages, extra])
@@ -76,35 +70,25 @@ class TemplateProcess:
 
     async def _ask(self, frame: bytes) -> dict[str, Any]:
         process = await self._running()
-        is_answered = False
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer: dict[str, Any] | None = None
         try:
             async with asyncio.timeout(MAX_WAIT_S):
-                answer = await self._exchange(process, frame)
-            is_answered = True
+                process.stdin.write(frame)
+                await process.stdin.drain()
+                head = await process.stdout.readexactly(FRAME_HEAD.size)
+                body = await process.stdout.readexactly(FRAME_HEAD.unpack(head)[0])
+            answer = chat_template.unpack(body)
             return answer
         except TimeoutError:
             raise _refused(f"it takes more than {MAX_WAIT_S:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise _refused(
-                f"it takes more than {MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
-            ) from None
+            limit = f"{MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
+            raise _refused(f"it takes more than {limit}") from None
         finally:
-            if not is_answered:
+            if answer is None:
                 await self._end()
-
-    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        watching = asyncio.create_task(_watch_memory(process))
-        try:
-            process.stdin.write(frame)
-            await process.stdin.drain()
-            head = await process.stdout.readexactly(FRAME_HEAD.size)
-            answer = await process.stdout.readexactly(FRAME_HEAD.unpack(head)[0])
-        finally:
-            watching.cancel()
-        parsed: dict[str, Any] = chat_template.unpack(answer)
-        return parsed
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
@@ -130,17 +114,6 @@ class TemplateProcess:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-async def _watch_memory(process: asyncio.subprocess.Process) -> None:
-    """End a process that takes too much; systems other than Linux do not see to that."""
-    with contextlib.suppress(psutil.Error, ProcessLookupError):
-        child = psutil.Process(process.pid)
-        while True:
-            await asyncio.sleep(MEMORY_POLL_S)
-            with contextlib.suppress(OSError):  # no file is left to look with: later there may be
-                if child.memory_info().rss > MAX_MEMORY_BYTES:
-                    process.kill()
 
 
 def _refused(reason: str) -> ChatTemplateError:

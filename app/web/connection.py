@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -11,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.web.inflate import inflate
 
 BODY_TIMEOUT_S = 20.0  # until a body is complete ...
 MIN_BYTES_PER_S = 16_384  # ... and this much longer for large ones
@@ -24,6 +24,8 @@ class ClientConnection:
 
     A cancelled app leaves its `async with` blocks, which is where requests are aborted and memory is freed;
     that holds for streams and for answers in one piece alike.
+
+    HEAD works where GET does (uvicorn omits the body), and superfluous slashes in the path change nothing.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -34,15 +36,17 @@ class ClientConnection:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = "/" + re.sub("/{2,}", "/", scope["path"]).strip("/")
+        scope = {**scope, "path": path, "raw_path": path.encode()}
         if scope["method"] == "HEAD":
-            scope, send = {**scope, "method": "GET"}, _HeadOnly(send)
+            scope["method"] = "GET"
         try:
             body = await self._read_body(receive)
-            encoding = Headers(scope=scope).get("content-encoding", "")
-            if body and encoding:
-                body = await asyncio.to_thread(inflate, body, encoding, self._max_body_bytes)
+            encoding = Headers(scope=scope).get("content-encoding", "identity")
+            if body and encoding != "identity":
+                raise ApiError(415, f"the body is encoded as {encoding[:40]!r}: send it plain")
         except ApiError as refusal:
-            await refusal.response(scope["path"])(scope, receive, send)
+            await refusal.response(path)(scope, receive, send)
             return
         if body is not None:
             await self._run_while_connected(body, scope, receive, send)
@@ -103,18 +107,6 @@ class ClientConnection:
                 raise
         finally:
             watching.cancel()
-
-
-class _HeadOnly:
-    """Sends the head of an answer: HEAD works on every route with GET."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await self._send(message)
-            await self._send({"type": "http.response.body"})
 
 
 def event(body: Any, name: str | None = None) -> bytes:

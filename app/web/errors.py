@@ -1,7 +1,6 @@
 """Turns what fails while a request is answered into `ApiError`."""
 
 import logging
-import re
 from collections.abc import Sequence
 from typing import get_args
 
@@ -39,7 +38,6 @@ _OWN_WORDS = {
 }
 _PYDANTICS = frozenset(get_args(ErrorType))
 _MAX_FIELD_CHARS = 200
-_TAG = re.compile("<.*>", re.DOTALL)  # which alternative of a union it is: no part of the body
 
 
 def from_validation(error: ValidationError) -> ApiError:
@@ -57,13 +55,9 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def _field(place: Sequence[int | str]) -> str:
     """`messages[0].content`; names come from the client and may hold anything."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if not _is_tag(part)]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     field = "".join(parts).lstrip(".")[:_MAX_FIELD_CHARS]
     return "".join(char if char.isprintable() else "?" for char in field)
-
-
-def _is_tag(part: int | str) -> bool:
-    return isinstance(part, str) and _TAG.fullmatch(part) is not None
 
 
 def _allowed(app: FastAPI, request: Request) -> str:

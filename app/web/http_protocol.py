@@ -6,10 +6,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from neo_desktop.app.web.open_files import allow_open_files, num_open_files
+from neo_desktop.app.web.open_files import allow_open_files
 
-MAX_CONNECTIONS = 16_384  # enough to answer 503 beyond the queue's length.
-ACCEPTS_PER_TURN = 16  # of the event loop at most, so that it serves others as well.
+MAX_CONNECTIONS = 4096  # enough to answer 503 beyond the queue's length.
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 _BUSY = (
     b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":null}}'
@@ -82,15 +81,10 @@ class LimitedProtocol(H11Protocol):
             self._head_timer = None
 
 
-def allow_connections() -> tuple[int, int]:
-    """Let this process have many connections, as far as the system lets it.
+def allow_connections() -> int:
+    """Let this process have many connections; return how many.
 
-    Of the files that may still be opened, connections leave `OTHER_FILES`, or half, to all else.
-
-    Returns:
-        How many connections are kept; and how many are accepted in one turn of the event loop. One that is
-        refused takes some turns to close, and none may take a file from everything else.
+    Of the files that it may open, connections leave `OTHER_FILES`, or two thirds, to all else.
     """
-    num_free = allow_open_files(MAX_CONNECTIONS + 2 * OTHER_FILES) - num_open_files()
-    kept_back = min(OTHER_FILES, num_free // 2)
-    return min(MAX_CONNECTIONS, max(num_free - kept_back, 1)), max(min(ACCEPTS_PER_TURN, kept_back // 8), 1)
+    num_files = allow_open_files(MAX_CONNECTIONS + OTHER_FILES)
+    return max(num_files - OTHER_FILES, num_files // 3)

@@ -15,9 +15,6 @@ from neo_desktop.app.errors import ApiError
 _SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in the Host header
 _OPEN_PATHS = ("/health",)
 _API_PATHS = ("/v1", "/api", "/stats", "/metrics", "/openapi.json")
-_POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
-
-
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d+|:\*)?")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED = ("Retry-After", "X-Request-Id", "X-Neo-Desktop-Warning")
@@ -114,14 +111,11 @@ class AccessGuard:
         self._allowed_origins = re.compile(origins_pattern(allowed_origins))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with the refusal."""
-        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
-        if refusal is None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refusal.message})
-        else:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send)
+        elif scope["type"] != "websocket":  # nothing here speaks it
+            await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -13,15 +13,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from neo_desktop.app.web import errors
-from neo_desktop.app.web.http_protocol import (
-    ACCEPTS_PER_TURN,
-    LimitedProtocol,
-    allow_connections,
-)
+from neo_desktop.app.web.http_protocol import LimitedProtocol, allow_connections
 from neo_desktop.app.web.open_files import OncePerSecond
 
 GRACE_S = 1  # at the end, clients get this long to read their last messages.
 KEEP_ALIVE_S = 30  # a connection without a request.
+ACCEPTS_PER_TURN = 4  # of the event loop: a connection that is refused takes some turns to close.
 BACKLOG = 4096  # connections that the system holds until they are accepted.
 GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
 _once_per_second = OncePerSecond()
@@ -67,29 +64,23 @@ def serve(app: ASGIApp, sock: socket.socket, stop: Stop, on_ready: Callable[[], 
         on_ready: called once when requests are answered.
     """
     sys.setswitchinterval(GIL_SWITCH_S)
-    LimitedProtocol.max_connections, accepts_per_turn = allow_connections()
+    LimitedProtocol.max_connections = allow_connections()
     for name in ("asyncio", "uvicorn.error", errors.__name__):
         logging.getLogger(name).addFilter(_once_per_second)
-    Server(app, stop, on_ready, accepts_per_turn).run(sockets=[sock])
+    Server(app, stop, on_ready).run(sockets=[sock])
 
 
 class Server(uvicorn.Server):
     """uvicorn, except that it ends requests rather than waits for them, and does not raise signals again."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        stop: Stop,
-        on_ready: Callable[[], None] | None = None,
-        accepts_per_turn: int = ACCEPTS_PER_TURN,
-    ) -> None:
+    def __init__(self, app: ASGIApp, stop: Stop, on_ready: Callable[[], None] | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=LimitedProtocol,
                 ws="none",  # nothing here speaks WebSocket
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=accepts_per_turn,
+                backlog=ACCEPTS_PER_TURN,
                 log_config=None,
                 log_level="error",  # what clients do wrong is theirs; it must not fill the log
                 access_log=False,

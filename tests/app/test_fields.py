@@ -13,7 +13,7 @@ import pytest
 import typing_extensions
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens
 from anthropic.types.beta import message_create_params as beta_messages
-from field_table import Entry, Kind, table
+from field_table import ANYWHERE, Entry, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from neo_desktop.app.api.chat import ChatCompletionRequest
 from neo_desktop.app.api.completions import CompletionRequest
 from neo_desktop.app.api.embeddings import EmbeddingRequest
-from neo_desktop.app.api.fields import Model
+from neo_desktop.app.api.fields import HINTS, Model, names
 from neo_desktop.app.api.messages import CountTokensRequest, MessagesRequest
 from neo_desktop.app.api.response_tools import ResponseTools
 from neo_desktop.app.api.responses import ResponsesRequest
@@ -72,6 +72,8 @@ def missing(
     for name, annotation in typing_extensions.get_type_hints(published).items():
         fields = {f"{place}.{name}".lstrip(".") for place in places}
         known = fields & entries.keys()
+        if name in ANYWHERE and not known:
+            continue
         if not known:
             yield f"{min(places)}.{name}"
         if not known or any(entries[field].is_open for field in known):
@@ -168,8 +170,6 @@ BODIES: dict[type[Model], dict[str, Any]] = {
                 "call_id": "2",
                 "output": [{"type": "refusal", "refusal": "t"}],
             },
-            {"type": "local_shell_call", "call_id": "3", "action": {"type": "exec", "command": ["ls"]}},
-            {"type": "local_shell_call_output", "call_id": "3", "output": "t"},
         ],
         "instructions": "i",
         "tools": [
@@ -180,7 +180,6 @@ BODIES: dict[type[Model], dict[str, Any]] = {
                 "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
             },
             {"type": "custom", "name": "d", "format": {"type": "text"}},
-            {"type": "local_shell"},
             {
                 "type": "namespace",
                 "name": "n",
@@ -260,40 +259,6 @@ def meaning(model: type[Model], body: dict[str, Any]) -> Any:
     return [*asked, parsed.conversation(None)]
 
 
-def example(annotation: Any) -> Any:
-    """Return a value that the field accepts."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return args[-1]
-    if origin in (typing.Annotated, Union, types.UnionType):
-        return example(args[0])
-    if isinstance(annotation, type) and issubclass(annotation, Model):
-        return {
-            name: example(field.annotation)
-            for name, field in annotation.model_fields.items()
-            if field.is_required()
-        }
-    values = {str: "x", int: 3, bool: True, list: [], dict: {}, Any: {"any": "thing"}}
-    return values[origin or annotation]
-
-
-def with_value(body: Any, steps: list[str], value: Any) -> Iterator[Any]:
-    """Yield the body with a value at a path, once per place that fits."""
-    step, *rest = steps
-    if step == "[]":
-        for index, part in enumerate(body if isinstance(body, list) else ()):
-            for changed in with_value(part, rest, value):
-                yield [*body[:index], changed, *body[index + 1 :]]
-    elif step.startswith("<"):
-        if isinstance(body, dict) and f"<{body.get('type')}>" == step:
-            yield from with_value(body, rest, value)
-    elif isinstance(body, dict) and not rest:
-        yield body | {step: value}
-    elif isinstance(body, dict) and step in body:
-        for changed in with_value(body[step], rest, value):
-            yield body | {step: changed}
-
-
 def subclasses(kind: type[Model]) -> Iterable[type[Model]]:
     for each in kind.__subclasses__():
         yield each
@@ -304,16 +269,47 @@ def subclasses(kind: type[Model]) -> Iterable[type[Model]]:
 def test_hints_change_nothing(model: type[Model]) -> None:
     body = BODIES[model]
     plain = meaning(model, body)
-    entries = table(model)
-    hints = [path for path, entry in entries.items() if entry.kind is Kind.HINT]
-    assert hints
-    tried = set()
-    for path in hints:
-        steps = [step for step in re.split(r"\.|(\[\]|<[^>]*>)", path) if step]
-        for changed in with_value(body, steps, example(entries[path].annotation)):
-            assert meaning(model, changed) == plain, path
-            tried.add(untyped(path))
-    assert {untyped(path) for path in hints} == tried
+    for place in objects(model):
+        part = at(body, place)
+        declared = names(model).union(*map(names, subclasses(Model)))
+        changed = {name: {"any": "thing"} for name in HINTS - declared} | part
+        assert meaning(model, replaced(body, place, changed)) == plain, place
+
+
+@pytest.mark.parametrize("model", BODIES)
+@pytest.mark.parametrize(
+    ("name", "harmless", "refused"), [("audio", {}, {"voice": "x"}), ("mode", "standard", "x")]
+)
+def test_a_feature_that_is_not_there_is_refused_unless_it_is_not_asked_for(
+    model: type[Model], name: str, harmless: Any, refused: Any
+) -> None:
+    body = BODIES[model]
+    for place in objects(model):
+        part = at(body, place)
+        for value in (None, harmless):
+            assert meaning(model, replaced(body, place, part | {name: value})) == meaning(model, body)
+        with pytest.raises(ValidationError) as refusal:
+            meaning(model, replaced(body, place, part | {name: refused}))
+        assert from_validation(refusal.value).message.endswith(
+            f"{name} is not supported by this server; leave it out"
+        )
+
+
+def objects(model: type[Model]) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of a body whose fields are the protocol's own."""
+    body, entries = BODIES[model], table(model)
+    for place in [(), *places(body)]:
+        name = "".join("[]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
+        is_open = any(entry.is_open for path, entry in entries.items() if untyped(path) == name)
+        is_inside = name.startswith("logit_bias") or "schema" in name or "parameters" in name
+        if isinstance(at(body, place), dict) and not is_open and not is_inside:
+            yield place
+
+
+def at(value: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        value = value[key]
+    return value
 
 
 def untyped(path: str) -> str:
@@ -393,18 +389,8 @@ def test_any_json_in_place_of_a_field_is_taken_or_refused_in_a_sentence_that_nam
 @pytest.mark.parametrize("model", BODIES)
 def test_an_unknown_field_is_named_wherever_it_stands(model: type[Model]) -> None:
     body = BODIES[model]
-    entries = table(model)
-    for place in [(), *places(body)]:
-        part: Any = body
-        for key in place:
-            part = part[key]
-        name = "".join("[]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
-        is_open = any(entry.is_open for path, entry in entries.items() if untyped(path) == name)
-        inside = (
-            any(name.startswith(end) for end in ("logit_bias",)) or "schema" in name or "parameters" in name
-        )
-        if not isinstance(part, dict) or is_open or inside:
-            continue
+    for place in objects(model):
+        part = at(body, place)
         with pytest.raises(ValidationError) as refused:
             meaning(model, replaced(body, place, part | {"nonsense": 1}))
         assert from_validation(refused.value).message.endswith(

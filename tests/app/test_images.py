@@ -113,9 +113,6 @@ def test_anthropic_clients_and_responses_read_the_same_prompt(server: RunningSer
         model="m", input=[{"role": "user", "content": parts}], temperature=0.0, max_output_tokens=6
     )
     assert response.output_text == same.choices[0].message.content
-    (item,) = server.client().responses.input_items.list(response.id).data
-    shown = item.model_dump()["content"]
-    assert [part.get("text") or part["image_url"] for part in shown] == ["See", data_url(FILES[0])]
 
 
 @pytest.mark.parametrize(

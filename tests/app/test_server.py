@@ -1,6 +1,5 @@
 """The port, and the end of the server."""
 
-import errno
 import logging
 import re
 import resource
@@ -21,7 +20,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from neo_desktop.app.web.open_files import OncePerSecond
+from neo_desktop.app.web import open_files
 from neo_desktop.app.web.server import PortError, claim_port
 
 from .conftest import RunningServer, eventually, running
@@ -195,18 +194,20 @@ def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) 
     assert len(log.read_text().splitlines()) < 10
 
 
-def test_a_message_of_one_kind_is_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_of_one_kind_is_logged_once_a_second(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 0.0
+    monkeypatch.setattr(open_files.time, "monotonic", lambda: now_s)
     logger = logging.getLogger("a flood")
-    logger.addFilter(OncePerSecond(lambda: now_s))
+    logger.addFilter(open_files.OncePerSecond())
     for now_s in (0.0, 0.1, 0.9, 1.0, 1.5):
-        for error in (OSError(errno.EMFILE, "Too many open files"), KeyError("x")):
+        for error in (OSError("too many open files"), KeyError("x")):
             logger.error("accepting failed", exc_info=error)
         logger.error("connection %d", int(10 * now_s))
-    no_more = "[Errno 24] Too many open files: close connections, or raise the limit ('ulimit -n')"
     assert caplog.messages == [
-        *(no_more, "accepting failed", "connection 0"),
-        *(no_more, "accepting failed", "connection 10"),
+        *("accepting failed", "accepting failed", "connection 0"),
+        *("accepting failed", "accepting failed", "connection 10"),
     ]
 
 

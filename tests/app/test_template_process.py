@@ -110,12 +110,6 @@ def test_a_bomb_never_takes_more_than_its_memory() -> None:
     assert max(peaks) <= MAX_MEMORY_BYTES
 
 
-def test_without_the_systems_limit_memory_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_MEMORY_BYTES", 1)
-    with pytest.raises(ChatTemplateError, match="processor time or"):
-        with_template(TWICE, lambda process: process.render(chat("")))
-
-
 def test_one_that_sleeps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(process: TemplateProcess) -> str:
         assert process._process is not None

@@ -1,16 +1,26 @@
-"""The treatment of every field of the API's bodies, read from their models."""
+"""The treatment of every field of the API's bodies, read from their models and tables."""
 
 import types
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from neo_desktop.app.api.fields import HINT, Joined, LeftOut, Model, Only, Tagged, in_marks, tags
+from pydantic import PlainValidator
+
+from neo_desktop.app.api.fields import (
+    ABSENT,
+    DEFAULTS,
+    HINTS,
+    LEFT_OUT,
+    Model,
+    Tagged,
+    literals,
+    tagged_models,
+)
 
 
 class Kind(StrEnum):
     HONOURED = "honoured"
-    HINT = "hint"
     LEFT_OUT = "left out"
     REFUSED = "refused"
 
@@ -21,11 +31,14 @@ class Entry:
 
     kind: Kind
     is_open: bool = False  # it is treated as a whole, with all its members
-    annotation: Any = None  # of a hint: what it may be
+
+
+# Fields that any object of a body may have.
+ANYWHERE = HINTS | LEFT_OUT.keys() | ABSENT | DEFAULTS.keys()
 
 
 def table(model: type[Model]) -> dict[str, Entry]:
-    """Map all fields of a body, like `messages[].content[]<text>.cache_control`, to their treatment."""
+    """Map all declared fields of a body, like `messages[].content[]<text>.text`, to their treatment."""
     entries: dict[str, Entry] = {}
     _enter_fields(entries, "", model)
     return entries
@@ -43,12 +56,14 @@ def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
     kind, args = get_origin(annotation), get_args(annotation)
     if kind is Annotated:
         for mark in args[1:]:
-            if (found := _kind(mark)) is not None:
-                entries[path] = Entry(found, is_open=True, annotation=args[0])
+            if isinstance(mark, Tagged):
+                _enter_union(entries, path, mark, args[0])
                 return
-            if isinstance(mark, Tagged | Joined):
-                union, place = (mark, path) if isinstance(mark, Tagged) else (mark.union, f"{path}[]")
-                _enter_union(entries, place, union)
+            inner: Any = (
+                getattr(mark, "json_schema_input_type", None) if isinstance(mark, PlainValidator) else None
+            )
+            if inner not in (None, Any):
+                _enter(entries, path, inner)
                 return
         _enter(entries, path, args[0])
     elif kind in (Union, types.UnionType):
@@ -60,19 +75,14 @@ def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
         entries[path] = replace(entries.get(path, Entry(Kind.HONOURED)), is_open=True)
     elif isinstance(annotation, type) and issubclass(annotation, Model):
         if "type" in annotation.model_fields:
-            entries |= {path + in_marks(tag): Entry(Kind.HONOURED) for tag in tags(annotation)}
+            tags = literals(annotation.model_fields["type"].annotation)
+            entries |= {f"{path}<{tag}>": Entry(Kind.HONOURED) for tag in tags}
         _enter_fields(entries, path, annotation)
 
 
-def _enter_union(entries: dict[str, Entry], path: str, union: Tagged) -> None:
+def _enter_union(entries: dict[str, Entry], path: str, union: Tagged, annotation: Any) -> None:
     for sentences, kind in ((union.refused, Kind.REFUSED), (union.left_out, Kind.LEFT_OUT)):
-        entries |= {path + in_marks(name): Entry(kind, is_open=True) for name in sentences}
-    for tag, model in union.models.items():
-        entries[path + in_marks(tag)] = Entry(Kind.HONOURED)
-        _enter_fields(entries, path + in_marks(tag), model)
-
-
-def _kind(mark: object) -> Kind | None:
-    if mark is HINT:
-        return Kind.HINT
-    return Kind.REFUSED if isinstance(mark, Only) else Kind.LEFT_OUT if isinstance(mark, LeftOut) else None
+        entries |= {f"{path}<{name}>": Entry(kind, is_open=True) for name in sentences}
+    for tag, model in tagged_models(annotation).items():
+        entries[f"{path}<{tag}>"] = Entry(Kind.HONOURED)
+        _enter_fields(entries, f"{path}<{tag}>", model)
