@@ -21,7 +21,7 @@ from benchmarks.device_limit import run_device_limit, short_options
 from benchmarks.shown import progress, show
 from benchmarks.weights_on_gpu import WeightsOptions, run_weights
 from neo_desktop import Engine, SamplingParams, __version__
-from neo_desktop.app.bench.hardware.suite import run_hardware
+from neo_desktop.app.bench.hardware import run_hardware
 from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout

@@ -44,25 +44,12 @@ def flag(option: Option, kind: Any, **overrides: Any) -> Any:
     return Annotated[values, typer.Option(option.flag, **(stated | overrides))]
 
 
-def given(group: Any) -> dict[str, Any]:
-    """Return `field -> value` of the fields that differ from their defaults."""
-    values = {field.name: getattr(group, field.name) for field in fields(group)}
-    return {field.name: values[field.name] for field in fields(group) if values[field.name] != field.default}
-
-
-def flag_of(group: Any, name: str) -> str:
-    """Return the flag of a field: the first long one that is stated, else the field's name."""
-    (info,) = get_type_hints(type(group), include_extras=True)[name].__metadata__
-    stated = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
-    return next((each for each in stated if each.startswith("--")), f"--{name.replace('_', '-')}")
-
-
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Make a typer command of a function that takes dataclasses.
 
-    A field of a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default, or
-    `Annotated[type, Option(...)]` as in `EngineOptions`, unless that has no flag. A field may be a
-    dataclass itself. Parameters of other types stay what they are.
+    A field of a dataclass becomes an option if it is `Annotated[type, typer.Option(...)]` with a default, or
+    `Annotated[type, Option(...)]` with a flag, as in `EngineOptions`. A field may be a dataclass itself.
+    Parameters of other types stay what they are.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
@@ -102,10 +89,14 @@ def _offered(hint: Any) -> Iterator[tuple[Any, Any]]:
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         annotation = types[field.name]
-        said = getattr(annotation, "__metadata__", (None,))[0]
-        if field.name in left_out or (isinstance(said, Option) and said.flag is None):
+        said = next(iter(getattr(annotation, "__metadata__", ())), None)
+        if field.name in left_out:
             continue
-        yield field, flag(said, get_args(annotation)[0]) if isinstance(said, Option) else annotation
+        if not isinstance(said, Option):
+            if said is not None or _group(annotation) is not None:
+                yield field, annotation
+        elif said.flag is not None:
+            yield field, flag(said, get_args(annotation)[0])
 
 
 def _flags(hint: Any) -> Iterator[Parameter]:
