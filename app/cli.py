@@ -1,10 +1,8 @@
 """The command line: `neo-desktop [chat] | serve | worker | bench | models | doctor | ..`."""
 
-import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,13 +15,22 @@ from neo_desktop.app.commands.models_command import models
 from neo_desktop.app.commands.option_groups import ServerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
-from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stderr, stdout
+from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stderr, stdout
 from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
 DEFAULT_COMMAND = "chat"
+_OF_MEASURE = (  # what the tables depend on, and no check
+    "gpu_cache_tokens",
+    "cpu_cache_tokens",
+    "swap_cache_tokens",
+    "gpu_memory_gib",
+    "gpu_weights_gib",
+    "cpu_memory_gib",
+    "cpu_cache_dtype",
+)
 
 
 app = typer.Typer(
@@ -118,8 +125,7 @@ def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
 
     machine = machine_info()
     print_machine(machine, stdout)
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
+    opt.write_json(json_file, asdict(machine))
 
 
 @app.command(epilog="Example: neo-desktop worker --memory 24")
@@ -179,7 +185,12 @@ def doctor(
     from neo_desktop.engine.doctor.trials import Subject
 
     if measure:
-        _measure(with_model(engine, model), refresh, json_file)
+        from neo_desktop.app.commands.measure import run_measure
+
+        with loading_bar("Loading weights") as progress:
+            tables = run_measure(with_model(engine, model), progress, refresh=refresh)
+        tables.print(stdout)
+        opt.write_json(json_file, tables.to_json())
         return
     for name in _OF_MEASURE:
         if getattr(engine, name) != getattr(EngineOptions(), name):
@@ -188,36 +199,9 @@ def doctor(
     with stderr.status("Starting the checks") as status:
         report = run_doctor(subject, refresh=refresh, progress=lambda what: status.update(escape(what)))
     report.print(stdout)
-    if json_file is not None:
-        report.write_json(json_file)
+    opt.write_json(json_file, report.to_json() if json_file is not None else None)
     if not report.is_well:
         raise typer.Exit(1)
-
-
-_OF_MEASURE = (  # what the tables depend on, and no check
-    "gpu_cache_tokens",
-    "cpu_cache_tokens",
-    "swap_cache_tokens",
-    "gpu_memory_gib",
-    "gpu_weights_gib",
-    "cpu_memory_gib",
-    "cpu_cache_dtype",
-)
-
-
-def _measure(options: EngineOptions, refresh: bool, json_file: Path | None) -> None:
-    from neo_desktop.app.commands.measure import run_measure
-
-    with progress_bar() as progress:
-        task = progress.add_task("Loading weights", total=1.0)
-        tables = run_measure(
-            options,
-            lambda share, what: progress.update(task, completed=share, description=what),
-            refresh=refresh,
-        )
-    tables.print(stdout)
-    if json_file is not None:
-        tables.write_json(json_file)
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)

@@ -146,9 +146,7 @@ class LlamaCppBaseline:
                 f"{self._folder.name} has {free / 1e9:.1f} GB free: name a folder with more room in TMPDIR"
             )
 
-    def take(
-        self, parts: EngineParts, workload: Workload, answers: tuple[Answer, ...], seed: int, turns: int
-    ) -> None:
+    def take(self, parts: EngineParts, workload: Workload, answers: tuple[Answer, ...], turns: int) -> None:
         """Write the model and remember the job; `answers` are ours of turn 0."""
         decoder = parts.model.decoder
         if self._given is None:
@@ -157,7 +155,7 @@ class LlamaCppBaseline:
         gpu_tokens = parts.tokens_in(host_memory=False) if on_gpu else 0
         self._job = _Job(
             workload=workload,
-            prompts=[workload.prompts(seed, turn, decoder.config.vocab_size) for turn in range(turns + 1)],
+            prompts=[workload.prompts(turn, decoder.config.vocab_size) for turn in range(turns + 1)],
             answers=answers,
             dtype=decoder.dtype,
             wants_gpu=on_gpu,
@@ -385,16 +383,16 @@ def ours_first(baseline: LlamaCppBaseline, options: EngineOptions, given: argpar
     model = load(options)
     baseline.check(model.config, model.decoder.dtype)
     parts = take_memory(model, options)
-    workload = Workload(tuple(synthetic(given.requests, given.input, given.output)), 0)
+    workload = Workload(tuple(synthetic(given.requests, given.input, given.output)))
     with contextlib.closing(Engine.from_parts(parts, given.policy)) as engine:
         found = []
         for turn in range(given.repeats + 1):  # the first turn is compared
-            prompts = workload.prompts(0, turn, model.config.vocab_size)
+            prompts = workload.prompts(turn, model.config.vocab_size)
             params = workload.params(None if turn else TOP_LOGPROBS)
             found.append(run(engine, prompts, params, lambda share: None))
         speeds = [each.output_tokens / each.seconds for each in found[1:]]
         print(f"neo-desktop, {given.policy}: {statistics.median(speeds):.1f} output tokens/s, turns {speeds}")
-        baseline.take(parts, workload, found[0].answers, 0, given.repeats)
+        baseline.take(parts, workload, found[0].answers, given.repeats)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neo_desktop.app.bench.page.terminal import render_section
+from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.terminal import stdout
 
 

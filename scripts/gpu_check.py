@@ -20,7 +20,7 @@ from gpu_page import Page, Target
 from benchmarks import device_limit, weights_on_gpu
 from benchmarks.shown import progress, show
 from neo_desktop import Engine, SamplingParams, __version__
-from neo_desktop.app.bench.hardware.suite import run_hardware
+from neo_desktop.app.bench.hardware import run_hardware
 from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout

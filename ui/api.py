@@ -33,10 +33,10 @@ def add_api(services: PageServices) -> None:
 
     async def models() -> list[dict[str, object]]:
         """Return the models on this computer; `name` is what `chat` loads with."""
-        view = await services.shelf.fresh_view()
+        await services.shelf.look()
         return [
-            {"name": one["name"], "runnable": one["runnable"], "reason": one["reason"]}
-            for one in view["models"]
+            {"name": one.model.name, "runnable": one.reason is None, "reason": one.reason}
+            for one in services.shelf.models
         ]
 
     api(chat, api_name="chat")

@@ -7,8 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.chats.errors import NotFoundError
-from neo_desktop.app.chats.messages import Chat, Message, Settings, branch, used_tokens
+from neo_desktop.app.chats.messages import Chat, Message, NotFoundError, Settings, branch, used_tokens
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import chat_topic, text_topic
 from neo_desktop.app.page.services import PageServices
@@ -237,8 +236,7 @@ class ChatView:
 
     def model_line(self, look: Look) -> Markup:
         """Return the header: which model answers, and before the first question the offer of a real one."""
-        host, shelf = self.services.host, self.services.shelf.view()
-        pulling, offer = shelf["pulling"], shelf["offer"] if shelf["models"] else None
+        host, shelf = self.services.host, self.services.shelf
         if host.loading is not None:
             state, text = "loading", f"Loading {host.loading.name} … {host.loading.share:.0%}"
         else:
@@ -248,15 +246,16 @@ class ChatView:
                 state, text = "ready", f"{service.model_name} · {context}"
             except NoModelError as reason:
                 state, text = "none", host.error or str(reason)
-        told = [self.services.trouble, self.chats.notice, shelf["pull_error"]]
-        if pulling is not None:
-            told.append(f"Downloading {pulling['name']} … {pulling['share']:.0%}")
+        told = [self.services.trouble, self.chats.notice, shelf.pull_error]
+        if shelf.pulling is not None:
+            told.append(f"Downloading {shelf.pulling.name} … {shelf.pulling.share:.0%}")
+        is_offered = shelf.has_offer and shelf.pulling is None and look.chat_id is None
         return tag(
             "div",
             tag("span", class_="dot"),
             tag("a", text, href="models"),
             [tag("p", one, class_="trouble") for one in told if one],
-            offer_html(offer) if offer and not pulling and look.chat_id is None else None,
+            offer_html() if is_offered else None,
             class_="model-line",
             data_state=state,
             data_address=f"?chat={look.chat_id}" if look.chat_id else "",

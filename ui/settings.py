@@ -5,8 +5,7 @@ from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.chats.errors import NotPossibleError
-from neo_desktop.app.chats.messages import Chat, Settings
+from neo_desktop.app.chats.messages import Chat, NotPossibleError, Settings
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look

@@ -11,8 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.chats.errors import NotFoundError
-from neo_desktop.app.chats.messages import ChatEntry
+from neo_desktop.app.chats.messages import ChatEntry, NotFoundError
 from neo_desktop.ui.chat import ChatView, read_upload
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import Markup, button, panel, tag

@@ -1,8 +1,7 @@
-"""The computer itself: whether it stayed the same during a run, and how much memory is measured on.
+"""The speed of the computer itself during a run, and the memory that measurements go over.
 
-A laptop that gets hot, a program in the background and a neighbour on the same server change all figures, and
-no repetition helps against what lasts for minutes. Then it must at least be told: two short measurements are
-made between the suites.
+A laptop that gets hot, other programs and neighbours on a server change all figures, and repetition does not
+help against what lasts for minutes. So two short measurements are made between the suites.
 """
 
 from collections.abc import Sequence
@@ -44,25 +43,18 @@ class Prober:
         return Probe(2 * rate / 1e9, self._memory.nbytes / seconds / 1e9)
 
 
-def is_steady(probes: Sequence[Probe]) -> bool:
-    """True if neither figure changed by more than `STEADY`."""
-    return all(high <= STEADY * low for low, high in _ranges(probes))
-
-
-def describe(probes: Sequence[Probe]) -> str | None:
-    """Say how much the computer itself changed; None where that was not looked at."""
+def steadiness(probes: Sequence[Probe]) -> tuple[bool, str]:
+    """Return whether the computer stayed the same, and a sentence; it is empty for less than two probes."""
     if len(probes) < 2:
-        return None
-    flops, reads = _ranges(probes)
-    steady = is_steady(probes)
-    return say("steadiness", steady=steady, flops=flops, reads=reads, count=len(probes))[0]
+        return True, ""
+    flops, reads = (
+        (min(figures), max(figures))
+        for figures in ([each.gflop_per_s for each in probes], [each.read_gb_per_s for each in probes])
+    )
+    steady = all(high <= STEADY * low for low, high in (flops, reads))
+    return steady, say("steadiness", steady=steady, flops=flops, reads=reads, count=len(probes))[0]
 
 
 def bytes_beyond_caches() -> int:
     """Return a size of host memory far beyond the caches, within a quarter of what is free."""
     return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
-
-
-def _ranges(probes: Sequence[Probe]) -> list[tuple[float, float]]:
-    figures = [probe.gflop_per_s for probe in probes], [probe.read_gb_per_s for probe in probes]
-    return [(min(values, default=1.0), max(values, default=1.0)) for values in figures]

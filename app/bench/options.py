@@ -12,14 +12,11 @@ from neo_desktop.engine.options import EngineOptions
 
 KIB, GIB = 1 << 10, 1 << 30
 _requests = partial(typer.Option, rich_help_panel="Suites throughput and load")
-_throughput = partial(typer.Option, rich_help_panel="Suite throughput")
-_load = partial(typer.Option, rich_help_panel="Suite load")
 
 
-class SuiteName(StrEnum):
+class Suite(StrEnum):
     """A part of the self-test, in the order in which they run."""
 
-    ALL = "all"
     HARDWARE = "hardware"
     THROUGHPUT = "throughput"
     LOAD = "load"
@@ -42,14 +39,14 @@ class HardwareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(EngineOptions):
-    """The engine, the requests that it gets, and what each suite measures."""
+    """The engine, the requests that it gets, and what each suite measures; plain fields have no flag."""
 
     policies: Annotated[
         list[str] | None,
         _requests(
             "--policy",
             metavar="NAME",
-            help="Policies to set side by side; repeatable. Default: gpu-only and auto, where they differ.",
+            help="Policies to compare; repeatable. Default: gpu-only and auto, where they differ.",
         ),
     ] = None
     trace: Annotated[
@@ -59,55 +56,22 @@ class BenchOptions(EngineOptions):
             exists=True,
             dir_okay=False,
             readable=True,
-            help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON "
-            'list of {"prompt": tokens, "max_tokens": tokens} (all at once).',
+            help="Lengths of requests: an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or a JSON "
+            'list of {"prompt": tokens, "max_tokens": tokens}.',
         ),
     ] = None
     input_tokens: Annotated[
-        int | None,
-        _requests("--input", min=1, help="Tokens of synthetic prompts, within 10 %."),
+        int | None, _requests("--input", min=1, help="Tokens of synthetic prompts, within 10 %.")
     ] = None
     output_tokens: Annotated[
-        int | None,
-        _requests("--output", min=1, help="Tokens of synthetic answers, within 10 %."),
+        int | None, _requests("--output", min=1, help="Tokens of synthetic answers, within 10 %.")
     ] = None
     num_requests: Annotated[
         int | None,
         _requests("--requests", min=1, help="Number of requests. Default: as many as the time allows."),
     ] = None
-    seed: Annotated[
-        int,
-        _requests(help="Seed of synthetic lengths and Poisson arrivals."),
-    ] = 0
-    repeats: Annotated[int | None, _throughput(min=1, help="Timed runs of each policy. Default: 3.")] = None
-    rates: Annotated[
-        list[float] | None,
-        _load(
-            "--rate",
-            min=0.01,
-            help="Requests per second; repeatable. Default: shares of the measured capacity.",
-        ),
-    ] = None
-    ttft_limit_ms: Annotated[
-        float,
-        _load("--ttft-limit", min=0, metavar="MS", help="The longest time to the first token, for goodput."),
-    ] = 2000.0
-    tpot_limit_ms: Annotated[
-        float,
-        _load("--tpot-limit", min=0, metavar="MS", help="The longest time per further token, for goodput."),
-    ] = 200.0
+    repeats: Annotated[int, _requests(min=1, help="Timed runs of each policy in the suite throughput.")] = 3
     is_quick: bool = False  # a whole self-test in a few minutes
     seconds: float | None = None  # per suite, if the number of requests is free; None: its own
-    load_shares: tuple[float, ...] | None = None  # rates as shares of the capacity; None: the suite's own
     drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
     hardware: HardwareOptions = field(default_factory=HardwareOptions)
-
-
-# Fields without a flag, and those that mean something to some suites only.
-WITHOUT_FLAG = ("is_quick", "seconds", "load_shares", "drain_seconds", "hardware")
-_OF_REQUESTS = ("policies", "trace", "input_tokens", "output_tokens", "num_requests", "seed")
-SUITES_OF = {
-    **dict.fromkeys(_OF_REQUESTS, (SuiteName.THROUGHPUT, SuiteName.LOAD)),
-    "repeats": (SuiteName.THROUGHPUT,),
-    **dict.fromkeys(("rates", "ttft_limit_ms", "tpot_limit_ms"), (SuiteName.LOAD,)),
-}

@@ -1,16 +1,23 @@
-"""The result of one run of the self-test, as plain data."""
+"""The result of one run of the self-test: plain data, its verdict, and a page that needs no other file."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.hardware.report import HardwareReport
-from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.throughput.report import ThroughputReport
+from jinja2 import Environment, FileSystemLoader, select_autoescape
+
+from neo_desktop.app.bench.computer import Probe, steadiness
+from neo_desktop.app.bench.hardware import HardwareReport
+from neo_desktop.app.bench.load import LoadReport
+from neo_desktop.app.bench.throughput import BASELINE, ThroughputReport
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
-SCHEMA_VERSION = 5  # of the JSON file: raised when a field changes its meaning, goes away, or is required
+S = TypeVar("S")
+
+_PAGE = Path(__file__).parent / "page"
+_WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
 # What a suite found: plain data, which is its JSON (`suite` tells which), and a `section` of the page.
 # A suite yields it again and again, each time with more in it.
@@ -38,14 +45,63 @@ class Report:
     gpu_slice_sms: int | None = None  # multiprocessors that all GPU work was confined to; None: to none
     model_note: str = ""  # which model was chosen and why; empty: it was asked for, or the built-in one
     probes: tuple[Probe, ...] = ()  # how fast the computer itself was, before the suites and after each
-    schema_version: int = SCHEMA_VERSION
 
     @property
     def has_failed(self) -> bool:
         """True if a suite could not be run, or an answer was changed or given up."""
-        throughputs = [suite for suite in self.suites if isinstance(suite, ThroughputReport)]
-        return bool(self.failures) or any(suite.has_failed for suite in throughputs)
+        throughput = self._suite(ThroughputReport)
+        return bool(self.failures) or (throughput is not None and throughput.has_failed)
 
-    def write_json(self, path: str | Path) -> None:
-        """Write the report to a file. Raises OSError where that is impossible."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def headline(self) -> tuple[str, ...]:
+        """Return the verdict, and what is missing in the report."""
+        throughput, load = self._suite(ThroughputReport), self._suite(LoadReport)
+        sustained = {
+            curve.name: curve.sustained
+            for curve in (load.curves if load is not None else ())
+            if curve.sustained is not None and curve.sustained.says_enough
+        }
+        # The pace of a chat's tokens at the highest rate that was kept, with and without offloading.
+        paces = [sustained[name].metrics.tpot for name in ("auto", BASELINE) if name in sustained]
+        is_steady, sentence = steadiness(self.probes)
+        return say(
+            "headline",
+            report=self,
+            throughput=throughput,
+            load=load,
+            sustained={name: point.rate_per_s for name, point in sustained.items()},
+            paces=[pace.p50_ms for pace in paces if pace is not None],
+            baseline=BASELINE,
+            worth_it=_WORTH_IT,
+            unsteady="" if is_steady else sentence,
+        )
+
+    def machine_lines(self) -> tuple[str, ...]:
+        """Return the measured computer, and the time."""
+        is_steady, sentence = steadiness(self.probes)
+        return say("machine", report=self, steadiness=sentence if is_steady else "")
+
+    def write_files(self, folder: Path) -> Path:
+        """Write report.json and report.html; return the page."""
+        (folder / "report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        page = folder / "report.html"
+        page.write_text(self.html(), encoding="utf-8")
+        return page
+
+    def html(self) -> str:
+        """Return the page: the answer, then a section per suite, charts first and details folded."""
+        environment = Environment(
+            loader=FileSystemLoader(_PAGE),
+            autoescape=select_autoescape(),
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        return environment.get_template("page.html").render(
+            report=self,
+            headline=self.headline(),
+            machine=self.machine_lines(),
+            sections=[suite.section() for suite in self.suites],
+            style=(_PAGE / "style.css").read_text(encoding="utf-8"),
+        )
+
+    def _suite(self, kind: type[S]) -> S | None:
+        return next((suite for suite in self.suites if isinstance(suite, kind)), None)

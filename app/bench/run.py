@@ -2,24 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 
 import torch
 
 from neo_desktop.app.bench.computer import Probe, Prober
-from neo_desktop.app.bench.hardware.suite import run_hardware
-from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench.hardware import run_hardware
+from neo_desktop.app.bench.load import run_load
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput import run_throughput
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.words import EXPECTED, error_text
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.budget import GIB
 from neo_desktop.engine.profiling.hardware import host_memory, machine_info
-from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.shapes import shape
 
@@ -39,7 +39,7 @@ SUITES: dict[str, Callable[[BenchOptions, Progress], Iterator[AnySuiteReport]]] 
 
 
 def run_suites(
-    names: Sequence[str], progress: Progress, options: BenchOptions | None = None, model_note: str = ""
+    names: Sequence[str], progress: Progress, options: BenchOptions, model_note: str = ""
 ) -> Report:
     """Run suites one after the other.
 
@@ -49,17 +49,12 @@ def run_suites(
     Args:
         names: of suites.
         progress: called with the share done, 0 to 1, and what is being measured.
-        options: None: the defaults; suites that need a model then take the built-in one.
         model_note: the choice of the model and its reason, for the page.
 
     Raises:
-        ValueError: a suite does not exist, or not the slice of the GPU.
+        ValueError: the slice of the GPU does not exist.
         RuntimeError: the GPU cannot be cut into slices.
     """
-    for name in names:
-        if name not in SUITES:
-            raise ValueError(f"no benchmark suite is called {name!r}; choose from {', '.join(SUITES)}")
-    options = options or BenchOptions()
     started, start = datetime.now().astimezone().isoformat(timespec="seconds"), time.perf_counter()
     machine = machine_info()
     streams = open_streams(choose_device("auto"), options.gpu_slice)
@@ -69,10 +64,7 @@ def run_suites(
     prober = Prober()
     probes = [prober.probe()]
     for index, name in enumerate(names):
-
-        def of_all(share: float, what: str, done: int = index) -> None:
-            progress((done + share) / len(names), what)
-
+        of_all = part(progress, index / len(names), (index + 1) / len(names))
         try:
             with streams.on_device():
                 for report in SUITES[name](options, of_all):
@@ -107,16 +99,8 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS, _MOST_SECONDS = 128, 32, 4.0
 _HOST_SHARE = 0.25  # of the available memory, for weights
 
 
-@dataclass(frozen=True, slots=True)
-class DefaultModel:
-    """The model that suits this computer."""
-
-    shape: str
-    note: str  # why that one, in a sentence
-
-
-def default_model(device: str, gpu_memory_gib: float | None = None) -> DefaultModel:
-    """Choose by memory, on a CPU also by speed; the smallest where even that suits badly."""
+def default_model(device: str, gpu_memory_gib: float | None = None) -> tuple[str, str]:
+    """Return the shape that suits this computer, or the smallest, and the reason in a sentence."""
     if choose_device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         free = min(free, free if gpu_memory_gib is None else int(gpu_memory_gib * GIB))
@@ -131,7 +115,7 @@ def default_model(device: str, gpu_memory_gib: float | None = None) -> DefaultMo
             if shape(name).weight_bytes(torch.float32) <= room and _seconds(name, probe) <= _MOST_SECONDS
         ]
     largest = [*fitting, shapes[-1]][0]
-    return DefaultModel(largest, say("default-model", name=largest, shapes=shapes, **why)[0])
+    return largest, say("default-model", name=largest, shapes=shapes, **why)[0]
 
 
 def _seconds(name: str, probe: Probe) -> float:

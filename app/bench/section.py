@@ -1,11 +1,17 @@
 """The text and tables of a suite, for the terminal and the page."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from neo_desktop.app.words import binary_size, number
 
@@ -35,25 +41,6 @@ class Table:
         return cls(tuple(columns), cells, title)
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A picture."""
-
-    title: str  # what it shows, also for those who cannot see it
-    svg: str
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One suite's part of the page."""
-
-    title: str
-    summary: str  # what was found, in a sentence or two
-    tables: tuple[Table, ...] = ()
-    plots: tuple[Plot, ...] = ()
-    notes: tuple[str, ...] = ()  # where the figures flatter, or what they cannot say
-
-
 def _cell(row: object, column: Column, missing: str) -> str:
     how = unit = ""
     if isinstance(column, str):
@@ -69,6 +56,44 @@ def _cell(row: object, column: Column, missing: str) -> str:
     if how:
         return format(value, how) + unit
     return (number(value) if isinstance(value, float) else str(value)) + unit
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture; the title also serves those who cannot see it."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One suite's part of the page: what was found in a sentence or two, and the limits of the figures."""
+
+    title: str
+    summary: str
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def render_section(section: Section, *, notes: bool = True) -> RenderableType:
+    """Return a section for a terminal, without plots; headings are broken, so that many columns fit."""
+    parts: list[RenderableType] = [Text(section.title, style="bold"), Text(section.summary)]
+    for table in section.tables:
+        shown = RichTable(
+            title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for column in table.columns:
+            is_name = column is table.columns[0]
+            heading = re.sub(r" |(?<=-)", "\n", column)
+            shown.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        parts.append(shown)
+    if notes:
+        parts += [Text(note, style="dim") for note in section.notes]
+    return Padding(Group(*parts), (1, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +115,4 @@ class Spread:
         return cls(median, p10, p90, len(values))
 
     def __str__(self) -> str:
-        """The median, and the 10th and 90th percentile in brackets."""
         return f"{number(self.median)} ({number(self.p10)} - {number(self.p90)})"

@@ -51,11 +51,6 @@ def _environment() -> Environment:
         finalize=_printed,
         autoescape=False,
     )
-    found.filters |= {
-        "format": format,
-        "many": many,
-        "size": binary_size,
-        "no_gpu": no_gpu,
-        "duration": duration,
-    }
+    found.filters |= {"format": format, "many": many, "size": binary_size, "duration": duration}
+    found.filters |= {"no_gpu": no_gpu}
     return found

@@ -4,16 +4,17 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice, pairwise
 
 import torch
 
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 from neo_desktop.engine.stats import EngineStats
 
 TOP_LOGPROBS = 5
@@ -26,20 +27,38 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.8}
 Answer = tuple[SampledToken, ...]  # with TOP_LOGPROBS log-probabilities each
 
 
+class Lengths:
+    """The lengths of requests, always the same ones: a trace's, or synthetic ones.
+
+    Args:
+        usual: tokens in and out of a synthetic request, unless they are given.
+    """
+
+    def __init__(self, options: BenchOptions, usual: tuple[int, int]) -> None:
+        self.trace = None if options.trace is None else load_trace(options.trace)
+        self.tokens = (options.input_tokens or usual[0], options.output_tokens or usual[1])
+
+    def take(self, count: int) -> list[WorkloadRequest]:
+        """Return the first requests, again from the beginning where a trace is too short, all at once."""
+        if self.trace is None:
+            return synthetic(count, *self.tokens)
+        return [replace(request, arrival_ms=0.0) for request in islice(cycle(self.trace), count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of requests that every policy can serve; tokens are random, speed does not depend on them."""
+    """Requests with random tokens: speed does not depend on them."""
 
     requests: tuple[WorkloadRequest, ...]
-    num_left_out: int  # longer than the context, or than a place of some policy
+    num_left_out: int = 0  # longer than the context, or than a place of some policy
 
-    def prompts(self, seed: int, turn: int, vocab_size: int) -> list[list[int]]:
-        """Make prompts: the same for a seed and turn, others for each turn."""
-        rng = random.Random(f"{seed}/{turn}")
+    def prompts(self, turn: int, vocab_size: int) -> list[list[int]]:
+        """Make prompts: others for each turn."""
+        rng = random.Random(turn)
         return [rng.choices(range(vocab_size), k=request.prompt_tokens) for request in self.requests]
 
     def params(self, logprobs: int | None = None) -> list[SamplingParams]:
-        """Greedy, and as long as each request wants it."""
+        """Return greedy settings, each with its request's length."""
         counts = [request.output_tokens for request in self.requests]
         return [
             SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=logprobs) for n in counts
@@ -183,19 +202,17 @@ def compare(answers: Sequence[Answer], reference: Sequence[Answer], tolerance: f
 
     Policies put the same requests into different batches, and matrix products round differently for different
     batch sizes. In 32 bits that never showed in a chosen token; in 16 bits two tokens of nearly the same
-    probability may change tiers, and everything after them is another text. So, where two answers part, the
+    probability may change places, and everything after them is another text. So, where two answers part, the
     tokens that they chose there must be nearly equally probable; otherwise the answer was changed.
     """
     identical = near_ties = 0
     for answer, expected in zip(answers, reference, strict=True):
-        parting = next(
-            (at for at, (a, b) in enumerate(zip(answer, expected, strict=False)) if a.token_id != b.token_id),
-            None,
-        )
+        pairs = zip(answer, expected, strict=False)
+        parting = next(((a, b) for a, b in pairs if a.token_id != b.token_id), None)
         if parting is None:
             identical += len(answer) == len(expected)
         else:
-            near_ties += _is_near_tie(answer[parting], expected[parting], tolerance)
+            near_ties += _is_near_tie(*parting, tolerance)
     return Comparison(identical, near_ties, len(answers) - identical - near_ties)
 
 

@@ -11,11 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from neo_desktop.app.chats.attachments import check_length
-from neo_desktop.app.chats.database import StoreError
-from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
-from neo_desktop.app.chats.messages import Message, Settings, State, to_send
+from neo_desktop.app.chats.database import FunctionThread, StoreError
+from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, Settings, State, to_send
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, EngineRestartingError, ServiceStoppedError

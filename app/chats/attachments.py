@@ -7,8 +7,7 @@ import json
 import re
 import sys
 
-from neo_desktop.app.chats.errors import NotPossibleError
-from neo_desktop.app.chats.messages import Kind
+from neo_desktop.app.chats.messages import Kind, NotPossibleError
 from neo_desktop.app.errors import ApiError
 from neo_desktop.models.vision.pictures import is_picture, open_picture
 

@@ -9,9 +9,9 @@ from typing import ParamSpec, TypeVar
 from neo_desktop.app.chats import transfer
 from neo_desktop.app.chats.answers import Answers
 from neo_desktop.app.chats.attachments import MAX_PDF_READERS, check_length, read_file
+from neo_desktop.app.chats.database import FunctionThread
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.shelf.hosting import ModelHost

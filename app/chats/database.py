@@ -1,14 +1,21 @@
-"""The file of the chats: opened, migrated and guarded; its errors in sentences."""
+"""The file of the chats: opened, migrated and guarded; its thread; its errors in sentences."""
 
+import asyncio
 import contextlib
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FILE_NAME = "chats.sqlite"
 BUSY_TIMEOUT_S = 10.0  # for another server on the same file; its transactions take milliseconds
@@ -37,21 +44,6 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (message_id, position)) WITHOUT ROWID""",
         "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
         "CREATE TABLE presets (name TEXT PRIMARY KEY, text TEXT NOT NULL)",
-        # The index of the texts that no longer grow. Trigrams find parts of words, in all scripts.
-        """CREATE VIRTUAL TABLE found USING fts5(
-            text, content='messages', content_rowid='seq', tokenize='trigram')""",
-        """CREATE TRIGGER message_added AFTER INSERT ON messages
-            WHEN new.state NOT IN ('waiting', 'streaming')
-            BEGIN INSERT INTO found(rowid, text) VALUES (new.seq, new.text); END""",
-        """CREATE TRIGGER message_removed AFTER DELETE ON messages
-            WHEN old.state NOT IN ('waiting', 'streaming')
-            BEGIN INSERT INTO found(found, rowid, text) VALUES ('delete', old.seq, old.text); END""",
-        """CREATE TRIGGER message_taken_out AFTER UPDATE OF text, state ON messages
-            WHEN old.state NOT IN ('waiting', 'streaming')
-            BEGIN INSERT INTO found(found, rowid, text) VALUES ('delete', old.seq, old.text); END""",
-        """CREATE TRIGGER message_put_in AFTER UPDATE OF text, state ON messages
-            WHEN new.state NOT IN ('waiting', 'streaming')
-            BEGIN INSERT INTO found(rowid, text) VALUES (new.seq, new.text); END""",
     ),
 )
 
@@ -159,6 +151,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _set_up(connection: sqlite3.Connection) -> None:
+    connection.create_function("holds", 2, lambda text, word: word in text.casefold(), deterministic=True)
     connection.execute("PRAGMA foreign_keys = ON")
     # What is committed stays, even when the power fails; commits are few, so the disk's time for it is small.
     connection.execute("PRAGMA synchronous = FULL")
@@ -196,3 +189,19 @@ def _put_aside(file: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             file.with_name(file.name + end).rename(aside.with_name(aside.name + end))
     return aside
+
+
+class FunctionThread:
+    """A thread that calls functions one after the other: the event loop never waits for the file."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function there; what it raises is raised here."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Wait for what is under way and end the thread."""
+        self._pool.shutdown()

@@ -28,6 +28,21 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 LIVE: tuple[State, ...] = ("waiting", "streaming")  # an answer that is being written
 
 
+class NotFoundError(LookupError):
+    """A chat, a message or a file does not exist; the message names it."""
+
+
+class NotPossibleError(ValueError):
+    """A request that makes no sense for this message; the text says why."""
+
+
+class BeingAnsweredError(NotPossibleError):
+    """An answer that is still being written cannot be followed or continued yet."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer is still being written: wait for its end, or stop it")
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of an answer; None: not known (yet)."""

@@ -9,23 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from neo_desktop.app.chats.database import open_database, transaction
-from neo_desktop.app.chats.errors import BeingAnsweredError, NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import (
     Attachment,
+    BeingAnsweredError,
     Chat,
     ChatEntry,
     Figures,
     Kind,
     Message,
+    NotFoundError,
+    NotPossibleError,
     Settings,
     branch,
     make_title,
     newest_leaf,
 )
-from neo_desktop.app.chats.search import Search
 from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
+SNIPPET_CHARS = 80
 
 _ENTRY = """SELECT id, title, created_s, updated_s, EXISTS (SELECT 1 FROM messages WHERE chat_id = chats.id
     AND state IN ('waiting', 'streaming')) FROM chats WHERE deleted_s IS NULL"""
@@ -50,7 +52,6 @@ class ChatStore:
 
     def __init__(self, folder: Path) -> None:
         self._connection, self.notice = open_database(folder)
-        self._search = Search(self._connection)
         self._owner = this_process()
         self._purge()
 
@@ -67,8 +68,25 @@ class ChatStore:
             entries = [_entry(row) for row in rows]
             if not query.strip():
                 return entries
-            snippets = self._search.snippets(query)
+            snippets = self._snippets(query)
         return [replace(one, snippet=snippets[one.id]) for one in entries if one.id in snippets]
+
+    def _snippets(self, query: str) -> dict[str, str]:
+        """Return chat_id -> the text around a hit, for chats with all the words in title or texts.
+
+        The longest word decides what is shown. Case does not matter, nor do parts of words.
+        """
+        found: dict[str, str] = {}
+        words = sorted({word.casefold() for word in query.split()}, key=len, reverse=True)
+        for place, word in enumerate(words):
+            hits = self._connection.execute(
+                """SELECT id, title FROM chats WHERE holds(title, ?1)
+                UNION ALL SELECT chat_id, text FROM messages WHERE holds(text, ?1)""",
+                (word,),
+            )
+            around = {chat_id: _around(text, word) for chat_id, text in hits}
+            found = {chat_id: found[chat_id] for chat_id in found if chat_id in around} if place else around
+        return found
 
     def chat(self, chat_id: str) -> Chat:
         """Read a whole chat; NotFoundError."""
@@ -352,6 +370,14 @@ class ChatStore:
                 AND id NOT IN (SELECT attachment_id FROM message_attachments)""",
                 (before_s,),
             )
+
+
+def _around(text: str, word: str) -> str:
+    at = max(text.casefold().find(word), 0)
+    start = max(at - SNIPPET_CHARS // 2, 0)
+    end = start + SNIPPET_CHARS
+    piece = " ".join(text[start:end].split())
+    return ("…" if start else "") + piece + ("…" if end < len(text) else "")
 
 
 def new_id() -> str:

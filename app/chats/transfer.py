@@ -1,8 +1,6 @@
 """Chats as files: JSON that can be read in again, and Markdown for people."""
 
-import json
-from dataclasses import asdict
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,8 +19,6 @@ from neo_desktop.app.chats.messages import (
 )
 from neo_desktop.app.chats.store import new_id
 
-FORMAT = "neo-desktop chats"
-VERSION = 1
 MAX_CHATS = 20_000
 MAX_MESSAGES = 20_000  # of a chat
 
@@ -54,6 +50,9 @@ class MessagePart(_Part):
     attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
 
 
+_SAME = ("role", "created_s", "text", "thought", "thought_s", "error", "figures")  # in `Message`
+
+
 class ChatPart(_Part):
     """`Chat`; `leaf` is a place in the list of messages."""
 
@@ -81,8 +80,33 @@ class ChatPart(_Part):
             raise PydanticCustomError("tree", "has a leaf that is none of its messages")
         return self
 
+    @classmethod
+    def of(cls, chat: Chat) -> Self:
+        """Write every branch and variant down; what is being written counts as cut."""
+        places: dict[str | None, int] = {message.id: place for place, message in enumerate(chat.messages)}
+        messages = [
+            MessagePart(
+                parent=places.get(message.parent_id),
+                state="cut" if message.state in ("waiting", "streaming") else message.state,
+                attachments=[
+                    AttachmentPart(name=one.name, kind=one.kind, text=one.text) for one in message.attachments
+                ],
+                **{name: getattr(message, name) for name in _SAME},
+            )
+            for message in chat.messages
+        ]
+        entry, leaf = chat.entry, places.get(chat.leaf_id)
+        return cls(
+            title=entry.title,
+            created_s=entry.created_s,
+            updated_s=entry.updated_s,
+            settings=chat.settings,
+            leaf=leaf,
+            messages=messages,
+        )
+
     def chat(self) -> Chat:
-        """The chat, with new ids."""
+        """Return the chat, with new ids."""
         chat_id = new_id()
         ids = [new_id() for _ in self.messages]
         messages = tuple(
@@ -90,23 +114,16 @@ class ChatPart(_Part):
                 id=message_id,
                 chat_id=chat_id,
                 parent_id=None if part.parent is None else ids[part.parent],
-                role=part.role,
-                created_s=part.created_s,
-                text=part.text,
-                thought=part.thought,
-                thought_s=part.thought_s,
                 state=part.state,
-                error=part.error,
-                figures=part.figures,
                 attachments=tuple(
                     Attachment(new_id(), one.name, one.kind, one.text) for one in part.attachments
                 ),
+                **{name: getattr(part, name) for name in _SAME},
             )
             for message_id, part in zip(ids, self.messages, strict=True)
         )
         entry = ChatEntry(chat_id, self.title, self.created_s, self.updated_s, is_streaming=False)
-        leaf_id = None if self.leaf is None else ids[self.leaf]
-        return Chat(entry, self.settings, leaf_id, messages)
+        return Chat(entry, self.settings, None if self.leaf is None else ids[self.leaf], messages)
 
 
 class ChatsFile(_Part):
@@ -116,51 +133,18 @@ class ChatsFile(_Part):
 
 
 def from_json(body: bytes) -> list[Chat]:
-    """Chats as `to_json` wrote them, with new ids.
-
-    Raises:
-        ValidationError: the file is another one.
-    """
+    """Return chats as `to_json` wrote them, with new ids; ValidationError: the file is another one."""
     return [part.chat() for part in ChatsFile.model_validate_json(body).chats]
 
 
 def to_json(chats: list[Chat]) -> str:
-    """All of these chats, every branch and variant; what is being written counts as cut."""
-    file = {"format": FORMAT, "version": VERSION, "chats": [_chat_part(chat) for chat in chats]}
-    return json.dumps(file, ensure_ascii=False, indent=1)
-
-
-def _chat_part(chat: Chat) -> dict[str, Any]:
-    places = {message.id: place for place, message in enumerate(chat.messages)}
-    return {
-        "title": chat.entry.title,
-        "created_s": chat.entry.created_s,
-        "updated_s": chat.entry.updated_s,
-        "settings": asdict(chat.settings),
-        "leaf": None if chat.leaf_id is None else places[chat.leaf_id],
-        "messages": [_message_part(message, places) for message in chat.messages],
-    }
-
-
-def _message_part(message: Message, places: dict[str, int]) -> dict[str, Any]:
-    return {
-        "parent": None if message.parent_id is None else places[message.parent_id],
-        "role": message.role,
-        "created_s": message.created_s,
-        "text": message.text,
-        "thought": message.thought,
-        "thought_s": message.thought_s,
-        "state": "cut" if message.is_live else message.state,
-        "error": message.error,
-        "figures": None if message.figures is None else asdict(message.figures),
-        "attachments": [
-            {"name": one.name, "kind": one.kind, "text": one.text} for one in message.attachments
-        ],
-    }
+    """Return a file with these chats."""
+    parts = [ChatPart.of(chat) for chat in chats]
+    return ChatsFile(format="neo-desktop chats", version=1, chats=parts).model_dump_json(indent=1)
 
 
 def to_markdown(chat: Chat) -> str:
-    """The branch that is shown, as a document."""
+    """Return the branch that is shown, as a document."""
     parts = [f"# {chat.entry.title or 'Chat'}"]
     if chat.settings.system_prompt:
         parts.append(f"**System prompt**\n\n{chat.settings.system_prompt.strip()}")

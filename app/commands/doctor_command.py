@@ -1,9 +1,7 @@
 """The body of `neo-desktop doctor`: checks this computer, or shows what was found before."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -23,10 +21,7 @@ from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
 
-_COLOURS = {Result.OK: "green", Result.FAILED: "red", Result.HUNG: "red", Result.CRASHED: "red"} | {
-    Result.NO_MEMORY: "yellow"
-}
-_PRIVATE = ("package_folder",)  # of what `info` tells: paths may hold a user's name
+_COLOURS = {Result.OK: "green", Result.NO_MEMORY: "yellow"}  # others: red
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +45,12 @@ class DoctorReport:
         console.print(f"{where}, {key['dtype']}, torch {key['torch']}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
         is_plain = self.is_well and self.verdict.is_complete
-        columns = ["Check", "Result", "Figures", *([] if is_plain else ["What it means"])]
-        for name in columns:
+        for name in ("Check", "Result", "Figures", *(() if is_plain else ("What it means",))):
             table.add_column(name, overflow="fold")
-        for outcome in self.verdict.outcomes:
-            colour = _COLOURS[outcome.result]
-            cells = [
-                escape(outcome.title),
-                f"[{colour}]{outcome.result}[/]",
-                _figures(outcome.figures),
-                escape(self._meaning(outcome)),
-            ]
-            table.add_row(*cells[: len(columns)])
+        for each in self.verdict.outcomes:
+            result = f"[{_COLOURS.get(each.result, 'red')}]{each.result}[/]"
+            cells = [escape(each.title), result, _figures(each.figures), escape(self._meaning(each))]
+            table.add_row(*cells[: len(table.columns)])
         console.print(table, highlight=False)
         for line in self.conclusion():
             console.print(escape(line), highlight=False)
@@ -75,22 +64,19 @@ class DoctorReport:
                 f"For {num_left} of {total} checks there was too little GPU memory: close other programs, "
                 "and check again. The next start does by itself."
             )
-        if self.is_well and not num_left:
-            yield f"All {total} checks passed. Nothing fell back."
-        elif failed:
+        if failed:
             yield f"{failed} of {total} checks failed."
+        elif not num_left:
+            yield f"All {total} checks passed. Nothing fell back."
         for limit in limits_of(self.verdict.outcomes):
-            mechanism = MECHANISMS[limit.mechanism]
-            level = mechanism.levels[mechanism.position(limit.level)]
-            yield f"From now on, {mechanism.title}: {level.what}."
+            yield f"From now on, {MECHANISMS[limit.mechanism].title}: {_what(limit.mechanism, limit.level)}."
         if self.is_kept:
             yield f"Found on {self.verdict.checked_at} (UTC); --refresh checks again."
 
     def to_json(self) -> dict[str, Any]:
         """Return everything that an issue needs, and nothing that is private."""
         machine = asdict(machine_info())
-        for name in _PRIVATE:
-            del machine[name]
+        del machine["package_folder"]  # it may hold a user's name
         for gpu in machine["gpus"]:
             del gpu["other_processes"]
         return {
@@ -99,10 +85,6 @@ class DoctorReport:
             "limits": [asdict(limit) for limit in limits_of(self.verdict.outcomes)],
             "machine": machine,
         }
-
-    def write_json(self, path: Path) -> None:
-        """Write `to_json` to a file."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _meaning(self, outcome: Outcome) -> str:
         if outcome.is_ok:
@@ -113,11 +95,14 @@ class DoctorReport:
         if outcome in unserved(self.verdict.outcomes):
             return f"{reason}; nothing serves in its place"
         limits = {limit.mechanism: limit.level for limit in limits_of(self.verdict.outcomes)}
-        mechanism = MECHANISMS[outcome.mechanism]
-        serves = limits.get(mechanism.name)
-        if serves is None:  # a lower level failed, which is not in use
+        if outcome.mechanism not in limits:  # a lower level failed, which is not in use
             return reason
-        return f"{reason}; in its place: {mechanism.levels[mechanism.position(serves)].what}"
+        return f"{reason}; in its place: {_what(outcome.mechanism, limits[outcome.mechanism])}"
+
+
+def _what(mechanism: str, level: str) -> str:
+    found = MECHANISMS[mechanism]
+    return found.levels[found.position(level)].what
 
 
 def run_doctor(
@@ -126,53 +111,46 @@ def run_doctor(
     """Check this computer, or find what was found before.
 
     Args:
-        subject: what is checked.
         refresh: check in any case, and start in full again, also after crashes.
-        progress: told what is being checked.
+        progress: gets the title of each check.
         child: the command of the child process.
 
     Raises:
         ValueError, ModelError: the model cannot be loaded.
     """
     key = subject_key(subject, choose_device(subject.device))
+    verdict = None if refresh else read_verdict(key)
     if refresh:
         start_in_full()
-    elif (kept := read_verdict(key)) is not None and not kept.is_quick:
-        return DoctorReport(_with_llamacpp(kept, progress), is_kept=True)
-
-    def tell(title: str, outcome: Outcome | None) -> None:
-        if outcome is None:
-            progress(title)
-
-    verdict = new_verdict(key, run_selfchecks(subject, listener=tell, child=child), is_quick=subject.is_quick)
-    keep(verdict)
-    return DoctorReport(_with_llamacpp(verdict, progress), is_kept=False)
-
-
-def _with_llamacpp(verdict: Verdict, progress: Callable[[str], object]) -> Verdict:
-    """Add how llama.cpp does, where it is installed: that is not kept, since it may be installed anew."""
+    is_kept = verdict is not None and not verdict.is_quick
+    if verdict is None or not is_kept:
+        outcomes = run_selfchecks(
+            subject, listener=lambda title, outcome: outcome or progress(title), child=child
+        )
+        verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
+        keep(verdict)
     progress(TITLE)
-    outcome = try_llamacpp()
-    return verdict if outcome is None else replace(verdict, outcomes=(*verdict.outcomes, outcome))
+    # This is not kept, since llama.cpp may be installed anew.
+    if (outcome := try_llamacpp()) is not None:
+        verdict = replace(verdict, outcomes=(*verdict.outcomes, outcome))
+    return DoctorReport(verdict, is_kept)
 
 
 def _figures(figures: Figures) -> str:
     parts = []
     if "error" in figures and "bound" in figures:
         parts.append(f"error {_number(figures['error'])} of {_number(figures['bound'])}")
-    ms, bytes_ = figures.get("ms"), figures.get("bytes")
+    ms, num_bytes = figures.get("ms"), figures.get("bytes")
     if isinstance(ms, float | int):
         parts.append(duration(ms))
-        if isinstance(bytes_, int) and ms > 0:
-            parts.append(f"{bytes_ / ms / 1e6:.1f} GB/s")
-    known = {"error", "bound", "ms", "bytes", "seconds", "cases"}
+        if isinstance(num_bytes, int) and ms > 0:
+            parts.append(f"{num_bytes / ms / 1e6:.1f} GB/s")
     for name, value in figures.items():
-        if name in known or value == 0:
+        if name in ("error", "bound", "ms", "bytes", "seconds", "cases") or value == 0:
             continue
-        if name.endswith("_bytes") and isinstance(value, int):
-            parts.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:.0f} MB")
-        else:
-            parts.append(f"{name.replace('_', ' ')} {value}")
+        label = name.removesuffix("_bytes").replace("_", " ")
+        is_size = name.endswith("_bytes") and isinstance(value, int)
+        parts.append(f"{label} {value / 1e6:.0f} MB" if is_size else f"{name.replace('_', ' ')} {value}")
     return ", ".join(parts)
 
 

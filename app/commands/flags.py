@@ -44,19 +44,6 @@ def flag(option: Option, kind: Any, **overrides: Any) -> Any:
     return Annotated[values, typer.Option(option.flag, **(stated | overrides))]
 
 
-def given(group: Any) -> dict[str, Any]:
-    """Return `field -> value` of the fields that differ from their defaults."""
-    values = {field.name: getattr(group, field.name) for field in fields(group)}
-    return {field.name: values[field.name] for field in fields(group) if values[field.name] != field.default}
-
-
-def flag_of(group: Any, name: str) -> str:
-    """Return the flag of a field: the first long one that is stated, else the field's name."""
-    (info,) = get_type_hints(type(group), include_extras=True)[name].__metadata__
-    stated = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
-    return next((each for each in stated if each.startswith("--")), f"--{name.replace('_', '-')}")
-
-
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Make a typer command of a function that takes dataclasses.
 
@@ -102,12 +89,16 @@ def _offered(hint: Any) -> Iterator[tuple[Any, Any]]:
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         annotation = types[field.name]
-        said, kind = getattr(annotation, "__metadata__", (None,))[0], get_args(annotation)[:1]
+        said, kind = next(iter(getattr(annotation, "__metadata__", ())), None), get_args(annotation)[:1]
         if "option" in field.metadata:
             said, kind = OPTIONS[field.name], (annotation,)
-        if field.name in left_out or (isinstance(said, Option) and said.flag is None):
+        if field.name in left_out:
             continue
-        yield field, flag(said, *kind) if isinstance(said, Option) else annotation
+        if not isinstance(said, Option):
+            if said is not None or _group(annotation) is not None:
+                yield field, annotation
+        elif said.flag is not None:
+            yield field, flag(said, *kind)
 
 
 def _flags(hint: Any) -> Iterator[Parameter]:

@@ -1,47 +1,48 @@
 """The table of `neo-desktop info`."""
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 
 from neo_desktop.app.words import binary_size, size
-from neo_desktop.engine.profiling.hardware import Gpu, MachineInfo, PcieLink
+from neo_desktop.engine.profiling.hardware import Gpu, MachineInfo
 
 
 def print_machine(machine: MachineInfo, console: Console) -> None:
     """Print hardware, versions and paths as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)")
+    for name, text in _rows(machine):
+        table.add_row(name, text)
+    console.print(table, highlight=False)
+
+
+def _rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
+    yield "CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)"
     caches = machine.caches
     sizes = (("L1d", caches.l1d_bytes), ("L2", caches.l2_bytes), ("L3", caches.l3_bytes))
-    known = [f"{name} {binary_size(num_bytes)}" for name, num_bytes in sizes if num_bytes]
-    if known:
-        table.add_row("Caches", ", ".join(known))
-    table.add_row("Attention kernel", machine.isa)
-    memory = f"{size(machine.memory_bytes)}, {size(machine.available_bytes)} available"
-    if machine.memory_limit_bytes is not None:
-        memory += " (a container's limit)"
-    table.add_row("Memory", memory)
+    if known := [f"{name} {binary_size(num_bytes)}" for name, num_bytes in sizes if num_bytes]:
+        yield "Caches", ", ".join(known)
+    yield "Attention kernel", machine.isa
+    limit = "" if machine.memory_limit_bytes is None else " (a container's limit)"
+    yield "Memory", f"{size(machine.memory_bytes)}, {size(machine.available_bytes)} available{limit}"
     if len(machine.numa_nodes) > 1:
         for node in machine.numa_nodes:
-            table.add_row(f"NUMA node {node.node}", f"{size(node.memory_bytes)}, CPUs {node.cpus}")
-    swap = (
-        f"{size(machine.swap_bytes)}, {size(machine.swap_free_bytes)} free" if machine.swap_bytes else "none"
-    )
-    table.add_row("Swap", swap)
+            yield f"NUMA node {node.node}", f"{size(node.memory_bytes)}, CPUs {node.cpus}"
+    free = f"{size(machine.swap_bytes)}, {size(machine.swap_free_bytes)} free"
+    yield "Swap", free if machine.swap_bytes else "none"
     for gpu in machine.gpus:
-        table.add_row("GPU", _gpu(gpu))
+        yield "GPU", _gpu(gpu)
         for process in gpu.other_processes:
             used = "" if process.memory_bytes is None else f": {size(process.memory_bytes)}"
-            table.add_row("", f"also used by {process.name} (process {process.pid}){used}")
+            yield "", f"also used by {process.name} (process {process.pid}){used}"
     if machine.gpu_note:
-        table.add_row("GPU", machine.gpu_note)
-    for note in machine.notes:
-        table.add_row("Note", note)
-    table.add_row("neo-desktop", machine.neo_desktop)
-    table.add_row("Python, torch", f"{machine.python}, {machine.torch}")
-    table.add_row("System", machine.platform)
-    table.add_row("Installed in", machine.package_folder)
-    console.print(table, highlight=False)
+        yield "GPU", machine.gpu_note
+    yield from (("Note", note) for note in machine.notes)
+    yield "neo-desktop", machine.neo_desktop
+    yield "Python, torch", f"{machine.python}, {machine.torch}"
+    yield "System", machine.platform
+    yield "Installed in", machine.package_folder
 
 
 def _gpu(gpu: Gpu) -> str:
@@ -51,10 +52,8 @@ def _gpu(gpu: Gpu) -> str:
         f"{size(gpu.memory_bytes)}, {size(gpu.free_bytes)} free",
         f"compute capability {gpu.capability}",
         f"driver {gpu.driver}",
-        f"{_link(gpu.pcie)} (best {_link(gpu.pcie_max)})" if gpu.pcie and gpu.pcie_max else "",
     ]
+    if gpu.pcie and gpu.pcie_max:
+        now, best = (f"PCIe {link.generation} x{link.width}" for link in (gpu.pcie, gpu.pcie_max))
+        parts.append(f"{now} (best {best})")
     return ", ".join(part for part in parts if part)
-
-
-def _link(link: PcieLink) -> str:
-    return f"PCIe {link.generation} x{link.width}"

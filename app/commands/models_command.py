@@ -1,7 +1,7 @@
-"""The command `neo-desktop models`: what is on this computer, what fits, and bringing and removing models."""
+"""The command `neo-desktop models`: models on this computer, their fit and speed, downloads, removal."""
 
-import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,19 +10,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
 from neo_desktop.app.words import large_count, size
 from neo_desktop.engine.options import OPTIONS
 
 if TYPE_CHECKING:
-    from neo_desktop.app.shelf.catalogue import LocalModel
     from neo_desktop.app.shelf.fits import Fit
-    from neo_desktop.app.shelf.model_loader import ModelLoader
+    from neo_desktop.app.shelf.model_loader import Candidate, ModelLoader
 
 models = typer.Typer(
     help="The models on this computer: which there are, which fit, and how fast they will be.",
     epilog="Example: neo-desktop models list",
 )
+_DIVIDED = OPTIONS["tensor_parallel"]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it.")]
 
 
 @models.callback(invoke_without_command=True)
@@ -32,17 +33,6 @@ def show(context: typer.Context) -> None:
         list_models()
 
 
-NameOrPath = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it, or a folder or GGUF file."),
-]
-_DIVIDED = OPTIONS["tensor_parallel"]
-TensorParallel = Annotated[
-    int, typer.Option(_DIVIDED.flag, metavar=_DIVIDED.metavar, min=1, help=_DIVIDED.help)
-]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it.")]
-
-
 @models.command(name="list", epilog="Example: neo-desktop models list --json models.json")
 def list_models(
     models_dirs: opt.ModelsDirs = None, json_file: opt.JsonFile = None, debug: opt.Debug = False
@@ -50,41 +40,35 @@ def list_models(
     """Show the models on this computer, and how many chats of 4,096 tokens each has room for."""
     set_up_logging(debug)
     loader = _loader(models_dirs)
-    found = [(model, *_fit(loader, model)) for model in loader.catalogue.models()]
+    found = [loader.candidate(model) for model in loader.catalogue.models()]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("Model", overflow="fold", min_width=20)
     for heading in ("Size", "Stored as", "GPU chats", "All chats", "tokens/s"):
         table.add_column(heading, justify="right")
-    for model, fit, reason in found:
-        summary = model.summary
-        cells = [size(summary.size_bytes), escape(summary.dtype or "?")]
-        if fit is None or reason is not None:
-            table.add_row(escape(model.name), *cells, style="dim")
-            table.add_row(f"  [dim]{escape(reason or 'computed by llama.cpp, without offloading')}[/]")
+    for each in found:
+        summary, fit = each.model.summary, each.fit
+        cells = [escape(each.model.name), size(summary.size_bytes), escape(summary.dtype or "?")]
+        if fit is None or each.refusal is not None:
+            table.add_row(*cells, style="dim")
+            table.add_row(f"  [dim]{escape(each.refusal or 'computed by llama.cpp, without offloading')}[/]")
             continue
-        speed = "?" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
-        table.add_row(escape(model.name), *cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), speed)
+        table.add_row(*cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), _speed(fit) or "?")
         if summary.is_by_transformers:
             table.add_row("  [dim]computed by the code of transformers[/]")
         if fit.host_weights_bytes:
             share = fit.host_weights_bytes / fit.weights_bytes
             table.add_row(f"  [dim]{share:.0%} of its weights in host memory[/]")
     stdout.print(table, highlight=False)
-    stdout.print(
-        "\nChats of 4,096 tokens at once: with KV on the GPU alone, and in host memory, too.", style="dim"
-    )
-    fits = [fit for _, fit, _ in found if fit is not None]
+    notes = ["\nChats of 4,096 tokens at once: with KV on the GPU alone, and in host memory, too."]
+    fits = [each.fit for each in found if each.fit is not None]
     if any(fit.is_imitated for fit in fits):
-        stdout.print("There is no GPU here: its cache is imitated in host memory.", style="dim")
+        notes.append("There is no GPU here: its cache is imitated in host memory.")
     if len(found) == 1:
-        stdout.print("More to fetch: neo-desktop models recommended", style="dim", highlight=False)
-    speeds = [fit.speed for fit in fits if fit.speed is not None]
-    if speeds:
-        source = speeds[0].assumption.rpartition(";")[0]
-        stdout.print(f"tokens/s: of one chat, {source}.", style="dim", highlight=False)
-    if json_file is not None:
-        data = [model.to_json(fit, reason) for model, fit, reason in found]
-        json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        notes.append("More to fetch: neo-desktop models recommended")
+    if speeds := [fit.speed for fit in fits if fit.speed is not None]:
+        notes.append(f"tokens/s: of one chat, {speeds[0].assumption.rpartition(';')[0]}.")
+    stdout.print("\n".join(notes), style="dim", highlight=False)
+    opt.write_json(json_file, [each.to_json() for each in found])
 
 
 @models.command(epilog="Example: neo-desktop models recommended")
@@ -97,18 +81,17 @@ def recommended(debug: opt.Debug = False) -> None:
     # 80 columns hold it: people copy the names.
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("Model", no_wrap=True)
-    for heading in ("Download", "Licence", "Chats", "tokens/s"):
+    for heading in ("Download", "Chats", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in RECOMMENDED:
         fit = model.fit(loader)
-        speed = "" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
         room = "does not fit" if fit.reason is not None else _chats(fit.chats, fit)
         style = "dim" if fit.reason is not None else None
-        table.add_row(escape(model.name), size(model.size_bytes), model.licence, room, speed, style=style)
+        table.add_row(escape(model.name), size(model.size_bytes), room, _speed(fit), style=style)
     stdout.print(table, highlight=False)
     stdout.print(
-        "\nChats of 4,096 tokens at once; tokens/s of one, predicted. To fetch one: neo-desktop models pull "
-        "NAME",
+        "\nAll have the licence Apache-2.0. Chats of 4,096 tokens at once; tokens/s of one, predicted. To "
+        "fetch one: neo-desktop models pull NAME",
         style="dim",
         highlight=False,
     )
@@ -118,9 +101,16 @@ def recommended(debug: opt.Debug = False) -> None:
     epilog="Examples: neo-desktop models info neo-desktop-guide; neo-desktop models info model.gguf"
 )
 def info(
-    name: NameOrPath,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="As 'neo-desktop models list' shows it, or a folder or GGUF file."
+        ),
+    ],
     models_dirs: opt.ModelsDirs = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(_DIVIDED.flag, metavar=_DIVIDED.metavar, min=1, help=_DIVIDED.help)
+    ] = 1,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
@@ -129,39 +119,66 @@ def info(
     path = Path(os.path.expanduser(name))
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
-    model = loader.catalogue.get(loader.catalogue.first if is_path else name)
-    fit, reason = _fit(loader, model)
-    summary = model.summary
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("Model", escape(model.name))
-    table.add_row("Folder", escape(str(summary.path)))
-    table.add_row("Size", size(summary.size_bytes))
-    table.add_row("Architecture", escape(summary.architecture or "unknown"))
-    table.add_row("Parameters", large_count(summary.parameters) if summary.parameters else "unknown")
+    found = loader.candidate(loader.catalogue.get(loader.catalogue.first if is_path else name))
+    table = Table.grid(padding=(0, 1))
+    for label, text in _facts(found):
+        table.add_row(label, escape(text))
+    stdout.print(table, highlight=False)
+    opt.write_json(json_file, found.to_json())
+
+
+def _facts(found: "Candidate") -> Iterator[tuple[str, str]]:
+    summary = found.model.summary
+    yield "Model", found.model.name
+    yield "Folder", str(summary.path)
+    yield "Size", size(summary.size_bytes)
+    yield "Architecture", summary.architecture or "unknown"
+    yield "Parameters", large_count(summary.parameters) if summary.parameters else "unknown"
     if summary.config is not None and (experts := summary.config.experts) is not None:
         active = large_count(summary.config.active_parameters)
-        table.add_row(
-            "Experts", f"{experts.per_token} of {experts.count} for each token: {active} parameters"
-        )
-    table.add_row("Stored as", escape(summary.dtype or "unknown"))
-    table.add_row("Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown")
-    if reason is not None:
-        table.add_row("Cannot be run", escape(reason))
-    elif summary.needs_llamacpp:
-        table.add_row("Computed by", "llama.cpp, without offloading by NEO")
-    elif fit is not None:
+        yield "Experts", f"{experts.per_token} of {experts.count} for each token: {active} parameters"
+    yield "Stored as", summary.dtype or "unknown"
+    yield "Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown"
+    if found.refusal is not None:
+        yield "Cannot be run", found.refusal
+    elif found.fit is None:
+        yield "Computed by", "llama.cpp, without offloading by NEO"
+    else:
         if summary.is_by_transformers:
-            table.add_row("Computed by", "the code of transformers, cut into stages at attention")
-        for row in _fit_rows(fit):
-            table.add_row(*row)
-        if fit.speed is not None and not fit.speed.is_measured:
-            table.add_row(
-                "Measured",
-                f"not yet: 'neo-desktop doctor --measure --model {escape(model.name)}' measures it",
-            )
-    stdout.print(table, highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(model.to_json(fit, reason), indent=2) + "\n", encoding="utf-8")
+            yield "Computed by", "the code of transformers, cut into stages at attention"
+        yield from fit_facts(found.fit)
+        if found.fit.speed is not None and not found.fit.speed.is_measured:
+            measure = f"'neo-desktop doctor --measure --model {found.model.name}'"
+            yield "Measured", f"not yet: {measure} measures it"
+
+
+def fit_facts(fit: "Fit") -> Iterator[tuple[str, str]]:
+    """Yield labels and texts of a model that fits."""
+    yield (
+        "Runs as",
+        fit.dtype + (f", weights {fit.weights_become}" if fit.weights_become != fit.dtype else ""),
+    )
+    where = ""
+    if on_host := fit.host_weights_bytes:
+        places = f"{size(fit.weights_bytes - on_host)} in GPU memory, {size(on_host)} in host memory"
+        where = f": {places}, computed by CPU and GPU together"
+    yield "Weights", size(fit.weights_bytes) + where
+    if fit.resident_shares:
+        kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
+        yield "On the GPU", f"{', '.join(kinds)}; embeddings and head"
+    yield "KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"
+    place = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
+    chats = f"{_chats(fit.gpu_chats, fit)} chats of {fit.chat_tokens:,} tokens"
+    yield "GPU-cache", f"{fit.gpu_tokens:,} tokens ({place}): {chats}"
+    yield "With CPU-cache", f"{fit.cpu_tokens:,} more tokens: {_chats(fit.chats, fit)} chats at once"
+    speed = fit.speed
+    if speed is None:
+        yield "Speed", f"not known: {fit.speed_reason}"
+        return
+    yield "One chat", f"{speed.one_chat_tokens_per_s:,.3g} tokens per second"
+    pace = f"{speed.best_ms_per_token:,.3g} ms per token for each"
+    yield f"{speed.best_chats} chats", f"{speed.best_tokens_per_s:,.3g} tokens per second together, {pace}"
+    yield "", speed.assumption
 
 
 @models.command(
@@ -184,21 +201,18 @@ def pull(
     from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
     from neo_desktop.app.shelf.pull import pull as pull_model
 
-    with progress_bar() as progress:
-        task = progress.add_task("Starting", total=1.0)
-        pulled = pull_model(
-            name, lambda share, what: progress.update(task, completed=share, description=escape(what))
-        )
-    if pulled.choice is not None:
-        stdout.print(f"{escape(pulled.choice)}.", highlight=False)
-    stdout.print(f"{escape(name)} is in {escape(str(pulled.path))}.", highlight=False, soft_wrap=True)
+    with loading_bar("Starting") as progress:
+        pulled = pull_model(name, progress)
+    lines = [] if pulled.choice is None else [f"{pulled.choice}."]
+    lines.append(f"{name} is in {pulled.path}.")
     # What the catalogue calls it: a folder with one GGUF file is a model of the folder's name.
     paths = (pulled.path, pulled.path.parent)
     found = [model for model in Catalogue([own_folder()]).models() if model.summary.path in paths]
     if found and found[0].summary.reason is not None:
-        stdout.print(f"It cannot be run: {escape(found[0].summary.reason)}.", highlight=False, soft_wrap=True)
+        lines.append(f"It cannot be run: {found[0].summary.reason}.")
     elif found:
-        stdout.print(f"Try it: neo-desktop --model {escape(found[0].name)}", highlight=False, soft_wrap=True)
+        lines.append(f"Try it: neo-desktop --model {found[0].name}")
+    stdout.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 @models.command(epilog="Example: neo-desktop models remove Qwen/Qwen3-0.6B")
@@ -234,58 +248,9 @@ def _loader(
     return ModelLoader(catalogue, EngineOptions(tensor_parallel=tensor_parallel), reports=reports_folder())
 
 
-def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":
-    """Predict its memory, or give the reason why it cannot run here."""
-    if model.summary.config is None:
-        return None, model.summary.reason
-    fit = loader.fit(model.summary.config, model.summary.form, is_loaded=False)
-    return fit, fit.reason
-
-
-def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
-    where = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
-    length = f"{fit.chat_tokens:,} tokens"
-    rows = [
-        ("Runs as", _runs_as(fit)),
-        ("Weights", _weights(fit)),
-        *_plan_rows(fit),
-        ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
-        ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
-        ("With CPU-cache", f"{fit.cpu_tokens:,} more tokens: {_chats(fit.chats, fit)} chats at once"),
-    ]
-    if fit.speed is None:
-        return [*rows, ("Speed", f"not known: {fit.speed_reason}")]
-    return [
-        *rows,
-        ("One chat", f"{fit.speed.one_chat_tokens_per_s:,.3g} tokens per second"),
-        (
-            f"{fit.speed.best_chats} chats",
-            f"{fit.speed.best_tokens_per_s:,.3g} tokens per second together, "
-            f"{fit.speed.best_ms_per_token:,.3g} ms per token for each",
-        ),
-        ("", fit.speed.assumption),
-    ]
-
-
-def _weights(fit: "Fit") -> str:
-    if not fit.host_weights_bytes:
-        return size(fit.weights_bytes)
-    on_host = fit.host_weights_bytes
-    where = f"{size(fit.weights_bytes - on_host)} in GPU memory, {size(on_host)} in host memory"
-    return f"{size(fit.weights_bytes)}: {where}, computed by CPU and GPU together"
-
-
-def _plan_rows(fit: "Fit") -> list[tuple[str, str]]:
-    """The places of matrices that do not fit."""
-    if not fit.resident_shares:
-        return []
-    kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
-    return [("On the GPU", f"{', '.join(kinds)}; embeddings and head")]
-
-
-def _runs_as(fit: "Fit") -> str:
-    return fit.dtype if fit.weights_become == fit.dtype else f"{fit.dtype}, weights {fit.weights_become}"
-
-
 def _chats(count: int, fit: "Fit") -> str:
     return f"{count}+" if count == fit.most_chats else str(count)
+
+
+def _speed(fit: "Fit") -> str:
+    return "" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"

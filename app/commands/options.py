@@ -1,7 +1,8 @@
 """Command-line options that several commands share, beside those of the engine (`EngineOptions`)."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +29,7 @@ ModelsDirs = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
 
 
-def in_existing_folder(path: Path | None) -> Path | None:
+def _in_existing_folder(path: Path | None) -> Path | None:
     """Refuse a file that could not be written, before anything is computed for it."""
     if path is not None and path.is_dir():
         raise typer.BadParameter(f"{path} is a folder, expected the name of a file")
@@ -40,6 +41,12 @@ def in_existing_folder(path: Path | None) -> Path | None:
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", callback=in_existing_folder, help="Also write the figures to this file."
+        "--json", metavar="FILE", callback=_in_existing_folder, help="Also write the figures to this file."
     ),
 ]
+
+
+def write_json(file: Path | None, data: Any) -> None:
+    """Write the figures where `--json` was given."""
+    if file is not None:
+        file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

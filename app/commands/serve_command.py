@@ -4,15 +4,16 @@ import gc
 import os
 import sys
 import webbrowser
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import typer
 from rich.markup import escape
 
 from neo_desktop.app.application import create_app
-from neo_desktop.app.commands.loading_bar import LoadingBar
 from neo_desktop.app.commands.option_groups import ServerOptions
-from neo_desktop.app.commands.terminal import stdout
+from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.page.selftest import reports_folder
@@ -45,8 +46,8 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
         if with_page:
             loader.check(loader.catalogue.get(name))
         else:
-            with LoadingBar() as bar:
-                service = loader(name, bar.update)
+            with loading_bar("Loading") as progress:
+                service = loader(name, progress)
         host = ModelHost(service, load=loader, name=name, idle_unload_s=60 * options.idle_unload or None)
         url, *other_urls = urls(options.host, socket.getsockname()[1])
         web_app = create_app(
@@ -64,7 +65,7 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
             from neo_desktop.ui.page import mount
 
             mount(web_app)
-            LoadingBar().follow(host, lambda: _print_notes(options.engine, loader))
+            _follow(host, lambda: _print_notes(options.engine, loader))
 
         def announce() -> None:
             if with_page:
@@ -80,6 +81,29 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
 
         serve(web_app, socket, host.stop, announce)
     stdout.print("Stopped.")
+
+
+def _follow(host: ModelHost, on_loaded: Callable[[], None]) -> None:
+    """Show every load of a host, and why one failed; `on_loaded` is called when the first one succeeds."""
+    shown = ExitStack()
+    progress: Callable[[float, str], None] | None = None
+    has_loaded = False
+
+    def changed() -> None:
+        nonlocal progress, has_loaded
+        if host.loading is not None:
+            progress = progress or shown.enter_context(loading_bar("Loading"))
+            progress(host.loading.share, host.loading.what)
+        elif progress is not None:
+            shown.close()
+            progress = None
+            if host.error is not None:
+                stderr.print(f"[bold red]error:[/] {escape(host.error)}", highlight=False, soft_wrap=True)
+            elif host.has_weights and not has_loaded:
+                has_loaded = True
+                on_loaded()
+
+    host.listeners.append(changed)
 
 
 def _check(options: ServerOptions) -> None:

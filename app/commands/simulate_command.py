@@ -6,7 +6,7 @@ import typer
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import with_flags
-from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
 from neo_desktop.app.simulate.options import SimulationOptions, UsageError
 
 EXAMPLES = """Examples:
@@ -38,13 +38,9 @@ def simulate(
     from neo_desktop.app.simulate.run import run_simulation
 
     try:
-        with progress_bar() as progress:
-            task = progress.add_task("Simulating", total=1.0)
-            report = run_simulation(
-                options, lambda share, what: progress.update(task, completed=share, description=what)
-            )
+        with loading_bar("Simulating") as progress:
+            report = run_simulation(options, progress)
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
-    if json_file is not None:
-        report.write_json(json_file)
+    opt.write_json(json_file, report.to_json())
     report.print(stdout)

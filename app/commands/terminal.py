@@ -1,25 +1,25 @@
 """The consoles and the log of every command."""
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 stdout = Console()
 stderr = Console(stderr=True)
 
 
-def progress_bar() -> Progress:
-    """Return a bar that is gone when its work is done."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-    )
+@contextmanager
+def loading_bar(what: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar until the work is done; yield the function that moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        task = progress.add_task(what, total=1.0)
+        yield lambda share, what: progress.update(task, completed=share, description=escape(what))
 
 
 def set_up_logging(debug: bool) -> None:

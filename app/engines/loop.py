@@ -14,24 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from neo_desktop.app.engines.messages import (
-    Abort,
-    Add,
-    Answered,
-    Check,
-    Command,
-    Compile,
-    Ended,
-    Event,
-    Look,
-    Refused,
-    See,
-    Status,
-    Stepped,
-    Stop,
-    portable,
-)
-from neo_desktop.app.engines.served import ServedEngine
+from neo_desktop.app.engines import messages as msg
 from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
 
 logger = logging.getLogger(__name__)
@@ -49,18 +32,18 @@ class EngineLoop:
         emit: takes events, from any thread.
     """
 
-    def __init__(self, engine: ServedEngine, emit: Callable[[Sequence[Event]], object]) -> None:
+    def __init__(self, engine: msg.ServedEngine, emit: Callable[[Sequence[msg.Event]], object]) -> None:
         self.is_over = False  # the engine is not called any more
         self._engine = engine
         self._emit = emit
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[msg.Command] = queue.SimpleQueue()
         self._is_stopping = False  # run's own
         self._helpers = ThreadPoolExecutor(MAX_HELPERS, "helper")
-        engine.watch(lambda: self._inbox.put(Check()))
+        engine.watch(lambda: self._inbox.put(msg.Check()))
 
-    def take(self, command: Command) -> None:
+    def take(self, command: msg.Command) -> None:
         """Have a command carried out; any thread may ask."""
-        if not isinstance(command, Compile | See):
+        if not isinstance(command, msg.Compile | msg.See):
             self._inbox.put(command)
         elif not self.is_over:
             self._helpers.submit(self._help, command)
@@ -80,12 +63,12 @@ class EngineLoop:
             reason = _ended(error)
         self.is_over = True
         self._helpers.shutdown(wait=False, cancel_futures=True)
-        self._emit([Ended(reason)])
+        self._emit([msg.Ended(reason)])
         return reason
 
     def _run_commands(self, wait: bool = False) -> None:
         """Run all commands that came in; `wait` for one if there are none."""
-        answers: list[Event] = []
+        answers: list[msg.Event] = []
         has_run = False
         while not self._is_stopping:
             try:
@@ -94,25 +77,21 @@ class EngineLoop:
                 has_run = has_run or (wait and self._engine.rest())
                 break
             wait, has_run = False, True
-            answers += self._run_command(command)
+            match command:
+                case msg.Add():
+                    answers += self._add(command)
+                case msg.Abort():
+                    self._engine.abort(command.request_id)
+                case msg.Check():
+                    self._engine.check()
+                case msg.Look():
+                    answers.append(msg.Answered(command.ticket, self._engine.live_view()))
+                case msg.Stop():
+                    self._is_stopping = True
         if has_run:
-            self._emit([*answers, Status(self._engine.stats())])
+            self._emit([*answers, msg.Status(self._engine.stats())])
 
-    def _run_command(self, command: Command) -> list[Event]:
-        match command:
-            case Add():
-                return self._add(command)
-            case Abort():
-                self._engine.abort(command.request_id)
-            case Check():
-                self._engine.check()
-            case Look():
-                return [Answered(command.ticket, self._engine.live_view())]
-            case Stop():
-                self._is_stopping = True
-        return []
-
-    def _add(self, command: Add) -> list[Event]:
+    def _add(self, command: msg.Add) -> list[msg.Event]:
         try:
             for request_id, prepared in zip(command.request_ids, command.prepared, strict=True):
                 self._engine.add(request_id, prepared)
@@ -120,7 +99,7 @@ class EngineLoop:
             logger.exception("a request could not be queued")
             for request_id in command.request_ids:
                 self._engine.abort(request_id)
-            return [Refused(command.request_ids, f"the request could not be queued ({error})")]
+            return [msg.Refused(command.request_ids, f"the request could not be queued ({error})")]
         return []
 
     def _step(self) -> None:
@@ -130,27 +109,22 @@ class EngineLoop:
         self._run_commands()
         self._engine.launch()
         outputs = self._engine.take_outputs()
-        self._emit([Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
+        self._emit([msg.Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
 
-    def _help(self, command: Compile | See) -> None:
+    def _help(self, command: msg.Compile | msg.See) -> None:
         error = value = None
         try:
-            if isinstance(command, Compile):
+            if isinstance(command, msg.Compile):
                 self._engine.grammars.compile(command.grammar)
             elif self._engine.vision is None:
                 raise ValueError(self._engine.blindness)
             else:
                 value = self._engine.vision.see(command.data)
         except Exception as refused:
-            error = _told(refused)
-        self._emit([Answered(command.ticket, value, error)])
-
-
-def _told(error: Exception) -> Exception:
-    """Return the message for the caller; log an error that is not his fault, with its traceback."""
-    if not isinstance(error, ValueError):
-        logger.error("a request could not be taken", exc_info=error)
-    return portable(error)
+            if not isinstance(refused, ValueError):  # it is not the caller's fault
+                logger.error("a request could not be taken", exc_info=refused)
+            error = msg.portable(refused)
+        self._emit([msg.Answered(command.ticket, value, error)])
 
 
 def _ended(error: Exception) -> str:

@@ -1,15 +1,15 @@
-"""Commands to an engine and its events: plain values, since they may cross to another process.
+"""An engine behind a service: its calls, the commands to it and its events.
 
-Commands that want an answer carry a ticket, and exactly one `Answered` with that ticket comes back, unless
-the engine ends.
+Commands and events are plain values, since they may cross to another process. Commands that want an answer
+carry a ticket, and exactly one `Answered` with that ticket comes back, unless the engine ends.
 """
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
-from neo_desktop.app.engines.served import ServedEngine
+from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.progress import Progress
@@ -17,6 +17,63 @@ from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.vision.prompt import SeenImage
+from neo_desktop.models.vision.tower import Vision
+
+
+class ServedEngine(Protocol):
+    """`Engine` is one, and `LlamaCppEngine`. One thread makes the calls.
+
+    Exceptions are `grammars.compile` and `vision.see`.
+    """
+
+    model_name: str
+    input_processor: InputProcessor
+    grammars: GrammarCompiler
+    blindness: str  # the sentence that refuses images; empty: `vision` reads them
+    vision: Vision | None
+
+    @property
+    def sampling_defaults(self) -> GenerationDefaults: ...
+
+    @property
+    def note(self) -> str | None:
+        """A note for the owner of the computer."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The GPU memory that it took."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request_id: str, prepared: PreparedRequest) -> None: ...
+
+    def abort(self, request_id: str) -> object: ...
+
+    def collect(self) -> None:
+        """End the iteration under way, or else carry out one."""
+
+    def launch(self) -> None:
+        """Start the next one, if it works beside its caller."""
+
+    def take_outputs(self) -> Sequence[RequestOutput]:
+        """Return what requests gained since the last call."""
+
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """Register a function that any thread calls when `check` would raise while the engine is idle."""
+
+    def check(self) -> None:
+        """Raise the known reason why the engine cannot compute any more."""
+
+    def rest(self) -> bool:
+        """Do occasional work of an idle engine; return True if figures have changed."""
+
+    def stats(self) -> EngineStats: ...
+
+    def live_view(self) -> LiveView: ...
+
+    def close(self) -> None: ...
+
 
 EngineMaker = Callable[[Progress], ServedEngine]  # for a process it must be something that can be pickled
 
@@ -59,14 +116,12 @@ class Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the loop."""
-
-
-@dataclass(frozen=True, slots=True)
 class Check:
     """Check the engine after its alarm."""
+
+
+class Stop:
+    """End the loop."""
 
 
 Command = Add | Check | Compile | See | Look | Abort | Stop
@@ -111,12 +166,7 @@ class CrashReason(str):
 
 
 class EngineCrashError(RuntimeError):
-    """The engine's process crashed while the model was loaded.
-
-    Args:
-        reason: as `Ended` tells.
-        stage: what it did, as it said last.
-    """
+    """The engine's process crashed while the model was loaded, at a stage of loading."""
 
     def __init__(self, reason: CrashReason, stage: str) -> None:
         super().__init__(reason)
@@ -143,25 +193,19 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
+    """See `ServedEngine`."""
+
+    stats: EngineStats  # at the beginning
     model_name: str
     input_processor: InputProcessor
     sampling_defaults: GenerationDefaults
-    stats: EngineStats  # at the beginning
-    note: str | None  # what the owner of the computer should know
-    gpu_bytes: int  # that it took of the GPU's memory
-    blindness: str  # the sentence that refuses images; empty: the model reads them
+    note: str | None
+    gpu_bytes: int
+    blindness: str
 
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
-        return cls(
-            engine.model_name,
-            engine.input_processor,
-            engine.sampling_defaults,
-            engine.stats(),
-            engine.note,
-            engine.gpu_bytes,
-            engine.blindness,
-        )
+        return cls(engine.stats(), *(getattr(engine, one.name) for one in fields(cls)[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,20 +21,8 @@ import sys
 import threading
 from typing import Any, Self
 
+from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.child import Beginning
-from neo_desktop.app.engines.messages import (
-    Command,
-    CrashReason,
-    Ended,
-    EngineCrashError,
-    EngineFacts,
-    EngineMaker,
-    LoadFailed,
-    Logged,
-    Progressed,
-    Receiver,
-    Stop,
-)
 from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames
@@ -61,9 +49,9 @@ class EngineProcess:
     """
 
     is_process = True
-    facts: EngineFacts
+    facts: msg.EngineFacts
 
-    def __init__(self, make: EngineMaker) -> None:
+    def __init__(self, make: msg.EngineMaker) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
             stdin=subprocess.PIPE,
@@ -74,7 +62,7 @@ class EngineProcess:
         self._is_over = threading.Event()  # the loop in the child has ended
         self._lock = threading.Lock()
         self._early: queue.SimpleQueue[Any] = queue.SimpleQueue()  # what came before `start`
-        self._receive: Receiver | None = None
+        self._receive: msg.Receiver | None = None
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         level = logging.getLogger().getEffectiveLevel()
         limits = [
@@ -90,7 +78,7 @@ class EngineProcess:
             thread.start()
 
     @classmethod
-    def load(cls, make: EngineMaker, progress: Progress) -> Self:
+    def load(cls, make: msg.EngineMaker, progress: Progress) -> Self:
         """Start a process and let it make the engine there; called by a thread that may wait.
 
         Args:
@@ -120,13 +108,13 @@ class EngineProcess:
     def timeout_s(self) -> float | None:
         return TIMEOUT_S[self.facts.stats.device]
 
-    def start(self, receive: Receiver) -> None:
+    def start(self, receive: msg.Receiver) -> None:
         with self._lock:
             while not self._early.empty():
                 receive([self._early.get()])
             self._receive = receive
 
-    def send(self, command: Command) -> None:
+    def send(self, command: msg.Command) -> None:
         self._commands.put(command)
 
     def kill(self, reason: str) -> None:
@@ -136,7 +124,7 @@ class EngineProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)  # its group, with all that it started
 
     def close(self) -> None:
-        self.send(Stop())
+        self.send(msg.Stop())
         try:
             self._process.wait(CLOSE_S if self._is_over.is_set() else EXIT_S)
         except subprocess.TimeoutExpired:
@@ -144,7 +132,7 @@ class EngineProcess:
         self._threads[1].join()
 
     def _wait_until_loaded(self, progress: Progress) -> None:
-        now, num_silent = Progressed(0.0, "Starting the engine"), 0
+        now, num_silent = msg.Progressed(0.0, "Starting the engine"), 0
         while num_silent * POLL_S < LOAD_TIMEOUT_S:
             try:
                 event = self._early.get(timeout=POLL_S)
@@ -153,17 +141,17 @@ class EngineProcess:
                 event = now
                 num_silent += 1
             match event:
-                case Progressed():
+                case msg.Progressed():
                     now = event
                     progress(event.share, event.what)
-                case EngineFacts():
+                case msg.EngineFacts():
                     self.facts = event
                     return
-                case LoadFailed():
+                case msg.LoadFailed():
                     raise event.error
-                case Ended(CrashReason() as crash):
-                    raise EngineCrashError(crash, now.what)
-                case Ended():
+                case msg.Ended(msg.CrashReason() as crash):
+                    raise msg.EngineCrashError(crash, now.what)
+                case msg.Ended():
                     raise RuntimeError(event.reason or "the engine ended while the model was loaded")
         reason = f"nothing went on for {LOAD_TIMEOUT_S:g} s while it said: {now.what}"
         self.kill(reason)
@@ -204,15 +192,15 @@ class EngineProcess:
         self._commands.put(None)
         if not self._is_over.is_set():
             self._is_over.set()
-            self._pass_on(Ended(self._kill_reason or what_ended(status)))
+            self._pass_on(msg.Ended(self._kill_reason or what_ended(status)))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Logged):
+        if isinstance(message, msg.Logged):
             record = logging.makeLogRecord(dict(message.attributes))
             if (target := logging.getLogger(record.name)).isEnabledFor(record.levelno):
                 target.handle(record)
         elif isinstance(message, list):
-            if isinstance(message[-1], Ended):
+            if isinstance(message[-1], msg.Ended):
                 self._is_over.set()
             self._pass_on(*message)
         else:
@@ -246,4 +234,4 @@ def what_ended(status: int) -> str:
     if name == "SIGKILL":
         return "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
     reason = f"the engine's process crashed ({name})"
-    return reason if crash_signal(status) is None else CrashReason(reason, name)
+    return reason if crash_signal(status) is None else msg.CrashReason(reason, name)

@@ -17,28 +17,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.images import SeenImages
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
-from neo_desktop.app.engines.messages import (
-    Abort,
-    Add,
-    Answered,
-    Command,
-    Compile,
-    Ended,
-    EngineLink,
-    Event,
-    Look,
-    Refused,
-    See,
-    Status,
-    Stepped,
-    Stop,
-)
 from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
-from neo_desktop.app.engines.progress_watch import watch
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.errors import (
     EngineFailedError,
@@ -62,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
+TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
@@ -74,8 +59,8 @@ class EngineService:
         limits: what requests may take.
     """
 
-    def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
-        self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
+    def __init__(self, engine: Engine | msg.EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
+        self._link: msg.EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         facts = self._link.facts
         self.model_name = facts.model_name
         self.note = facts.note
@@ -109,7 +94,7 @@ class EngineService:
         self._refusal = None
         self._link.start(self._receive)
         if self._link.timeout_s is not None:
-            self._watch = watch(self._link, self._link.timeout_s, lambda: self._num_heard, self._has_work)
+            self._watch = asyncio.create_task(self._end_if_hung(self._link.timeout_s))
 
     async def stop(
         self,
@@ -132,7 +117,7 @@ class EngineService:
             timeout_s = STOP_TIMEOUT_S
         self._successor = successor
         self._refuse_all(ServiceStoppedError(reason))
-        self._link.send(Stop())
+        self._link.send(msg.Stop())
         await self._templates.stop()
         try:
             await asyncio.wait_for(self._engine_ended.wait(), timeout_s)
@@ -198,7 +183,7 @@ class EngineService:
         Raises:
             ServiceStoppedError, EngineFailedError: the engine has ended.
         """
-        view: LiveView = await self._ask(Look(next(self._ordinals)))
+        view: LiveView = await self._ask(msg.Look(next(self._ordinals)))
         return view
 
     async def submit(
@@ -259,10 +244,10 @@ class EngineService:
                 prepared = await asyncio.to_thread(lambda: list(map(prepare, prompts)))
             generation.prompt_token_ids = [each.token_ids for each in prepared]
             if params.grammar is not None:  # so that the engine finds it ready
-                await self._ask(Compile(next(self._ordinals), params.grammar))
+                await self._ask(msg.Compile(next(self._ordinals), params.grammar))
             if generation.failure is not None:  # it took too long
                 raise generation.failure.with_traceback(None)
-            self._send(Add(request_ids, prepared))
+            self._send(msg.Add(request_ids, prepared))
         except BaseException:  # cancelled included
             generation.close()
             raise
@@ -276,12 +261,12 @@ class EngineService:
             ServiceStoppedError, EngineFailedError: the engine has ended.
         """
         service = await self._awake()
-        await service._ask(Compile(next(service._ordinals), grammar))
+        await service._ask(msg.Compile(next(service._ordinals), grammar))
 
     async def see(self, data: bytes) -> SeenImage:
         """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
         service = await self._awake()
-        return await service._seen.get(data, lambda: service._ask(See(next(service._ordinals), data)))
+        return await service._seen.get(data, lambda: service._ask(msg.See(next(service._ordinals), data)))
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
@@ -302,24 +287,24 @@ class EngineService:
         for request_id in generation.request_ids:
             self.metrics.left(request_id, generation.n)
             if self._generations.pop(request_id, None) is not None:
-                self._link.send(Abort(request_id))
+                self._link.send(msg.Abort(request_id))
         if not self._generations:
             self._idle_since_s = time.monotonic()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: msg.Command) -> None:
         """Send a command, unless the engine has ended: that is raised."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         self._link.send(command)
 
-    async def _ask(self, command: Compile | See | Look) -> Any:
+    async def _ask(self, command: msg.Compile | msg.See | msg.Look) -> Any:
         """Send a command and wait for its answer; that the engine ends meanwhile is raised."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._send(command)
         self._asked[command.ticket] = answer
         return await answer
 
-    def _answer(self, answer: Answered) -> None:
+    def _answer(self, answer: msg.Answered) -> None:
         self._num_heard += 1
         asked = self._asked.pop(answer.ticket, None)
         if asked is None or asked.done():  # the caller has gone
@@ -329,10 +314,10 @@ class EngineService:
         else:
             asked.set_exception(answer.error)
 
-    def _book(self, event: Stepped | Status) -> None:
+    def _book(self, event: msg.Stepped | msg.Status) -> None:
         self._num_heard += 1
         self.stats = event.stats
-        if isinstance(event, Stepped):
+        if isinstance(event, msg.Stepped):
             self.metrics.iteration(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
@@ -342,7 +327,7 @@ class EngineService:
             self.metrics.gained(output)
             generation.put(output)
 
-    def _give_up(self, event: Refused) -> None:
+    def _give_up(self, event: msg.Refused) -> None:
         found = {self._generations.get(request_id) for request_id in event.request_ids}
         for generation in found - {None}:
             assert generation is not None
@@ -371,28 +356,35 @@ class EngineService:
         else:
             self._refuse_all(EngineRestartingError(self.supervisor(reason)))
 
-    def _has_work(self) -> bool:
-        return bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
+    async def _end_if_hung(self, timeout_s: float) -> None:
+        """Kill an engine that has work, and says nothing for too long."""
+        before, num_silent = -1, 0
+        while num_silent < TICKS:
+            await asyncio.sleep(timeout_s / TICKS)
+            has_work = bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
+            num_silent = num_silent + 1 if has_work and self._num_heard == before else 0
+            before = self._num_heard
+        self._link.kill(f"the engine had work and made no progress for {timeout_s:g} s, so it was ended")
 
     # From here on: a thread of the engine's.
 
-    def _receive(self, events: Sequence[Event]) -> None:
+    def _receive(self, events: Sequence[msg.Event]) -> None:
         assert self._outbox is not None
         self._outbox.put(call for event in events for call in self._calls(event))
 
-    def _calls(self, event: Event) -> Iterator[Call]:
+    def _calls(self, event: msg.Event) -> Iterator[Call]:
         match event:
-            case Stepped():
+            case msg.Stepped():
                 yield partial(self._book, event)
                 for output in event.outputs:
                     yield partial(self._deliver, output)
-            case Status():
+            case msg.Status():
                 yield partial(self._book, event)
-            case Answered():
+            case msg.Answered():
                 yield partial(self._answer, event)
-            case Refused():
+            case msg.Refused():
                 yield partial(self._give_up, event)
-            case Ended():
+            case msg.Ended():
                 yield partial(self._end, event.reason)
 
 

@@ -3,8 +3,7 @@
 import threading
 
 from neo_desktop.app.engines.loop import EngineLoop
-from neo_desktop.app.engines.messages import Command, EngineFacts, Receiver
-from neo_desktop.app.engines.served import ServedEngine
+from neo_desktop.app.engines.messages import Command, EngineFacts, Receiver, ServedEngine
 
 
 class EngineThread:

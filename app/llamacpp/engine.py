@@ -1,9 +1,8 @@
 """An engine around llama.cpp: one request after the other, a piece of a prompt or a token per step.
 
-It takes the place of `Engine` (see `app.engines.served`): prompts are checked, tokens are chosen and answers
-end as there, with the same code. What NEO is about is missing: there is one place for KV, and nothing is
-batched, offloaded or predicted. KV of the last request stays, so that the next turn of a
-chat computes only its new tokens.
+It takes the place of `Engine` (see `ServedEngine`): prompts are checked, tokens are chosen and answers end
+with the same code. There is one tier of KV, and nothing is batched, offloaded or predicted. KV of the last
+request stays, so that the next turn of a chat computes only its new tokens.
 """
 
 import itertools
@@ -36,23 +35,14 @@ logger = logging.getLogger(__name__)
 class LlamaCppInputProcessor(InputProcessor):
     """Refuses what llama.cpp is not asked for here."""
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        add_special_tokens: bool = True,
-        cuts_max_tokens: bool = False,
-    ) -> PreparedRequest:
+    def prepare(self, prompt: Prompt, params: SamplingParams, **options: bool) -> PreparedRequest:
         """Check a prompt. NoEmbeddingsError: the request is for embeddings."""
         if params.pooling is not None:
             raise NoEmbeddingsError(
                 "llama.cpp computes this model, for answers only: for embeddings, choose a model that "
                 "neo-desktop's own engine runs"
             )
-        return super().prepare(
-            prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
-        )
+        return super().prepare(prompt, params, **options)
 
 
 class LlamaCppEngine:
@@ -101,7 +91,6 @@ class LlamaCppEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or outputs have not been taken."""
         return self._running is not None or bool(self._waiting or self._outputs)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
@@ -111,7 +100,6 @@ class LlamaCppEngine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request now, without further outputs."""
         self._waiting = deque(each for each in self._waiting if each.owner_id != request_id)
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
         if self._running is not None and self._running.owner_id == request_id:
@@ -148,17 +136,15 @@ class LlamaCppEngine:
         """Nothing is computed while others look: see `collect`."""
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return what requests gained since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _begin(self, request: Request) -> None:
         """Find out how much of a prompt is in the context."""
         prompt = request.prompt_token_ids
-        pairs = enumerate(zip(prompt[:-1], self._held, strict=False))  # the last one gives the first logits
-        same = next(
-            (index for index, (new, held) in pairs if new != held), min(len(prompt) - 1, len(self._held))
-        )
+        same, most = 0, min(len(prompt) - 1, len(self._held))  # the last token gives the first logits
+        while same < most and prompt[same] == self._held[same]:
+            same += 1
         request.num_computed_tokens = request.num_cached_tokens = self._context.truncate(same)
         del self._held[request.num_computed_tokens :]
         self._num_prompt_tokens += len(prompt)
@@ -186,7 +172,6 @@ class LlamaCppEngine:
         self._notes.count(len(token_ids) if start < request.num_prompt_tokens else 0, int(is_output))
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of what it holds and has done."""
         capacity, held = self.input_processor.max_context_tokens, len(self._held)
         used = held if self._running is not None else 0
         pool = PoolUsage(capacity, num_used_blocks=used, num_cached_blocks=held - used)
@@ -217,7 +202,6 @@ class LlamaCppEngine:
         )
 
     def live_view(self) -> LiveView:
-        """Return what it does right now, for people."""
         self._notes.ask()
         running = [] if self._running is None else [(self._place, self._running)]
         return LiveView(
@@ -242,7 +226,7 @@ class LlamaCppEngine:
 
 
 def _sampling_defaults(model: LlamaModel) -> GenerationDefaults:
-    """Sampling that the model's makers recommend."""
+    """Return the sampling that the model's makers recommend."""
 
     def number(key: str) -> float | None:
         value = model.metadata(f"general.sampling.{key}")

@@ -10,7 +10,7 @@ import logging
 import operator
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -186,40 +186,42 @@ class LlamaModel:
             add_special: put the tokens around it that the vocabulary wants.
             parse_special: recognise control tokens that are written out.
         """
+
+        def into(found: Any, size: int) -> int:
+            arguments = self._vocabulary, text, len(text), found, size, add_special, parse_special
+            return int(self._api.llama_tokenize(*arguments))
+
         size = len(text) + 2  # with those at both ends
-        for _ in range(2):
-            found = (self._api.llama_token * size)()
-            count = self._api.llama_tokenize(
-                self._vocabulary, text, len(text), found, size, add_special, parse_special
-            )
-            if count >= 0:
-                return list(found[:count])
-            size = -count
-        raise ValueError(f"llama.cpp cannot tokenise a text of {len(text)} bytes")
+        return list(_filled(lambda size: (self._api.llama_token * size)(), into, size))
 
     def text(self, token_ids: Sequence[int], *, with_special: bool) -> bytes:
         """Return the text of tokens."""
-        tokens, size = (self._api.llama_token * len(token_ids))(*token_ids), 16 * len(token_ids) + 64
-        for _ in range(2):
-            buffer = ctypes.create_string_buffer(size)
-            count = self._api.llama_detokenize(
-                self._vocabulary, tokens, len(token_ids), buffer, size, False, with_special
-            )
-            if count >= 0:
-                return buffer.raw[:count]
-            size = -count
-        raise ValueError(f"llama.cpp cannot write {len(token_ids)} tokens as text")
+        count, tokens = len(token_ids), (self._api.llama_token * len(token_ids))(*token_ids)
+
+        def into(found: Any, size: int) -> int:
+            arguments = self._vocabulary, tokens, count, found, size, False, with_special
+            return int(self._api.llama_detokenize(*arguments))
+
+        return bytes(_filled(ctypes.create_string_buffer, into, 16 * count + 64))
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes of a token."""
-        size = 64
-        for _ in range(2):
-            buffer = ctypes.create_string_buffer(size)
-            count = self._api.llama_token_to_piece(self._vocabulary, token_id, buffer, size, 0, True)
-            if count >= 0:
-                return buffer.raw[:count]
-            size = -count
-        raise ValueError(f"llama.cpp has no text for token {token_id}")
+
+        def into(found: Any, size: int) -> int:
+            return int(self._api.llama_token_to_piece(self._vocabulary, token_id, found, size, 0, True))
+
+        return bytes(_filled(ctypes.create_string_buffer, into, 64))
+
+
+def _filled(make: Callable[[int], Any], into: Callable[[Any, int], int], size: int) -> Any:
+    """Return what llama.cpp writes into an array; where that is too small, it tells the size."""
+    for _ in range(2):
+        found = make(size)
+        count = into(found, size)
+        if count >= 0:
+            return found[:count]
+        size = -count
+    raise ValueError("llama.cpp cannot translate between this text and tokens")
 
 
 class LlamaContext:

@@ -1,10 +1,12 @@
-"""Loads a model with llama.cpp."""
+"""Loads a model with llama.cpp, whose build may crash: on this processor, or with this model."""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from neo_desktop import native
+from neo_desktop.app.engines.messages import EngineCrashError, EngineMaker
+from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.llamacpp.engine import LlamaCppEngine
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel, supports_gpu
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
@@ -19,6 +21,11 @@ LEAST_CONTEXT_TOKENS = 512
 _KV_SHARE = 0.5  # of the host memory that is left beside the weights
 TRYING = "Trying llama.cpp on this processor"
 TRIED_TOKENS = 33  # at once: more than one tile of any kernel for several rows
+# A native build has what the compiler finds on the processor: AMX of a Xeon for one, which has crashed.
+REBUILD = (
+    "install it again without code for this very processor: CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
+    "--force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+)
 
 
 def try_out(model: LlamaModel, context: LlamaContext, batch_tokens: int) -> None:
@@ -71,3 +78,35 @@ class LlamaCppRecipe:
             return min(trained, self.options.cpu_cache_tokens)
         fitting = int(_KV_SHARE * host_memory().available_bytes / max(model.kv_bytes_per_token, 1))
         return min(trained, CONTEXT_TOKENS, max(fitting, LEAST_CONTEXT_TOKENS))
+
+
+class LlamaCppCrashError(RuntimeError):
+    """llama.cpp crashed twice at the same stage."""
+
+
+def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
+    """Load a model with llama.cpp in a process; one that crashes is tried once more.
+
+    Raises:
+        LlamaCppCrashError: it crashes again.
+        and what `EngineProcess.load` raises.
+    """
+    try:
+        return EngineProcess.load(make, progress)
+    except EngineCrashError as first:
+        logger.warning("llama.cpp crashed (%s) while it said: %s; once more", first.signal, first.stage)
+    try:
+        return EngineProcess.load(make, progress)
+    except EngineCrashError as second:
+        raise LlamaCppCrashError(f"{crashed(second.signal, second.stage)}. {what_to_do()}") from None
+
+
+def crashed(signal: str, stage: str) -> str:
+    """Say what happened."""
+    where = f" at the stage '{stage}'" if stage else ""
+    return f"llama.cpp crashed twice ({signal}){where}: its build fails on this processor"
+
+
+def what_to_do() -> str:
+    """Say what to do, as a sentence without a full stop."""
+    return f"{REBUILD[0].upper()}{REBUILD[1:]}; or leave --backend out for a model that the engine has"

@@ -9,8 +9,7 @@ import torch
 
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.llamacpp.choice import is_installed
-from neo_desktop.app.llamacpp.crash import load_llamacpp
-from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.models.gguf.writer import write_gguf

@@ -16,12 +16,13 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from neo_desktop.app.bench.options import Suite
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.news import SELFTEST, News
 from neo_desktop.app.shelf.hosting import ModelHost
@@ -30,12 +31,10 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "neo_desktop.app.entry")
 MAX_REPORTS = 10  # older ones are deleted when a new one begins
-SUITES = ("hardware", "throughput", "load")
+SUITES = tuple(Suite)
 STOP_TIMEOUT_S = 20.0  # the suite that runs ends with what it has
 TOLD_LINES = 6  # of what a run that failed said last
 LINE_BYTES = 1 << 20
-
-Prepare = Callable[[], Awaitable[None]]
 
 
 class SelfTestError(RuntimeError):
@@ -46,9 +45,19 @@ class SelfTestError(RuntimeError):
 class Run:
     report: str  # the name of its folder
     suites: tuple[str, ...]
-    share: float  # done, 0 to 1
-    what: str  # is being measured
+    share: float = 0.0  # done, 0 to 1
+    what: str = "Starting"  # is being measured
     is_stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A report in the list."""
+
+    name: str
+    started: str
+    suites: tuple[str, ...] = ()
+    is_interrupted: bool = False
 
 
 def reports_folder(data: Path | None = None) -> Path:
@@ -74,27 +83,21 @@ class SelfTest:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def view(self) -> dict[str, Any]:
-        """Return a SelfTestView."""
-        return {
-            "running": None if self.running is None else asdict(self.running),
-            "error": self.error,
-            "reports": [_about(folder) for folder in _reports(self._folder)],
-        }
+    def reports(self) -> list[Finished]:
+        """Return the finished reports, newest first."""
+        return [_finished(folder) for folder in _reports(self._folder)]
 
-    def report(self, name: str | None) -> Path | None:
-        """Return a report's page, by its name; the newest without one; None where there is none."""
-        running = self.running and self.running.report
-        for folder in _reports(self._folder):
-            if folder.name != running and name in (None, folder.name):
-                return folder / "report.html"
-        return None
+    def page(self, name: str) -> Path | None:
+        """Return a report's page; None where there is none of that name."""
+        pages = (folder / "report.html" for folder in _reports(self._folder) if folder.name == name)
+        return next(pages, None)
 
-    def start(self, suites: Sequence[str] | None, prepare: Prepare | None = None) -> None:
+    def start(
+        self, suites: Sequence[str] = SUITES, prepare: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Begin a run.
 
         Args:
-            suites: by name; none: all.
             prepare: awaited before.
 
         Raises:
@@ -102,16 +105,15 @@ class SelfTest:
         """
         if self.running is not None:
             raise SelfTestError("a self-test is running: stop it, or wait for it")
-        for suite in suites or ():
-            if suite not in SUITES:
-                raise SelfTestError(f"no suite is called {suite!r}: choose from {', '.join(SUITES)}")
+        if unknown := [suite for suite in suites if suite not in SUITES]:
+            raise SelfTestError(f"no suite is called {unknown[0]!r}: choose from {', '.join(SUITES)}")
         chosen = tuple(suite for suite in SUITES if not suites or suite in suites)
         self.error = None
-        self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen, 0.0, "Starting")
+        self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen)
         self._task = asyncio.create_task(self._run(self.running, prepare))
         self._news.tell(SELFTEST)
 
-    def start_on(self, host: ModelHost, suites: Sequence[str] | None) -> None:
+    def start_on(self, host: ModelHost, suites: Sequence[str]) -> None:
         """Begin a run once the host's model has given its memory back; SelfTestError: the model is in use."""
         if host.loading is not None:
             raise SelfTestError(f"{host.loading.name} is being loaded: wait for it, or stop that first")
@@ -121,33 +123,33 @@ class SelfTest:
 
     async def stop(self) -> None:
         """End the run; what was measured until then is in its report."""
-        run, process, task = self.running, self._process, self._task
-        if run is None or task is None:
+        process, task = self._process, self._task
+        if self.running is None or task is None:
             return
         self._set(is_stopping=True, what="Ending with what was measured")
-        if process is not None and process.returncode is None:
-            _signal(process, signal.SIGINT)
-        elif process is None:
+        if process is None:
             task.cancel()
+        else:
+            _signal(process, signal.SIGINT)
         done, _ = await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
-        if not done and self._process is not None:
-            _signal(self._process, signal.SIGKILL)
+        if not done and process is not None:
+            _signal(process, signal.SIGKILL)
             await asyncio.wait([task])
 
     async def close(self) -> None:
         """End the run at once: the server ends."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             _signal(self._process, signal.SIGKILL)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _run(self, run: Run, prepare: Prepare | None) -> None:
+    async def _run(self, run: Run, prepare: Callable[[], Awaitable[None]] | None) -> None:
         folder = self._folder / run.report
         try:
             if prepare is not None:
                 await prepare()
-            await asyncio.to_thread(_prepare, folder)
+            await asyncio.to_thread(_make_room, self._folder)
             lines = await self._child(run, folder)
             if not (folder / "report.html").is_file() and not (self.running and self.running.is_stopping):
                 said = " ".join(lines) or "it said nothing"
@@ -163,11 +165,11 @@ class SelfTest:
 
     async def _child(self, run: Run, folder: Path) -> list[str]:
         """Run the bench; return its last lines."""
-        is_all = len(run.suites) == len(SUITES)
-        arguments = [] if is_all else [word for suite in run.suites for word in ("--suite", suite)]
-        self._process = await asyncio.create_subprocess_exec(
+        chosen = () if run.suites == SUITES else run.suites
+        self._process = process = await asyncio.create_subprocess_exec(
             *self._command,
-            *("bench", "--progress-json", "-", "--out", str(folder), *arguments),
+            *("bench", "--progress-json", "--out", str(folder)),
+            *(word for suite in chosen for word in ("--suite", suite)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -176,21 +178,21 @@ class SelfTest:
             env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
         )
         last: deque[str] = deque(maxlen=TOLD_LINES)
-        assert self._process.stderr is not None
+        assert process.stderr is not None
         try:
             with contextlib.suppress(ValueError):  # a line without end
-                async for line in self._process.stderr:
+                async for line in process.stderr:
                     text = line.decode(errors="replace").strip()
-                    step = _step(text)
-                    if step is None:
+                    try:
+                        step = json.loads(text)
+                        share = min(max(float(step["share"]), 0.0), 1.0)
+                        self._set(share=share, what=str(step["what"])[:200])
+                    except (ValueError, KeyError, TypeError):
                         last.append(text)
-                    else:
-                        self._set(share=step[0], what=step[1])
-            await self._process.wait()
+            await process.wait()
         finally:
-            if self._process.returncode is None:
-                _signal(self._process, signal.SIGKILL)
-                await self._process.wait()
+            _signal(process, signal.SIGKILL)
+            await process.wait()
         return [line for line in last if line]
 
     def _set(self, **changes: Any) -> None:
@@ -198,54 +200,34 @@ class SelfTest:
             return
         if self.running.is_stopping:
             changes.pop("what", None)
-        now = Run(**asdict(self.running) | changes)
+        now = replace(self.running, **changes)
         if now != self.running:
             self.running = now
             self._news.tell(SELFTEST)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """To the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+    """Send a signal to a process that has not ended, and to all that it started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
 
 
-def _step(line: str) -> tuple[float, str] | None:
-    """Progress, if the line tells some."""
-    if not line.startswith("{"):
-        return None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        step = json.loads(line)
-        return min(max(float(step["share"]), 0.0), 1.0), str(step["what"])[:200]
-    return None
-
-
-def _prepare(folder: Path) -> None:
-    """Make room for a report."""
-    for old in _reports(folder.parent)[MAX_REPORTS - 1 :]:
+def _make_room(folder: Path) -> None:
+    for old in _reports(folder)[MAX_REPORTS - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _reports(folder: Path) -> list[Path]:
-    """The folders of finished reports, newest first."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    return sorted((path for path in found if (path / "report.html").is_file()), reverse=True)
+    """Return the folders of finished reports, newest first."""
+    return sorted((page.parent for page in folder.glob("*/report.html")), reverse=True)
 
 
-@lru_cache(4 * MAX_REPORTS)  # a finished report does not change; the view asks often
-def _about(folder: Path) -> dict[str, Any]:
-    """Return a report's entry in the list."""
-    about: dict[str, Any] = {"name": folder.name, "started": None, "suites": [], "interrupted": False}
+@lru_cache(4 * MAX_REPORTS)  # a finished report does not change; the page asks often
+def _finished(folder: Path) -> Finished:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        about |= {
-            "started": str(report["started"]),
-            "suites": [str(suite["suite"]) for suite in report["suites"]],
-            "interrupted": report["interrupted"] is not None,
-        }
-    return about
+        suites = tuple(str(suite["suite"]) for suite in report["suites"])
+        return Finished(folder.name, str(report["started"]), suites, report["interrupted"] is not None)
+    return Finished(folder.name, folder.name)

@@ -10,13 +10,14 @@ Names are looked up here and never made into paths.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
-from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.engine.loading import BUILTIN_NAME, model_path
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.models.gguf.checkpoint import gguf_files, model_name
@@ -46,29 +47,6 @@ class LocalModel:
     def source(self) -> str:
         """Its name for the engine."""
         return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
-
-    def to_json(self, fit: Fit | None, reason: str | None) -> dict[str, Any]:
-        """Return its entry in lists.
-
-        Args:
-            fit: how it fits into memory, if that is known.
-            reason: why it cannot be loaded; None: it can.
-        """
-        summary = self.summary
-        return {
-            "name": self.name,
-            "path": None if self.shape is not None else str(summary.path),
-            "size_bytes": summary.size_bytes,
-            "dtype": summary.dtype,
-            "is_quantised": summary.is_quantised,
-            "architecture": summary.architecture,
-            "is_by_transformers": summary.is_by_transformers,
-            "parameters": summary.parameters,
-            "context_tokens": summary.context_tokens,
-            "runnable": reason is None,
-            "reason": reason,
-            "fit": None if fit is None else asdict(fit),
-        }
 
 
 def own_folder() -> Path:
@@ -195,52 +173,39 @@ def _of_one_name(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _subfolders(path: Path) -> list[Path]:
     found: list[Path] = []
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if len(found) > MAX_FOLDERS:
-                    break
-                try:
-                    if not entry.name.startswith(".") and entry.is_dir():
-                        found.append(Path(entry.path))
-                except OSError:
-                    continue  # a link to itself
-    except OSError:
-        return []
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in islice(entries, MAX_FOLDERS):
+            with suppress(OSError):  # a link to itself
+                if not entry.name.startswith(".") and entry.is_dir():
+                    found.append(Path(entry.path))
     return sorted(found)
 
 
 def _is_model(path: Path) -> bool:
-    try:
-        with os.scandir(path) as entries:
-            return any(entry.name.endswith(("config.json", ".safetensors", ".gguf")) for entry in entries)
-    except OSError:
-        return False
+    with suppress(OSError), os.scandir(path) as entries:
+        return any(entry.name.endswith(("config.json", ".safetensors", ".gguf")) for entry in entries)
+    return False
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """The state of a downloaded repository that is in use, or else the newest."""
+    """Return the state of a downloaded repository that is in use, or else the newest."""
     snapshots = [path for path in _subfolders(repository / "snapshots") if _is_model(path)]
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         main = (repository / "refs" / "main").read_text(encoding="utf-8")[:200].strip()
-    except (OSError, UnicodeDecodeError):
-        main = ""
-    in_use = [path for path in snapshots if path.name == main]
-    return next(iter(in_use or sorted(snapshots, key=_modified_s, reverse=True)), None)
+        snapshots = [path for path in snapshots if path.name == main] or snapshots
+    return max(snapshots, key=_modified_s, default=None)
 
 
 def _modified_s(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _real(path: Path) -> Path | None:
-    try:
+    with suppress(OSError, RuntimeError):  # nowhere, or a link to itself
         return path.resolve(strict=True)
-    except (OSError, RuntimeError):  # nowhere, or a link to itself
-        return None
+    return None
 
 
 def _shape_summary(shape: str) -> Summary:

@@ -22,29 +22,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from neo_desktop.app import errors
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import (
-    EngineGoneError,
-    EngineRestartingError,
-    HostBusyError,
-    LoadFailedError,
-    ModelLoadingError,
-    NoModelError,
-    ServiceStoppedError,
-)
-from neo_desktop.app.shelf.load_thread import (
-    Loader,
-    LoadStoppedError,
-    is_expected,
-    load_in_thread,
-    release,
-)
+from neo_desktop.app.shelf.load_thread import Loader, LoadStoppedError, is_expected, load_in_thread, release
 from neo_desktop.app.shelf.restarts import Restarts
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.unused_memory import return_memory
 
 logger = logging.getLogger(__name__)
-
 
 NO_MODEL = "no model is loaded: load one on the page, or start the server with --model"
 STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
@@ -53,7 +38,7 @@ SMALLEST_STEP = 0.01  # of progress that is worth telling
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of a load."""
+    """Progress of a load, or of a download."""
 
     name: str
     share: float  # done, 0 to 1
@@ -85,9 +70,9 @@ class ModelHost:
         self.name = name if name is not None or service is None else service.model_name
         self.loading: Loading | None = None
         self.error: str | None = None  # why the last load failed, or why the engine is not started again
+        self.is_resting = False  # the idle model gave its memory back
         self.listeners: list[Callable[[], object]] = []  # called on the loop when any of this changes
         self._service = service  # loaded, or resting
-        self._is_resting = False
         self._load = load
         self._idle_unload_s = idle_unload_s
         self._is_gone = False  # the engine ended too often
@@ -105,23 +90,20 @@ class ModelHost:
         Raises:
             NoModelError: there is none.
         """
+        loading = self.loading
         if self._service is not None:
             return self._service
-        if self.loading is not None and self.loading.reason is not None:
-            raise EngineRestartingError(
-                f"{self.loading.reason}. {self.loading.name} is being started again: try again in a moment"
+        if loading is not None and loading.reason is not None:
+            raise errors.EngineRestartingError(
+                f"{loading.reason}. {loading.name} is being started again: try again in a moment"
             )
-        if self.loading is not None:
-            percent = f"{self.loading.share:.0%}"
-            raise ModelLoadingError(f"{self.loading.name} is being loaded ({percent}): try again in a moment")
+        if loading is not None:
+            raise errors.ModelLoadingError(
+                f"{loading.name} is being loaded ({loading.share:.0%}): try again in a moment"
+            )
         if self._is_gone and self.error is not None:
-            raise EngineGoneError(self.error)
-        raise NoModelError(f"{self.error} ({NO_MODEL})" if self.error else NO_MODEL)
-
-    @property
-    def is_resting(self) -> bool:
-        """True if the idle model gave its memory back."""
-        return self._is_resting
+            raise errors.EngineGoneError(self.error)
+        raise errors.NoModelError(f"{self.error} ({NO_MODEL})" if self.error else NO_MODEL)
 
     @property
     def has_service(self) -> bool:
@@ -131,18 +113,12 @@ class ModelHost:
     @property
     def has_weights(self) -> bool:
         """True if a model is in memory."""
-        return self._service is not None and not self._is_resting
-
-    @property
-    def can_load(self) -> bool:
-        """True if models can be changed."""
-        return self._load is not None
+        return self._service is not None and not self.is_resting
 
     async def start(self) -> None:
         """Start the service, or the first load, on the running event loop."""
         if self._service is not None:
-            await self._service.start()
-            self._adopt(self._service)
+            await self._take_over(self._service)
         elif self.name is not None:
             self.begin(self.name)
         if self._idle_unload_s is not None and self._load is not None:
@@ -168,25 +144,11 @@ class ModelHost:
             LoadFailedError: this server cannot load models.
         """
         if self._load is None:
-            raise LoadFailedError("this server keeps the model that it was started with")
-        if self._task is not None:
-            assert self.loading is not None
-            raise HostBusyError(f"{self.loading.name} is being loaded: stop that, or wait for it")
+            raise errors.LoadFailedError("this server keeps the model that it was started with")
+        if self.loading is not None:
+            raise errors.HostBusyError(f"{self.loading.name} is being loaded: stop that, or wait for it")
         self._restarts.forget()
-        return self._begin(Loading(name, 0.0, "Making room"), self._replace(name, self._load))
-
-    def _begin(self, loading: Loading, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.error, self._is_gone = None, False
-        self.loading = loading
-        self._is_stopped.clear()
-        self._task = asyncio.create_task(work)
-        self._tell()
-        return self._task
-
-    def _stop_load(self) -> None:
-        self._is_stopped.set()
-        if self._pause is not None:
-            self._pause.set()
+        return self._begin(Loading(name, 0.0, "Making room"), self._replace(name))
 
     async def unload(self) -> None:
         """Free the model's memory, or stop the load that runs; open requests end with an error."""
@@ -198,9 +160,24 @@ class ModelHost:
         self.error, self._is_gone = None, False
         self._tell()
 
+    async def rest(self) -> None:
+        """Free the model's memory until the next request, unless a request waits for its answer."""
+        async with self._changes:
+            service = self._service
+            if service is None or service.idle_since_s is None or self.is_resting or self._load is None:
+                return
+            self.is_resting = True
+            await service.stop(
+                "the model was unloaded, since nobody used it: try again",
+                timeout_s=None,
+                successor=partial(self._wake, service.model_name),
+            )
+            await asyncio.to_thread(release, service)
+        self._tell()
+
     async def _wake(self, model_name: str) -> EngineService:
         """Bring back the model that rests, and return its service."""
-        if self._is_resting and self._task is None:
+        if self.is_resting and self._task is None:
             assert self.name is not None
             self.begin(self.name)
         if self._task is not None:
@@ -208,19 +185,22 @@ class ModelHost:
             await asyncio.shield(self._task)
         service = self.service
         if service.model_name != model_name:
-            raise ServiceStoppedError(f"{model_name} was unloaded to make room for another model")
+            raise errors.ServiceStoppedError(f"{model_name} was unloaded to make room for another model")
         return service
 
-    async def _replace(self, name: str, load: Loader) -> None:
+    def _begin(self, loading: Loading, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.error, self._is_gone = None, False
+        self.loading = loading
+        self._is_stopped.clear()
+        self._task = asyncio.create_task(self._run(loading.name, work))
+        self._tell()
+        return self._task
+
+    async def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Carry out a load, whatever comes of it."""
         try:
             async with self._changes:
-                is_wanted_back = self._is_resting and name == self.name
-                await self._free("the model was unloaded to make room for another", keep=is_wanted_back)
-                try:
-                    service = await self._run_loader(name, load)
-                finally:
-                    self._service, self._is_resting = None, False
-                await self._take_over(name, service)
+                await work
         except LoadStoppedError:
             self.name = None
         except Exception as error:
@@ -233,62 +213,69 @@ class ModelHost:
             await asyncio.to_thread(return_memory)  # what a load that failed had taken
         self._tell()
 
-    async def _take_over(self, name: str, service: EngineService) -> None:
-        """Answer with a service from now on."""
+    def _stop_load(self) -> None:
+        self._is_stopped.set()
+        if self._pause is not None:
+            self._pause.set()
+
+    async def _replace(self, name: str) -> None:
+        """Load a model in place of the loaded one."""
+        is_wanted_back = self.is_resting and name == self.name
+        await self._free("the model was unloaded to make room for another", keep=is_wanted_back)
+        try:
+            service = await self._loaded(name)
+        finally:
+            self._service, self.is_resting = None, False
+        self.name = name
+        await self._take_over(service)
+
+    async def _loaded(self, name: str) -> EngineService:
+        assert self._load is not None
+        return await load_in_thread(name, self._load, self._progressed, self._is_stopped)
+
+    async def _take_over(self, service: EngineService) -> None:
+        """Answer with a service from now on; should its engine end, start it again."""
         await service.start()
-        self._service, self.name = service, name
-        self._adopt(service)
-
-    def _adopt(self, service: EngineService) -> None:
-        """Start its engine again, should it end."""
+        self._service = service
         if service.is_process and self._load is not None:
-            service.supervisor = partial(self._engine_ended, service, self._load)
+            service.supervisor = partial(self._engine_ended, service)
 
-    def _engine_ended(self, service: EngineService, load: Loader, reason: str) -> str:
+    def _engine_ended(self, service: EngineService, reason: str) -> str:
         """Begin to start an engine again; return the error for requests that wait."""
         if service is not self._service or self._task is not None:
             return reason  # another model has taken its place
         name, self._service = self.name or service.model_name, None
         self._restarts.ended(reason, service.stats.backend)
-        loading = Loading(name, 0.0, "Waiting a moment", reason)
         if self._restarts.pause_s is None:
             told = self._restarts.verdict(name, service.stats.device)
         else:
             told = f"{reason}. It is being started again: send the request again"
             logger.warning("%s; it is started again", reason)
-        self._begin(loading, self._start_again(loading, load, service))
+        self._begin(Loading(name, 0.0, "Waiting a moment", reason), self._start_again(name, service))
         return told
 
-    async def _start_again(self, loading: Loading, load: Loader, ended: EngineService) -> None:
+    async def _start_again(self, name: str, ended: EngineService) -> None:
         """Load a model until that succeeds, or too many engines have ended."""
-        name, service = loading.name, None
-        try:
-            async with self._changes:
-                await ended.stop()
-                await asyncio.to_thread(release, ended)
-                while service is None and (pause_s := self._restarts.pause_s) is not None:
-                    self._restarts.begun()
-                    self._restarts.be_careful(ended.stats.device)
-                    await self._wait(pause_s)
-                    try:
-                        service = await self._run_loader(name, load)
-                    except Exception as error:
-                        if isinstance(error, LoadStoppedError):
-                            raise
-                        logger.warning("%s could not be started again: %s", name, error_text(error))
-                        self._restarts.failed(f"it could not be started again: {error_text(error)}")
-                if service is not None:
-                    self._restarts.loaded()
-                    await self._take_over(name, service)
-                else:
-                    self.name, self._is_gone = None, True
-                    self.error = self._restarts.verdict(name, ended.stats.device)
-                    logger.error("%s", self.error)
-        except LoadStoppedError:
-            self.name = None
-        finally:
-            self.loading = self._task = None
-        self._tell()
+        await ended.stop()
+        await asyncio.to_thread(release, ended)
+        while (pause_s := self._restarts.pause_s) is not None:
+            self._restarts.begun()
+            self._restarts.be_careful(ended.stats.device)
+            await self._wait(pause_s)
+            try:
+                service = await self._loaded(name)
+            except LoadStoppedError:
+                raise
+            except Exception as error:
+                logger.warning("%s could not be started again: %s", name, error_text(error))
+                self._restarts.failed(f"it could not be started again: {error_text(error)}")
+            else:
+                self._restarts.loaded()
+                await self._take_over(service)
+                return
+        self.name, self._is_gone = None, True
+        self.error = self._restarts.verdict(name, ended.stats.device)
+        logger.error("%s", self.error)
 
     async def _wait(self, seconds: float) -> None:
         """Let some time pass, unless the model is not wanted any more."""
@@ -298,9 +285,6 @@ class ModelHost:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._pause.wait(), seconds)
             raise LoadStoppedError
-
-    async def _run_loader(self, name: str, load: Loader) -> EngineService:
-        return await load_in_thread(name, load, self._progressed, self._is_stopped)
 
     def _progressed(self, share: float, what: str) -> None:
         before = self.loading
@@ -316,36 +300,19 @@ class ModelHost:
         if service is None:
             return
         if not keep:
-            self._service, self._is_resting, self.name = None, False, None
+            self._service, self.is_resting, self.name = None, False, None
         await service.stop(reason, timeout_s=None)
         await asyncio.to_thread(release, service)
 
     async def _watch_idle(self, idle_s: float) -> None:
         while True:
-            since_s = None
-            if self._service is not None and not self._is_resting:
-                since_s = self._service.idle_since_s
+            since_s = self._service.idle_since_s if self._service is not None and self.has_weights else None
             now_s = time.monotonic()
             due_s = (now_s if since_s is None else since_s) + idle_s  # a busy model's time begins now
             if due_s <= now_s:
                 await self.rest()
             else:
                 await asyncio.sleep(due_s - now_s)
-
-    async def rest(self) -> None:
-        """Free the model's memory until the next request, unless a request waits for its answer."""
-        async with self._changes:
-            service = self._service
-            if service is None or service.idle_since_s is None or self._is_resting or self._load is None:
-                return
-            self._is_resting = True
-            await service.stop(
-                "the model was unloaded, since nobody used it: try again",
-                timeout_s=None,
-                successor=partial(self._wake, service.model_name),
-            )
-            await asyncio.to_thread(release, service)
-        self._tell()
 
     def _tell(self) -> None:
         for listener in self.listeners:

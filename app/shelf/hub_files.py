@@ -10,14 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from neo_desktop.app.shelf.pull_errors import PullError
 from neo_desktop.app.words import error_text
 
 CHUNK_BYTES = 1 << 20
 TRIES = 4  # of a file without a new byte
 PAUSE_S = 1.0  # before each try
+
+
+class PullError(RuntimeError):
+    """A model could not be brought here; the message says why."""
+
+
+class PullStoppedError(PullError):
+    """A person stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +41,30 @@ class HubFile:
     def is_in(self, folder: Path) -> bool:
         """True if the folder holds the same content."""
         path = folder / self.name
-        if not path.is_file() or path.stat().st_size != self.size_bytes:
-            return False
-        return bool(_read(path, self.new_digest()).hexdigest() == self.digest)
+        return path.is_file() and path.stat().st_size == self.size_bytes and self.is_content_of(path)
+
+    def is_content_of(self, path: Path) -> bool:
+        """True if a file has the digest."""
+        digest = hashlib.sha256()
+        if not self.is_large:
+            digest = hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
+        with path.open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest() == self.digest
 
     def part(self, folder: Path) -> Path:
-        """Return where it grows: a hidden file of its content's name, since another state is another file."""
+        """Return the hidden file in which it grows; another content has another name."""
         return (folder / self.name).with_name(f".{self.digest[:24]}.part")
 
-    def new_digest(self) -> Any:
-        """Return what computes the digest."""
-        if self.is_large:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
+    def part_bytes(self, folder: Path) -> int:
+        """Return the number of bytes that have arrived there."""
+        part = self.part(folder)
+        return part.stat().st_size if part.exists() else 0
 
 
 def hub_name() -> str:
-    """Return how the hub is called: its host, which HF_ENDPOINT may change."""
+    """Return the hub's host, which HF_ENDPOINT may change."""
     from huggingface_hub import constants  # noqa: PLC0415 - takes a while
 
     return constants.ENDPOINT.partition("://")[2] or constants.ENDPOINT
@@ -100,7 +114,7 @@ def fetch(file: HubFile, folder: Path, arrived: Callable[[int], None], stopped: 
                 if not _is_connection(error) or not left:
                     raise
                 stopped.wait(PAUSE_S)
-    if _read(part, file.new_digest()).hexdigest() != file.digest:
+    if not file.is_content_of(part):
         part.unlink()
         raise PullError(f"{file.name} arrived damaged, and was thrown away: try again")
     part.replace(folder / file.name)
@@ -125,13 +139,6 @@ def _stream(file: HubFile, opened: BinaryIO, arrived: Callable[[int], None]) -> 
             opened.write(chunk)
             opened.flush()
             arrived(opened.tell())
-
-
-def _read(path: Path, digest: Any) -> Any:
-    with path.open("rb") as opened:
-        while chunk := opened.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest
 
 
 def _is_plain(name: str) -> bool:

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -13,13 +14,12 @@ from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
-from neo_desktop.app.llamacpp.crash import load_llamacpp
-from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
-from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.ranks.driver import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
@@ -33,6 +33,53 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecipe:
+    """The plain values that make an engine, also in a process of its own: an `EngineMaker`."""
+
+    name: str  # as the API calls the model
+    options: EngineOptions
+
+    def __call__(self, progress: Progress) -> Engine:
+        """Load the model; raises what the engine raises."""
+        engine = Engine.from_options(self.options, progress=progress)
+        engine.model_name = self.name  # of a folder in the hub's cache, the engine knows a hash only
+        return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model on this computer, and what it would bring in place of the loaded one."""
+
+    model: LocalModel
+    fit: Fit | None  # None: unknown
+    reason: str | None  # why it cannot be run; None: it can, if it fits
+    runs_llamacpp: bool
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it cannot be run, or does not fit; None: it can be loaded."""
+        return self.reason if self.reason or self.fit is None else self.fit.reason
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its entry in lists for programs."""
+        model, summary = self.model, self.model.summary
+        return {
+            "name": model.name,
+            "path": None if model.shape is not None else str(summary.path),
+            "size_bytes": summary.size_bytes,
+            "dtype": summary.dtype,
+            "is_quantised": summary.is_quantised,
+            "architecture": summary.architecture,
+            "is_by_transformers": summary.is_by_transformers,
+            "parameters": summary.parameters,
+            "context_tokens": summary.context_tokens,
+            "runnable": self.refusal is None,
+            "reason": self.refusal,
+            "fit": None if self.fit is None else asdict(self.fit),
+        }
 
 
 class ModelLoader:
@@ -75,18 +122,16 @@ class ModelLoader:
         self._process = None
         make: EngineMaker
         if self.runs_llamacpp(model):
-            make = LlamaCppRecipe(name, check_llamacpp(model.summary.path, self.options), self.options)
+            make, load = LlamaCppRecipe(name, self._llamacpp_file(model), self.options), load_llamacpp
             has_process = self._wants_process is not False  # its end must not be this program's
         else:
             # A GPU that is lost later is an error, not a reason to use the CPU.
             device = self._device = self._chosen_device()
-            make = EngineRecipe(
-                name, replace(self.options, model=model.source, shape=model.shape, device=device.type)
-            )
+            own = replace(self.options, model=model.source, shape=model.shape, device=device.type)
+            make, load = EngineRecipe(name, own), EngineProcess.load
             has_process = self.has_process
         link: EngineLink
         if has_process:
-            load = load_llamacpp if isinstance(make, LlamaCppRecipe) else EngineProcess.load
             link = self._process = load(make, progress)
         else:
             link = EngineThread(make(progress))
@@ -98,6 +143,9 @@ class ModelLoader:
         return self._backend == LLAMACPP or (
             self._backend == "auto" and model.summary.needs_llamacpp and is_installed()
         )
+
+    def _llamacpp_file(self, model: LocalModel) -> Path:
+        return check_llamacpp(model.summary.path, self.options)
 
     @property
     def has_process(self) -> bool:
@@ -111,7 +159,7 @@ class ModelLoader:
         """Check what can be known without taking memory; raises what loading the model would raise."""
         options = self.options
         if self.runs_llamacpp(model):
-            check_llamacpp(model.summary.path, options)
+            self._llamacpp_file(model)
             return
         device = choose_device(options.device)
         if not self.has_process:  # a slice would take memory of the GPU here
@@ -133,10 +181,20 @@ class ModelLoader:
             return str(error)
         return None
 
-    def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool) -> Fit:
+    def candidate(self, model: LocalModel, *, is_loaded: bool = False) -> Candidate:
+        """Look at a model; `is_loaded`: in place of the one that is loaded."""
+        summary, runs_llamacpp = model.summary, self.runs_llamacpp(model)
+        if summary.config is None or runs_llamacpp:
+            return Candidate(model, None, summary.reason or self.why_not(model), runs_llamacpp)
+        try:
+            found = self.fit(summary.config, summary.form, is_loaded=is_loaded)
+        except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
+            return Candidate(model, None, str(error), runs_llamacpp)
+        return Candidate(model, found, summary.reason, runs_llamacpp)
+
+    def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool = False) -> Fit:
         """Predict a model in place of the one that may be loaded."""
-        free = self._free(is_loaded)
-        return fit(config, self.options, free, self.figures(), stored)
+        return fit(config, self.options, self._free(is_loaded), self.figures(), stored)
 
     def figures(self) -> MachineFigures | str:
         """Return what is known of this computer's speed, or why nothing is."""

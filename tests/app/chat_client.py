@@ -11,8 +11,14 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from neo_desktop.app.chats.database import StoreError
-from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
-from neo_desktop.app.chats.messages import Chat, Settings, branch, used_tokens
+from neo_desktop.app.chats.messages import (
+    Chat,
+    NotFoundError,
+    NotPossibleError,
+    Settings,
+    branch,
+    used_tokens,
+)
 from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.errors import SettingError
 

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from neo_desktop.app.chats.database import FILE_NAME, StoreError
-from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
-from neo_desktop.app.chats.messages import Chat, Figures, Message, Settings, make_title
+from neo_desktop.app.chats.messages import (
+    Chat,
+    Figures,
+    Message,
+    NotFoundError,
+    NotPossibleError,
+    Settings,
+    make_title,
+)
 from neo_desktop.app.chats.store import DELETED_FOR_S, ChatStore, new_id
 
 

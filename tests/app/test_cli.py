@@ -124,11 +124,10 @@ def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None
 def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "page"
     endless = ("--suite", "throughput", *SMALL, *QUICK[:-1], "100000", "--policy", "gpu-only")
-    steps = tmp_path / "steps"
-    command = [PROGRAM, "bench", *endless, "--out", out, "--progress-json", steps]
+    command = [PROGRAM, "bench", *endless, "--out", out, "--progress-json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not (steps.exists() and "requests" in steps.read_text()) and process.poll() is None:
-            time.sleep(0.05)
+        assert process.stderr is not None
+        assert any("requests" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=240)  # plots are slow on a busy machine
     assert process.returncode == 130
@@ -151,10 +150,8 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
         ("bench", "--tensor-parallel", "2", "--suite", "throughput"),
         ("doctor", "--measure", "--cpu-memory", "0"),
         ("serve", "--cpu-cache-dtype", "int4"),
-        ("bench", "--suite", "hardware", "--requests", "3"),
-        ("bench", "--suite", "load", "--repeats", "3"),
-        ("bench", "--rate", "0"),
-        ("bench", "--random-weights"),
+        ("bench", "--suite", "golf"),
+        ("bench", "--requests", "0"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:

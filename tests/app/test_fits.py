@@ -9,9 +9,9 @@ import torch
 from checkpoints import save_checkpoint
 
 from neo_desktop import Engine
-from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
+from neo_desktop.app.bench.hardware import Figure, HardwareReport
 from neo_desktop.app.bench.section import Spread
-from neo_desktop.app.commands.models_command import _fit_rows
+from neo_desktop.app.commands.models_command import fit_facts
 from neo_desktop.app.shelf import fits
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
@@ -104,7 +104,7 @@ def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
     assert all(0 < share < 1 for share in found.resident_shares.values())
     assert found.chats > 0
     assert found.speed is not None
-    rows = dict(_fit_rows(found))
+    rows = dict(fit_facts(found))
     assert "in host memory, computed by CPU and GPU together" in rows["Weights"]
     assert "% of gate_up" in rows["On the GPU"]
     with_room = of_gpu(24, 64, known=known)

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from neo_desktop.app.cli import app as program
-from neo_desktop.app.commands.flags import Without, flag_of, given, with_flags
+from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.engine.options import OPTIONS, EngineOptions
 
 
@@ -71,13 +71,6 @@ def test_checks_of_an_option_hold() -> None:
     assert run("--most-bytes", "0")[0] == 2
 
 
-def test_what_was_given_is_known_by_its_option() -> None:
-    assert given(Place()) == {}
-    place = Place("there", 5, [1.0])
-    assert given(place) == {"host": "there", "most_bytes": 5, "rates": [1.0]}
-    assert [flag_of(place, name) for name in given(place)] == ["--host", "--most-bytes", "--rate"]
-
-
 @dataclass(frozen=True, slots=True)
 class Nested:
     engine: Annotated[EngineOptions, Without("dtype")]
@@ -127,7 +120,7 @@ def test_help_says_what_the_engine_says_of_its_options() -> None:
         (["serve", "--cpu-cache-tokens", "-1"], "-1 is out of range: give at least 0 tokens"),
         (["serve", "--policy", "fast"], "policy 'fast' is unknown; choose one of: gpu-only"),
         (["serve", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
-        (["bench", "--rate", "0"], "0 is out of range: give at least 0.01 requests per second"),
+        (["bench", "--requests", "0"], "0 is out of range: give at least 1"),
         (["simulate"], "for --gpu: name a GPU"),
     ],
 )

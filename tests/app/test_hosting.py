@@ -166,7 +166,6 @@ async def test_the_end_of_the_server_ends_a_load() -> None:
 async def test_a_host_without_a_loader_keeps_its_model() -> None:
     host = ModelHost(EngineService(make_engine(FakeExecutor())))
     await host.start()
-    assert not host.can_load
     with pytest.raises(LoadFailedError):
         host.begin("beta")
     assert await ask(host.service) == "fgh"

@@ -17,8 +17,7 @@ from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.live.words import notes, sentence
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
-from neo_desktop.app.llamacpp.crash import LlamaCppCrashError
-from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppCrashError, LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.app.llamacpp.trial import try_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
@@ -224,12 +223,11 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
     assert not loader.runs_llamacpp(catalogue.get("builtin"))
     refusing = ModelLoader(catalogue, CPU, backend="neo")
     assert not refusing.runs_llamacpp(model)
-    told = {each["name"]: each for each in _look(loader, False)}
-    assert [told[name]["backend"] for name in ("strange", "neo-desktop-guide")] == ["llamacpp", "neo"]
-    assert told["strange"]["runnable"]
-    refused = next(each for each in _look(refusing, False) if each["name"] == "strange")
-    assert not refused["runnable"]
-    assert "'gemma'" in refused["reason"]
+    told = {each.model.name: each for each in _look(loader, False)}
+    assert [told[name].runs_llamacpp for name in ("strange", "neo-desktop-guide")] == [True, False]
+    assert told["strange"].reason is None
+    refused = next(each for each in _look(refusing, False) if each.model.name == "strange")
+    assert "'gemma'" in (refused.reason or "")
     monkeypatch.setattr(choice, "is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.checkpoint_summary.is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.model_loader.is_installed", lambda: False)

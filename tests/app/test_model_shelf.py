@@ -6,7 +6,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,9 +19,10 @@ from neo_desktop.app.page.selftest import SelfTestError
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.hub_files import PullError
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.model_shelf import ShelfError
-from neo_desktop.app.shelf.pull_errors import PullError
+from neo_desktop.app.shelf.model_shelf import ModelShelf, ShelfError
+from neo_desktop.app.shelf.packaged_model import NAME
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
 
@@ -80,38 +80,38 @@ async def page(loader: FakeLoader, tmp_path: Path) -> AsyncIterator[tuple[PageSe
 
 
 async def until(
-    services: PageServices, holds: Callable[[dict[str, Any]], bool], topic: str = MODELS
-) -> dict[str, Any]:
-    """Return a topic's first view that meets the condition."""
+    services: PageServices, holds: Callable[[ModelShelf], object], topic: str = MODELS
+) -> ModelShelf:
+    """Return the shelf once it meets the condition."""
     async with asyncio.timeout(TIMEOUT_S):
         with services.news.follow(topic) as changed:
-            while True:
-                changed.clear()
-                view = services.selftest.view() if topic == SELFTEST else services.shelf.view()
-                if holds(view):
-                    return view
+            while not holds(services.shelf):
                 await changed.wait()
+                changed.clear()
+    return services.shelf
 
 
 async def test_models_are_shown_loaded_and_unloaded(loader: FakeLoader, tmp_path: Path) -> None:
     async with page(loader, tmp_path) as (services, client):
-        view = await until(services, lambda view: view["loading"] is None and bool(view["models"]))
-        assert view["loaded"]["name"] == BUILTIN_NAME
-        models = {model["name"]: model for model in view["models"]}
+        shelf = await until(services, lambda shelf: shelf.host.loading is None and shelf.models)
+        assert shelf.host.name == BUILTIN_NAME
+        models = {one.model.name: one for one in shelf.models}
         assert set(models) == {BUILTIN_NAME, "tiny", "broken", "foreign"}
-        assert models["tiny"]["fit"]["chats"] > 0
-        assert not models["foreign"]["runnable"]
+        assert models["tiny"].fit is not None
+        assert models["tiny"].fit.chats > 0
+        assert models["foreign"].reason is not None
         loader.open.clear()
-        await services.shelf.load("tiny")
-        assert services.shelf.view()["loading"]["name"] == "tiny"
+        await shelf.load("tiny")
+        assert shelf.host.loading is not None
+        assert shelf.host.loading.name == "tiny"
         with pytest.raises(ShelfError, match="tiny is being loaded"):
-            await services.shelf.load(BUILTIN_NAME)
+            await shelf.load(BUILTIN_NAME)
         loader.open.set()
-        view = await until(services, lambda view: view["loading"] is None)
-        assert (view["loaded"]["name"], view["error"]) == ("tiny", None)
+        await until(services, lambda shelf: shelf.host.loading is None)
+        assert (shelf.host.name, shelf.host.error) == ("tiny", None)
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
-        await services.shelf.unload()
-        assert services.shelf.view()["loaded"] is None
+        await services.host.unload()
+        assert not shelf.host.has_service
         assert (await client.get("/health")).json()["status"] == "no model"
 
 
@@ -120,7 +120,7 @@ async def test_what_cannot_be_loaded_leaves_the_loaded_model_alone(
     loader: FakeLoader, tmp_path: Path, name: str
 ) -> None:
     async with page(loader, tmp_path) as (services, client):
-        await until(services, lambda view: view["loading"] is None)
+        await until(services, lambda shelf: shelf.host.loading is None)
         with pytest.raises(ShelfError, match=r".{10}"):
             await services.shelf.load(name)
         assert (await client.get("/health")).json()["status"] == "ok"
@@ -141,19 +141,20 @@ async def test_a_download_is_told_and_can_be_stopped(
         with pytest.raises(ShelfError):
             shelf.start_pull("no-name")
         shelf.start_pull("org/name")
-        await until(services, lambda view: view["pulling"] and view["pulling"]["share"] == 0.25)
+        await until(services, lambda shelf: shelf.pulling and shelf.pulling.share == 0.25)
         with pytest.raises(ShelfError, match="is being downloaded"):
             shelf.start_pull("org/name")
         await shelf.stop_pull()
-        assert shelf.view()["pulling"] is None
-        assert "check the connection" in shelf.view()["pull_error"]
+        assert shelf.pulling is None
+        assert "check the connection" in (shelf.pull_error or "")
 
 
 async def test_a_model_is_offered_where_only_the_builtin_one_is_and_loaded_once_it_is_here(
     loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with page(loader, tmp_path) as (services, _):
-        assert (await services.shelf.fresh_view())["offer"] is None
+        await services.shelf.look()
+        assert not services.shelf.has_offer
     loader.catalogue = Catalogue([tmp_path / "none"])
 
     def arrive(name: str, progress: Progress, stopped: threading.Event) -> None:
@@ -161,15 +162,14 @@ async def test_a_model_is_offered_where_only_the_builtin_one_is_and_loaded_once_
 
     monkeypatch.setattr("neo_desktop.app.shelf.model_shelf.pull", arrive)
     async with page(loader, tmp_path) as (services, _):
-        await until(services, lambda view: view["loading"] is None)
-        offer = (await services.shelf.fresh_view())["offer"]
-        assert offer["licence"] == "Apache-2.0"
-        services.shelf.start_pull(offer["name"], load=True)
-        view = await until(
-            services,
-            lambda view: (view["loaded"] or {}).get("name") == offer["name"] and view["offer"] is None,
+        await until(services, lambda shelf: shelf.host.loading is None)
+        await services.shelf.look()
+        assert services.shelf.has_offer
+        services.shelf.start_pull(NAME, load=True)
+        shelf = await until(
+            services, lambda shelf: shelf.host.has_service and shelf.host.name == NAME and not shelf.has_offer
         )
-        assert view["pull_error"] is None
+        assert shelf.pull_error is None
 
 
 REPORTER = """
@@ -186,17 +186,17 @@ async def test_the_self_test_leaves_the_memory_to_what_is_measured(
     monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
     async with page(loader, tmp_path) as (services, client):
         selftest = services.selftest
-        await until(services, lambda view: view["loading"] is None)
+        await until(services, lambda shelf: shelf.host.loading is None)
         with pytest.raises(SelfTestError, match="coffee"):
             selftest.start_on(services.host, ["coffee"])
-        assert selftest.report(None) is None
+        assert selftest.reports() == []
         selftest.start_on(services.host, ["hardware"])
-        view = await until(services, lambda view: view["running"] is None, SELFTEST)
-        assert view["error"] is None
-        report = selftest.report(view["reports"][0]["name"])
+        await until(services, lambda _: selftest.running is None, SELFTEST)
+        assert selftest.error is None
+        report = selftest.page(selftest.reports()[0].name)
         assert report is not None
         assert "It went well" in report.read_text()
-        assert services.shelf.view()["loaded"]["is_resting"]
+        assert services.host.is_resting
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
         assert answer.json()["choices"][0]["text"] == "fgh"
         assert loader.loaded == [BUILTIN_NAME] * 2

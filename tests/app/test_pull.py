@@ -21,9 +21,8 @@ from neo_desktop.app.cli import app
 from neo_desktop.app.shelf import hub_files, packaged_model
 from neo_desktop.app.shelf import pull as pulling
 from neo_desktop.app.shelf.catalogue import Catalogue
-from neo_desktop.app.shelf.pull import Pulled, pull
-from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
-from neo_desktop.app.shelf.quantisations import choose, gguf_models, quantisation
+from neo_desktop.app.shelf.hub_files import PullError, PullStoppedError
+from neo_desktop.app.shelf.pull import Pulled, choose, gguf_models, pull, quantisation
 
 
 @pytest.fixture(scope="module")

@@ -89,20 +89,19 @@ async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too(
     assert told == sorted(told)
     assert len(set(told)) > 1
     assert selftest.error is None
-    (report,) = SelfTest(News()).view()["reports"]
-    assert report["suites"] == ["hardware", "throughput"]
-    page = SelfTest(News()).report(report["name"])
+    (report,) = SelfTest(News()).reports()
+    assert report.suites == ("hardware", "throughput")
+    page = SelfTest(News()).page(report.name)
     assert page is not None
-    assert page == SelfTest(News()).report(None)
     assert "--suite" in page.read_text()
 
 
 async def test_all_suites_are_the_whole_self_test() -> None:
     selftest = fake("well")
     async with ended(selftest):
-        selftest.start(None)
+        selftest.start()
         await until(lambda: selftest.running is None)
-    page = selftest.report(None)
+    page = selftest.page(selftest.reports()[0].name)
     assert page is not None
     assert "--suite" not in page.read_text()
 
@@ -112,12 +111,12 @@ async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> N
     async with ended(selftest):
         selftest.start(["hardware"])
         with pytest.raises(SelfTestError, match="is running"):
-            selftest.start(None)
+            selftest.start()
         await until((reports_folder() / "pid").exists)
         await selftest.stop()
         assert selftest.running is None
         assert selftest.error is None
-        assert selftest.view()["reports"][0]["interrupted"]
+        assert selftest.reports()[0].is_interrupted
         selftest.start(["load"])  # the next run may start
 
 
@@ -125,7 +124,7 @@ async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("neo_desktop.app.page.selftest.STOP_TIMEOUT_S", 0.2)
     selftest = fake("deaf")
     async with ended(selftest):
-        selftest.start(None)
+        selftest.start()
         await until((reports_folder() / "pid").exists)
         await asyncio.wait_for(selftest.stop(), TIMEOUT_S)
         assert selftest.running is None
@@ -133,7 +132,7 @@ async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPat
 
 async def test_the_end_of_the_server_ends_the_run() -> None:
     selftest = fake("deaf")
-    selftest.start(None)
+    selftest.start()
     await until((reports_folder() / "pid").exists)
     await asyncio.wait_for(selftest.close(), TIMEOUT_S)
     pid = int((reports_folder() / "pid").read_text())
@@ -144,10 +143,10 @@ async def test_the_end_of_the_server_ends_the_run() -> None:
 async def test_a_crash_is_told_with_its_last_lines() -> None:
     selftest = fake("crash")
     async with ended(selftest):
-        selftest.start(None)
+        selftest.start()
         await until(lambda: selftest.running is None)
     assert "there is no memory to measure on" in (selftest.error or "")
-    assert selftest.view()["reports"] == []
+    assert selftest.reports() == []
 
 
 async def test_what_must_happen_before_happens_before() -> None:
@@ -157,10 +156,10 @@ async def test_what_must_happen_before_happens_before() -> None:
         order.append(list(reports_folder().parent.glob("selftest/*/report.html")))
 
     async with ended(selftest):
-        selftest.start(None, prepare)
+        selftest.start(prepare=prepare)
         await until(lambda: selftest.running is None)
     assert order == [[]]
-    assert selftest.report(None) is not None
+    assert len(selftest.reports()) == 1
 
 
 async def test_unknown_suites_and_reports_are_refused() -> None:
@@ -169,7 +168,7 @@ async def test_unknown_suites_and_reports_are_refused() -> None:
         selftest.start(["coffee"])
     assert selftest.running is None
     for name in ("../../etc", "", "nope", ".", "2026-01-01-000000"):
-        assert selftest.report(name) is None
+        assert selftest.page(name) is None
 
 
 async def test_old_reports_go_and_junk_is_ignored() -> None:
@@ -181,8 +180,8 @@ async def test_old_reports_go_and_junk_is_ignored() -> None:
     (reports_folder() / "junk").write_text("x")
     selftest = fake("well")
     async with ended(selftest):
-        selftest.start(None)
+        selftest.start()
         await until(lambda: selftest.running is None)
-    names = [report["name"] for report in selftest.view()["reports"]]
+    names = [report.name for report in selftest.reports()]
     assert len(names) == MAX_REPORTS
     assert names == sorted(names, reverse=True)

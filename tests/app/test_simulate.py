@@ -11,10 +11,9 @@ from checkpoints import save_checkpoint
 from rich.console import Console
 
 from neo_desktop.app.cli import main
-from neo_desktop.app.simulate.answer import answer
 from neo_desktop.app.simulate.machine import PUBLISHED
 from neo_desktop.app.simulate.options import SimulationOptions, UsageError
-from neo_desktop.app.simulate.report import SimulationReport
+from neo_desktop.app.simulate.report import SimulationReport, answer
 from neo_desktop.app.simulate.run import run_simulation
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -114,7 +113,7 @@ def test_a_quantised_shape_takes_less() -> None:
         for name in ("llama-2-7b", "llama-2-7b:Q4_K_M")
     )
     assert quantised.machine.divided is None
-    assert quantised.budget.gpu_tokens > 2 * whole.budget.gpu_tokens
+    assert quantised.machine.budget.gpu_tokens > 2 * whole.machine.budget.gpu_tokens
 
 
 def test_one_policy_can_be_named() -> None:
@@ -128,9 +127,9 @@ def test_rate_spreads_requests() -> None:
 
 def test_memory_can_be_stated() -> None:
     small, large = (run_simulation(replace(SMALL, gpu_memory_gib=gib), ignore) for gib in (15.0, 32.0))
-    assert small.budget.gpu_tokens < large.budget.gpu_tokens
+    assert small.machine.budget.gpu_tokens < large.machine.budget.gpu_tokens
     less = run_simulation(replace(SMALL, cpu_memory_gib=16.0), ignore)
-    assert less.budget.cpu_tokens < small.budget.cpu_tokens
+    assert less.machine.budget.cpu_tokens < small.machine.budget.cpu_tokens
     assert "main memory of 16 GiB" in answer(less)
     assert "On a T4 of 32 GiB with" in answer(large)
 

@@ -6,9 +6,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import pytest
-
-from neo_desktop.app.commands.bench_command import _progress, json_progress
+from neo_desktop.app.commands.bench_command import json_progress
 
 PROGRAM = Path(sys.executable).parent / "neo-desktop"
 
@@ -31,19 +29,12 @@ def test_progress_lines_are_json_and_none_comes_twice() -> None:
     ]
 
 
-def test_progress_goes_to_a_file_or_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for target in ("-", str(tmp_path / "steps")):
-        with _progress(target) as progress:
-            progress(0.5, "half")
-    assert capfd.readouterr().err == (tmp_path / "steps").read_text() == '{"share": 0.5, "what": "half"}\n'
-
-
 def test_another_program_can_follow_a_run(tmp_path: Path) -> None:
     result = subprocess.run(
         [
             *(PROGRAM, "bench", "--suite", "throughput", "--shape", "tiny", "--device", "cpu"),
             *("--requests", "4", "--output", "4", "--repeats", "1"),
-            *("--progress-json", "-", "--json", "report.json"),
+            *("--progress-json", "--out", "found"),
         ],
         capture_output=True,
         text=True,
@@ -57,4 +48,4 @@ def test_another_program_can_follow_a_run(tmp_path: Path) -> None:
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert all(step["what"] for step in steps)
-    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+    assert [each.name for each in tmp_path.iterdir()] == ["found"]

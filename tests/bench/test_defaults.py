@@ -5,7 +5,7 @@ import torch
 
 from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.load.suite import Workload
+from neo_desktop.app.bench.load import usual
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.run import default_model
 from neo_desktop.engine.profiling.hardware import HostMemory
@@ -28,10 +28,10 @@ def test_the_largest_model_that_leaves_room_under_the_cap(
 ) -> None:
     monkeypatch.setattr(run, "choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib * GIB, 140 * GIB))
-    chosen = default_model("cuda", cap_gib)
-    assert chosen.shape == expected
-    assert f"random weights in the shape of {expected}" in chosen.note
-    assert "GB of GPU memory" in chosen.note
+    chosen, note = default_model("cuda", cap_gib)
+    assert chosen == expected
+    assert f"random weights in the shape of {expected}" in note
+    assert "GB of GPU memory" in note
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
     available = HostMemory(int(64 * GIB), int(free_gib * GIB), None)
     monkeypatch.setattr(run, "host_memory", lambda: available)
     monkeypatch.setattr(run.Prober, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
-    chosen = default_model("cpu")
-    assert chosen.shape == expected
-    assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in chosen.note.replace(".0 GB", " GB")
+    chosen, note = default_model("cpu")
+    assert chosen == expected
+    assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in note.replace(".0 GB", " GB")
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
@@ -75,8 +75,5 @@ def test_the_suite_hardware_gets_the_slice_and_its_time(
 def test_a_quick_run_on_a_cpu_has_shorter_requests(
     is_quick: bool, tokens: tuple[int, int], seconds: float
 ) -> None:
-    workload = Workload(BenchOptions(device="cpu", is_quick=is_quick))
-    assert workload.description.startswith(f"{tokens[0]} tokens in and {tokens[1]} out")
-    assert workload.seconds == seconds
-    given = Workload(BenchOptions(device="cpu", is_quick=is_quick, input_tokens=7))
-    assert given.description.startswith(f"7 tokens in and {tokens[1]} out")
+    found = usual(BenchOptions(device="cpu", is_quick=is_quick))
+    assert (found.tokens, found.seconds) == (tokens, seconds)

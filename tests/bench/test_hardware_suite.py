@@ -11,10 +11,10 @@ from fake_gpu import BUS_BYTES_PER_S, FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, Fa
 from imitated_streams import ImitatedBackend, Operation
 
 from neo_desktop import native
-from neo_desktop.app.bench.hardware import suite
-from neo_desktop.app.bench.hardware.report import HardwareReport
-from neo_desktop.app.bench.hardware.suite import (
+from neo_desktop.app.bench import hardware as suite
+from neo_desktop.app.bench.hardware import (
     LEAST_ROUNDS,
+    HardwareReport,
     Measurement,
     doubling,
     rounds,

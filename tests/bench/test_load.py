@@ -1,15 +1,14 @@
 """The load suite from options to page: one rate after the other, and the text about them."""
 
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from neo_desktop.app.bench.load import suite
-from neo_desktop.app.bench.load.metrics import LoadCurve
-from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench import load as suite
+from neo_desktop.app.bench.load import LoadCurve, LoadReport, run_load
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.workload import OUT_OF_TIME, run
 from neo_desktop.engine.engine import Engine
@@ -25,7 +24,6 @@ SMALL = BenchOptions(
     output_tokens=6,
     num_requests=10,
     seconds=0.1,
-    load_shares=(0.5, 1.0),
     drain_seconds=60.0,  # a busy machine must not lose requests
 )
 
@@ -36,6 +34,13 @@ def ignore(share: float, what: str) -> None:
 
 def last(options: BenchOptions) -> LoadReport:
     return list(run_load(options, ignore))[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_rates() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "USUAL", suite.USUAL._replace(load_shares=(0.5, 1.0)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +60,17 @@ def test_policies_see_the_same_requests_at_the_same_rates(report: LoadReport) ->
     per_s = auto.capacity.metrics.finished_per_s
     assert [point.rate_per_s for point in auto.points] == pytest.approx([0.5 * per_s, per_s])
     for first, second in zip(auto.points, gpu_only.points, strict=True):
-        assert (first.rate_per_s, first.load_share) == (second.rate_per_s, second.load_share)
+        assert (first.rate_per_s, first.title) == (second.rate_per_s, second.title)
         for point in (first, second):
             assert point.metrics.requests == point.metrics.finished == 10
         assert first.metrics.output_tokens == second.metrics.output_tokens
 
 
 def test_divided_models_are_loaded_for_each_policy() -> None:
-    report = last(replace(SMALL, tensor_parallel=2, policies=("fastdecode", "gpu-only"), rates=(20.0,)))
+    report = last(replace(SMALL, tensor_parallel=2, policies=["fastdecode", "gpu-only"]))
     assert [curve.name for curve in report.curves] == ["fastdecode", "gpu-only"]
     for curve in report.curves:
-        ((point,),) = (curve.points,)
-        assert point.metrics.finished == 10
+        assert [point.metrics.finished for point in curve.points] == [10, 10]
 
 
 def test_every_step_adds_to_the_report_before(reports: list[LoadReport]) -> None:
@@ -102,19 +106,19 @@ def test_plots_have_a_curve_for_each_policy_and_percentile(report: LoadReport) -
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, ("auto", "gpu-only")),
-        ({"gpu_cache_tokens": None}, ("auto",)),
-        ({"cpu_cache_tokens": 0}, ("auto",)),
-        ({"gpu_cache_tokens": 0}, ("auto",)),
-        ({"policies": ("neo", "fastdecode")}, ("neo", "fastdecode")),
+        ({}, ["auto", "gpu-only"]),
+        ({"gpu_cache_tokens": None}, ["auto"]),
+        ({"cpu_cache_tokens": 0}, ["auto"]),
+        ({"gpu_cache_tokens": 0}, ["auto"]),
+        ({"policies": ["neo", "fastdecode"]}, ["neo", "fastdecode"]),
     ],
 )
-def test_policies_are_compared_where_they_differ(given: dict[str, Any], expected: tuple[str, ...]) -> None:
+def test_policies_are_compared_where_they_differ(given: dict[str, Any], expected: list[str]) -> None:
     assert suite.policies(replace(SMALL, **given)) == expected
 
 
 def test_an_eight_bit_cpu_cache_does_not_stop_the_policy_without_one() -> None:
-    options = replace(SMALL, cpu_cache_dtype="int8", policies=("gpu-only",), rates=(200.0,))
+    options = replace(SMALL, cpu_cache_dtype="int8", policies=["gpu-only"])
     assert [curve.name for curve in last(options).curves] == ["gpu-only"]
 
 
@@ -162,7 +166,7 @@ def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
             signal.raise_signal(signal.SIGINT)  # Ctrl-C, also while requests run
 
     def keep() -> None:
-        for report in run_load(replace(SMALL, policies=("auto",)), interrupt):
+        for report in run_load(replace(SMALL, policies=["auto"]), interrupt):
             kept.append(report)
 
     with pytest.raises(KeyboardInterrupt):
@@ -172,10 +176,9 @@ def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
 
 
 def test_requests_still_open_at_the_end_of_the_drain_are_told() -> None:
-    options = replace(SMALL, policies=("auto",), rates=(1000.0,), output_tokens=300, drain_seconds=0.01)
+    options = replace(SMALL, policies=["auto"], output_tokens=300, drain_seconds=0.01)
     report = last(options)
-    (point,) = report.curves[0].points
-    assert point.metrics.failures.keys() == {OUT_OF_TIME}
+    assert report.curves[0].points[-1].metrics.failures.keys() == {OUT_OF_TIME}
     assert "without an answer (out of time)" in " ".join(report.section().notes)
 
 
@@ -199,4 +202,5 @@ def curve_with(report: LoadReport, shares: list[float]) -> LoadCurve:
 def test_a_rate_is_sustained_if_it_and_all_below_keep_the_limits(
     report: LoadReport, shares: list[float], sustained: float | None
 ) -> None:
-    assert curve_with(report, shares).sustained_per_s == sustained
+    found = curve_with(report, shares).sustained
+    assert (None if found is None else found.rate_per_s) == sustained

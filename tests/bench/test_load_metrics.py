@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.app.bench.load.metrics import Latency, Limits, LoadMetrics, summarise
+from neo_desktop.app.bench.load import Latency, Limits, LoadMetrics, summarise
 from neo_desktop.app.bench.workload import Record
 from neo_desktop.engine.batch import SampledToken
 

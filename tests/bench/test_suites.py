@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from suites import ignore
 
-from neo_desktop.app.bench.hardware.suite import run_hardware
-from neo_desktop.app.bench.load.suite import run_load
+from neo_desktop.app.bench.hardware import run_hardware
+from neo_desktop.app.bench.load import run_load
 from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
-from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput import run_throughput
 
 MIB = 1 << 20
 TINY = {"shape": "tiny", "device": "cpu", "dtype": "float32"}

@@ -9,10 +9,9 @@ import pytest
 import torch
 from suites import ignore, last, shown
 
+from neo_desktop.app.bench import throughput as suite
 from neo_desktop.app.bench.options import BenchOptions
-from neo_desktop.app.bench.throughput import suite
-from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.suite import lengths, run_throughput
+from neo_desktop.app.bench.throughput import ThroughputReport, requests_of, run_throughput
 from neo_desktop.app.bench.workload import (
     TOLERANCES,
     Answer,
@@ -54,18 +53,16 @@ def test_every_policy_answers_everything_alike(report: ThroughputReport) -> None
 
 
 def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
-    requests = lengths(SMALL, "cpu")
+    requests = requests_of(SMALL, "cpu")
     assert report.num_requests == len(requests)
     assert report.prompt_tokens == statistics.fmean(request.prompt_tokens for request in requests)
     assert all(36 <= request.prompt_tokens <= 44 for request in requests)
     for each in report.policies:
-        assert each.turns == 2
         assert each.lowest_output_tokens_per_s <= each.output_tokens_per_s <= each.highest_output_tokens_per_s
         assert 0 < each.device_busy_share <= 1
         assert each.overlap_share <= min(each.device_busy_share, each.cpu_busy_share)
-        assert each.bound_output_tokens_per_s is not None
         assert each.bound_share == pytest.approx(each.output_tokens_per_s / each.bound_output_tokens_per_s)
-        assert 0 < each.outside_ms < 1e3 * each.seconds
+        assert each.outside_ms > 0
     gpu_only, fastdecode = report.policies[0], report.policies[1]
     assert (gpu_only.policy, gpu_only.cpu_decode_share, gpu_only.cpu_busy_share) == ("gpu-only", 0, 0)
     # All tokens but each request's first, which the prefill yields.
@@ -105,7 +102,7 @@ def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> N
     assert report.num_requests == 1
     assert any("1 requests of more than 256 tokens were left out" in note for note in report.notes)
     with pytest.raises(MemoryError, match="604 tokens, but 256 fit"):
-        fitting(lengths(replace(SMALL, trace=trace), "cpu")[1:], 256)
+        fitting(requests_of(replace(SMALL, trace=trace), "cpu")[1:], 256)
 
 
 def test_an_interrupted_run_leaves_the_engine_empty() -> None:
@@ -116,18 +113,17 @@ def test_an_interrupted_run_leaves_the_engine_empty() -> None:
         def stop(share: float) -> None:
             raise KeyboardInterrupt
 
-        workload = fitting(lengths(SMALL, "cpu"), 256)
+        workload = fitting(requests_of(SMALL, "cpu"), 256)
         with pytest.raises(KeyboardInterrupt):
-            run(engine, workload.prompts(0, 0, 257), workload.params(), stop)
+            run(engine, workload.prompts(0, 257), workload.params(), stop)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
         assert all(pool.num_used_blocks == 0 for pool in engine.stats().pools.values())
 
 
 def test_prompts_are_the_same_for_every_policy_and_others_in_every_turn() -> None:
-    workload = fitting(lengths(SMALL, "cpu"), 256)
-    assert workload.prompts(0, 1, 257) == workload.prompts(0, 1, 257)
-    assert workload.prompts(0, 1, 257) != workload.prompts(0, 2, 257)
-    assert workload.prompts(0, 1, 257) != workload.prompts(1, 1, 257)
+    workload = fitting(requests_of(SMALL, "cpu"), 256)
+    assert workload.prompts(1, 257) == workload.prompts(1, 257)
+    assert workload.prompts(1, 257) != workload.prompts(2, 257)
 
 
 def answer(*tokens: tuple[int, float], other: tuple[int, float] = (99, -9.0)) -> Answer:

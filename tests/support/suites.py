@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from neo_desktop.app.bench.page.terminal import render_section
-from neo_desktop.app.bench.section import Section
+from neo_desktop.app.bench.section import Section, render_section
 
 T = TypeVar("T")
 

@@ -1,19 +1,24 @@
-"""All measurements of the host, of the GPU and of the ways between them, in turn."""
+"""Suite `hardware`: the rates of this computer's processors and memories, and of the ways between them.
+
+They bound everything else: decoding reads weights and KV, prefill multiplies matrices, offloading crosses the
+bus and waits for the CPU. engine/profiling/host_rates.py, device_rates.py and offload.py hold the timed work.
+"""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
 from neo_desktop import native
+from neo_desktop.app.bench.charts import COLOURS, Line, lines
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.hardware.report import Figure, HardwareReport
 from neo_desktop.app.bench.options import HardwareOptions
-from neo_desktop.app.bench.section import Spread
-from neo_desktop.app.bench.words import many
+from neo_desktop.app.bench.section import Plot, Section, Spread, Table
+from neo_desktop.app.bench.words import many, say
 from neo_desktop.app.words import binary_size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.backend import open_backend
@@ -38,11 +43,70 @@ _OFFLOADS = {
     "streams": "hand-off on streams (with prompts)",
     "threads": "hand-off, imitated by threads",
 }
+_WAYS = {
+    "host to GPU": (Direction.TO_DEVICE,),
+    "GPU to host": (Direction.TO_HOST,),
+    "both ways together": BOTH,
+}
+# Title, label of x, kinds of figures, and whether x is a size.
+_PICTURES = (
+    ("How fast the CPU reads and copies its memory", "threads", ("host reads", "host copies"), False),
+    ("How fast data crosses the bus between GPU and host", "size of one copy", tuple(_WAYS), True),
+)
 
 
-def doubling(cores: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the number of cores itself."""
-    return (*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores)
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement, repeated."""
+
+    what: str  # "host reads"
+    of: str  # "2 threads"
+    x: float  # the same as a number: threads, rows of a matrix, bytes
+    unit: str
+    value: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareReport:
+    """The rates of this computer."""
+
+    rounds: int  # repetitions per measurement
+    memory_bytes: int  # host memory that reads and copies go over
+    last_level_cache_bytes: int  # of the first core; 0: the system does not say
+    huge_pages: bool  # the system agreed to them
+    isa: str  # of the kernels
+    torch_threads: int  # of matrix products on the CPU
+    gpu_name: str  # empty: there is no GPU
+    gpu_note: str  # why there is none
+    gpu_memory_bytes: int  # that reads and copies go over
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...]
+    suite: Literal["hardware"] = "hardware"
+
+    def best(self, what: str, lowest: bool = False) -> Figure | None:
+        """Return the highest figure of a kind, or the lowest."""
+        found = [each for each in self.figures if each.what == what]
+        choose = min if lowest else max
+        return choose(found, key=lambda each: each.value.median, default=None)
+
+    def section(self) -> Section:
+        """Return a row for each figure, and two pictures."""
+        plots = []
+        for title, x_label, kinds, is_bytes in _PICTURES:
+            curves = [
+                Line(
+                    kind, [(each.x, each.value.median) for each in self.figures if each.what == kind], colour
+                )
+                for kind, colour in zip(kinds, COLOURS, strict=False)
+            ]
+            if curves[0].points:
+                names = binary_size if is_bytes else "{:g}".format
+                svg = lines(curves, x_label, "GB/s", log_x=True, log_y=is_bytes, x_names=names)
+                plots.append(Plot(title, svg))
+        columns = {"what": "what", "with": "of", "median (p10 - p90)": "value", "unit": "unit"}
+        title, summary, *notes = say("hardware", report=self)
+        tables = (Table.of("", self.figures, columns),)
+        return Section(title, summary, tables, tuple(plots), (*notes, *self.notes))
 
 
 @dataclass(slots=True)
@@ -57,8 +121,13 @@ class Measurement:
     samples: list[float] = field(default_factory=list)
 
 
+def doubling(cores: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... and the number of cores itself."""
+    return (*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores)
+
+
 def rounds(work: list[Measurement], seconds: float, progress: Progress) -> Iterator[int]:
-    """Make all once without counting them, then in turn, again and again, for about so long.
+    """Make all once without counting them, then in turn, again and again, for about this time.
 
     So a disturbance hits a few repetitions of every measurement, and not every repetition of one.
     Yields after each round.
@@ -121,9 +190,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
                 gpu_name="" if timer is None else timer.name,
                 gpu_note="" if timer is not None else find_gpus()[1],
                 gpu_memory_bytes=0 if timer is None else timer.memory_bytes,
-                figures=tuple(
-                    Figure(one.what, one.of, one.x, one.unit, Spread.of(one.samples)) for one in work
-                ),
+                figures=tuple(Figure(m.what, m.of, m.x, m.unit, Spread.of(m.samples)) for m in work),
                 notes=tuple(
                     f"Matrix products of {n} x {n} were left out: too little GPU memory is free."
                     for n in options.gpu_matrix_sizes
@@ -134,7 +201,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
 
 
 def offload_of(streams: Streams, *, in_graph: bool) -> OffloadTimer:
-    """Make what measures hand-offs."""
+    """Return what measures hand-offs."""
     return OffloadTimer(streams.device, open_backend(streams), in_graph=in_graph)
 
 
@@ -143,7 +210,7 @@ def _offload_us(between: OffloadTimer, nbytes: int) -> float:
 
 
 def _of_host(host: Host, options: HardwareOptions) -> Iterator[Measurement]:
-    """GB/s of reads and copies, GFLOP/s of multiply-adds and of matrix products."""
+    """Yield GB/s of reads and copies, GFLOP/s of multiply-adds and of matrix products."""
     for threads in options.threads or doubling(native.num_usable_cpus()):
         of = many(threads, "thread"), threads
         yield Measurement("host reads", *of, "GB/s", partial(host.read_gb_per_s, threads))
@@ -151,8 +218,8 @@ def _of_host(host: Host, options: HardwareOptions) -> Iterator[Measurement]:
         for dtype in native_dtypes():
             measure = partial(host.multiply_add_gflop_per_s, threads, dtype)
             yield Measurement(f"CPU multiply-adds, {dtype}", *of, "GFLOP/s", measure)
+    n = options.cpu_matrix_size
     for dtype in native_dtypes():
-        n = options.cpu_matrix_size
         measure = partial(host.matrix_gflop_per_s, n, dtype)
         yield Measurement(f"CPU matrix products, {dtype}", f"{n} x {n}", n, "GFLOP/s", measure)
 
@@ -160,20 +227,17 @@ def _of_host(host: Host, options: HardwareOptions) -> Iterator[Measurement]:
 def _of_gpu(
     timer: CudaTimer, sizes: tuple[int, ...], transfer_bytes: tuple[int, ...]
 ) -> Iterator[Measurement]:
-    """GFLOP/s of matrix products, GB/s in its memory and over the bus."""
+    """Yield GFLOP/s of matrix products, GB/s in its memory and over the bus."""
     memory = timer.memory_bytes
+    size = binary_size(memory), memory
     copies = Rate(lambda times: timer.copy_seconds(memory, times), memory)  # half is read, half is written
-    yield Measurement("GPU reads", binary_size(memory), memory, "GB/s", read_rate(timer, memory).giga_per_s)
-    yield Measurement("GPU copies", binary_size(memory), memory, "GB/s", copies.giga_per_s)
+    yield Measurement("GPU reads", *size, "GB/s", read_rate(timer, memory).giga_per_s)
+    yield Measurement("GPU copies", *size, "GB/s", copies.giga_per_s)
     for dtype in timer.dtypes:
         for n in sizes:
             measure = matrix_rate(timer, n, dtype).giga_per_s
             yield Measurement(f"GPU matrix products, {dtype}", f"{n} x {n}", n, "GFLOP/s", measure)
     for nbytes in transfer_bytes:
-        for what, ways in (
-            ("host to GPU", (Direction.TO_DEVICE,)),
-            ("GPU to host", (Direction.TO_HOST,)),
-            ("both ways together", BOTH),
-        ):
+        for what, ways in _WAYS.items():
             rate = Rate(partial(timer.transfer_seconds, nbytes, ways), len(ways) * nbytes)
             yield Measurement(what, binary_size(nbytes), nbytes, "GB/s", rate.giga_per_s)

@@ -1,24 +1,36 @@
-"""Policies in turn, on one model and one pair of caches."""
+"""Suite `throughput`: the same requests with the same weights under one policy after the other.
+
+All requests wait at the start and the engine works until the last has its answer, as for a batch job.
+Each policy first runs every request once, to warm up and to compare its answers. Then the policies take
+turns, with other prompts of the same lengths in every turn, so that nothing is reused from the turn before.
+
+The limit beside the figures is the closed bound of engine/simulation/bound.py, from tables measured in the
+same run: perfect overlap, no waiting, no hand-off.
+"""
 
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from neo_desktop.app.bench.charts import bars
 from neo_desktop.app.bench.options import BenchOptions
-from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport
+from neo_desktop.app.bench.section import Column, Plot, Section, Table
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.bench.workload import (
     TOLERANCES,
     TOP_LOGPROBS,
     Answer,
     Comparison,
+    Lengths,
     Run,
     Workload,
     compare,
     fitting,
     run,
 )
+from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -26,35 +38,165 @@ from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
-from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.bound import Bound, Room
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 
-# Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
-# was made for (its section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
+BASELINE = "gpu-only"  # what offloading is compared with
+# Tokens in and out of a synthetic request. On a GPU as in summaries, the case that NEO was made for (its
+# section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
 LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
 MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
-_REPEATS = 3
 _SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
 
 
-def lengths(options: BenchOptions, device: str) -> list[WorkloadRequest]:
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """One policy's runs; medians over the turns where nothing else is said."""
+
+    policy: str
+    output_tokens_per_s: float
+    lowest_output_tokens_per_s: float  # over the turns
+    highest_output_tokens_per_s: float
+    ttft_p50_ms: float | None  # over the requests of every turn; None: no request got a token
+    tpot_p50_ms: float | None  # the same, over requests with more than one token
+    tokens_per_iteration: float  # output tokens: the mean batch of decodes
+    cpu_decode_share: float  # output tokens whose attention the CPU computed
+    double_iteration_share: float  # iterations with two sub-batches
+    outside_ms: float  # between two iterations, when nothing is computed: planning, bookkeeping; the mean
+    num_preemptions: float
+    device_busy_share: float  # of the time, over all turns
+    cpu_busy_share: float  # with decode attention
+    overlap_share: float  # of the time: both at once
+    bound_output_tokens_per_s: float  # the policy's limit on this machine
+    identical_answers: int  # beside those of the first policy
+    near_tie_answers: int  # part from them where two tokens were nearly equally probable
+    changed_answers: int  # a failure
+    errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
+
+    @property
+    def bound_share(self) -> float:
+        """Share of the bound that was reached."""
+        return self.output_tokens_per_s / self.bound_output_tokens_per_s
+
+    @property
+    def answers(self) -> str:
+        """Comparison with the baseline."""
+        if self.changed_answers:
+            return f"{self.changed_answers} CHANGED"
+        if self.errors:
+            return f"{sum(self.errors.values())} FAILED"
+        return f"same ({self.near_tie_answers} near ties)" if self.near_tie_answers else "same"
+
+    @property
+    def label(self) -> str:
+        """Text beside its bar."""
+        pace = "" if self.tpot_p50_ms is None else f", {number(self.tpot_p50_ms)} ms"
+        return number(self.output_tokens_per_s) + pace
+
+
+_INSIDES = {
+    "policy": "policy",
+    "batch": "tokens_per_iteration:.1f",
+    "on CPU": "cpu_decode_share:.0%",
+    "two sub-batches": "double_iteration_share:.0%",
+    "GPU busy": "device_busy_share:.0%",
+    "CPU busy": "cpu_busy_share:.0%",
+    "both": "overlap_share:.0%",
+    "outside ms": "outside_ms",
+    "preempted": "num_preemptions:.0f",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputReport:
+    """All policies on one workload."""
+
+    model: str
+    device: str
+    dtype: str
+    gpu_cache_tokens: int  # 0: none
+    cpu_cache_tokens: int
+    imitated: bool  # both caches are in host memory, and the CPU stands in for the GPU
+    num_requests: int
+    prompt_tokens: float  # mean
+    output_tokens: float  # mean
+    policies: tuple[PolicyResult, ...]
+    notes: tuple[str, ...]
+    suite: Literal["throughput"] = "throughput"
+
+    @property
+    def baseline(self) -> PolicyResult | None:
+        """The policy that keeps all KV on the device."""
+        return self._of(BASELINE)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a policy changed an answer or gave one up."""
+        return any(each.changed_answers or each.errors for each in self.policies)
+
+    @property
+    def fastest(self) -> PolicyResult:
+        """The policy with the most output tokens per second."""
+        return max(self.policies, key=lambda each: each.output_tokens_per_s)
+
+    @property
+    def gain(self) -> float | None:
+        """Speed of `auto` relative to the baseline; None: one of the two was not measured."""
+        new, old = self._of("auto"), self.baseline
+        return None if new is None or old is None else new.output_tokens_per_s / old.output_tokens_per_s
+
+    @property
+    def price(self) -> str:
+        """The latency beside a gain: "each chat gets its tokens at 532 ms instead of 82 ms"."""
+        new, old = self._of("auto"), self.baseline
+        return "" if new is None or old is None else "".join(say("price", new=new, old=old))
+
+    def _of(self, policy: str) -> PolicyResult | None:
+        return next((each for each in self.policies if each.policy == policy), None)
+
+    def section(self) -> Section:
+        """Return a row and a bar for each policy."""
+        baseline = self.baseline
+        speeds: dict[str, Column] = {
+            "policy": "policy",
+            "output tokens/s": "output_tokens_per_s",
+            f"against {BASELINE}": lambda each: (
+                baseline and f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
+            ),
+            "ms per token": "tpot_p50_ms",
+            "ms to first": "ttft_p50_ms",
+            "limit": "bound_output_tokens_per_s",
+            "of limit": "bound_share:.0%",
+            "answers": "answers",
+        }
+        tables = (
+            Table.of("Speed", self.policies, speeds),
+            Table.of("What the engine did", self.policies, _INSIDES),
+        )
+        title, summary, *notes = say("throughput", report=self, baseline=BASELINE)
+        shown = (
+            "Output tokens per second by policy, and ms per token of each chat. The line across is the "
+            "limit: no schedule can be faster."
+        )
+        rows = [(each.policy, each.output_tokens_per_s, each.label) for each in self.policies]
+        picture = bars(rows, [each.bound_output_tokens_per_s for each in self.policies])
+        return Section(title, summary, tables, (Plot(shown, picture),), tuple(notes))
+
+
+def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
     """Return as many requests as could be asked for; raises what `load_trace` raises.
 
     Args:
-        device: "cpu" or "cuda", for the lengths of requests that are made up.
+        device: "cpu" or "cuda", for the lengths of synthetic requests.
     """
-    count = options.num_requests or MOST_REQUESTS
-    if options.trace is not None:
-        return load_trace(options.trace)[:count]
-    asked = (options.input_tokens, options.output_tokens)
-    prompt, output = (given or usual for given, usual in zip(asked, LENGTHS[device], strict=True))
-    return synthetic(count, prompt, output, options.seed)
+    lengths, count = Lengths(options, LENGTHS[device]), options.num_requests or MOST_REQUESTS
+    return lengths.take(count if lengths.trace is None else min(count, len(lengths.trace)))
 
 
 @dataclass(slots=True)
@@ -73,21 +215,16 @@ class _Policy:
 
 def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
     """Let the policies take turns; raises what the engine and the reader of a trace raise."""
-    requests = lengths(options, choose_device(options.device).type)
+    requests = requests_of(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = load(options)
     on_gpu = model.decoder.device.type == "cuda"
-    names = (
-        tuple(options.policies or ())
-        or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
-    )
+    usual = (BASELINE, "auto") if on_gpu or options.gpu_cache_tokens is not None else (BASELINE,)
+    names = options.policies or usual
     tiers = {tier for name in names for tier in get_policy(name).tiers}
     parts = take_memory(model, options, [tier for tier in ALL_TIERS if tier in tiers])
-
-    def profiled(share: float, what: str) -> None:
-        progress(_PROFILE_SHARE * share, f"tables: {what}")
-
-    tables = profile(model.decoder, parts.storage, parts.limits, progress=profiled, streams=model.streams)
+    measuring = part(progress, 0.0, _PROFILE_SHARE, "tables: ")
+    tables = profile(model.decoder, parts.storage, parts.limits, progress=measuring, streams=model.streams)
     most_tokens = min(
         model.config.max_context_tokens,
         *(sum(parts.num_blocks[tier] for tier in get_policy(name).tiers) * BLOCK_SIZE for name in names),
@@ -114,9 +251,9 @@ class _Suite:
         workload: Workload,
     ) -> None:
         self.options, self.parts, self.tables, self.workload = options, parts, tables, workload
-        self.repeats = options.repeats or _REPEATS
         self.vocab_size = parts.model.config.vocab_size
         self.policies = [self._policy(name) for name in names]
+        self.num_runs = (options.repeats + 1) * len(names)
 
     def _policy(self, name: str) -> _Policy:
         own_blocks = {tier: self.parts.num_blocks[tier] for tier in get_policy(name).tiers}
@@ -129,38 +266,36 @@ class _Suite:
 
         A few requests take longer each than many at once: the runs become shorter than that, not longer.
         """
-        options, requests = self.options, self.workload.requests
+        requests = self.workload.requests
         pilot = replace(self.workload, requests=requests[:_PILOT_REQUESTS])
-        prompts = pilot.prompts(options.seed, -1, self.vocab_size)
+        prompts = pilot.prompts(-1, self.vocab_size)
         seconds = run(self.policies[0].engine, prompts, pilot.params(), lambda share: None).seconds
-        num_runs = (self.repeats + 1) * len(self.policies)
-        wanted_s = options.seconds or (_QUICK_SECONDS if options.is_quick else _SECONDS)
-        count = round(wanted_s / num_runs / (seconds / len(pilot.requests)))
+        wanted_s = self.options.seconds or (_QUICK_SECONDS if self.options.is_quick else _SECONDS)
+        count = round(wanted_s / self.num_runs / (seconds / len(pilot.requests)))
         self.workload = replace(self.workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
     def measure(self, progress: Progress, most_tokens: int) -> Iterator[ThroughputReport]:
         """Let every policy answer once, then take turns; a report after each timed run."""
-        options, workload, done = self.options, self.workload, 0
-        num_runs = (self.repeats + 1) * len(self.policies)
+        workload, done = self.workload, 0
 
         def step(name: str) -> Callable[[float], None]:
             what = f"{name}: {len(workload.requests)} requests"
             return lambda share: progress(
-                _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / num_runs, 1.0), what
+                _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / self.num_runs, 1.0), what
             )
 
         tolerance = TOLERANCES[self.parts.model.decoder.dtype]
-        prompts = workload.prompts(options.seed, 0, self.vocab_size)
+        prompts = workload.prompts(0, self.vocab_size)
         for policy in self.policies:
             first = run(policy.engine, prompts, workload.params(TOP_LOGPROBS), step(policy.name))
             policy.answers = first.answers
             found = compare(first.answers, self.policies[0].answers, tolerance)
-            if options.cpu_cache_dtype != "auto":
+            if self.options.cpu_cache_dtype != "auto":
                 found = Comparison(found.identical, found.near_ties + found.changed, 0)
             policy.comparison = found
             done += 1
-        for turn in range(1, self.repeats + 1):
-            prompts = workload.prompts(options.seed, turn, self.vocab_size)
+        for turn in range(1, self.options.repeats + 1):
+            prompts = workload.prompts(turn, self.vocab_size)
             for policy in self.policies:
                 policy.timeline.take()
                 policy.runs.append(run(policy.engine, prompts, workload.params(), step(policy.name)))
@@ -173,17 +308,15 @@ class _Suite:
         policies = [each for each in self.policies if each.runs]
         requests, decoder = self.workload.requests, self.parts.model.decoder
         on_gpu = decoder.device.type == "cuda"
-        names = [each.name for each in self.policies]
-
-        def tokens(host_memory: bool) -> int:
-            return max(policy.parts.tokens_in(host_memory) for policy in policies)
-
+        gpu_tokens, cpu_tokens = (
+            max(policy.parts.tokens_in(host_memory) for policy in policies) for host_memory in (False, True)
+        )
         return ThroughputReport(
             model=self.parts.model.name,
             device=decoder.device.type,
             dtype=str(decoder.dtype).removeprefix("torch."),
-            gpu_cache_tokens=tokens(host_memory=False),
-            cpu_cache_tokens=tokens(host_memory=True),
+            gpu_cache_tokens=gpu_tokens,
+            cpu_cache_tokens=cpu_tokens,
             imitated=not on_gpu and any(policy.name != BASELINE for policy in policies),
             num_requests=len(requests),
             prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
@@ -192,7 +325,7 @@ class _Suite:
             notes=say(
                 "throughput-notes",
                 on_gpu=on_gpu,
-                only_baseline=names == [BASELINE],
+                only_baseline=[each.name for each in self.policies] == [BASELINE],
                 cpu_cache_dtype=self.options.cpu_cache_dtype,
                 num_left_out=self.workload.num_left_out,
                 most_tokens=most_tokens,
@@ -215,10 +348,8 @@ class _Suite:
             output_tokens_per_s=statistics.median(speeds),
             lowest_output_tokens_per_s=min(speeds),
             highest_output_tokens_per_s=max(speeds),
-            seconds=statistics.median(each.seconds for each in runs),
             ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
             tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
-            turns=len(runs),
             tokens_per_iteration=outputs / iterations,
             cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
             double_iteration_share=total("num_double_iterations") / iterations,
@@ -236,14 +367,13 @@ class _Suite:
 
     def _bound(self, policy: _Policy) -> float:
         """Return the most output tokens per second under this policy."""
-        tiers = get_policy(policy.name).tiers
         gpu_tokens, cpu_tokens = (
             BLOCK_SIZE
             * sum(n for tier, n in policy.parts.num_blocks.items() if tier.host_attends is host_attends)
             for host_attends in (False, True)
         )
         bound = Bound(self.tables, self.workload.requests, Room(gpu_tokens, cpu_tokens))
-        attends = {tier.host_attends for tier in tiers}
+        attends = {tier.host_attends for tier in get_policy(policy.name).tiers}
         return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
 
 
@@ -252,9 +382,8 @@ def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
     if not spans:  # not a single request was taken
         return 0.0, 0.0, 0.0
     period_ns = max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
-    busy = (busy_ns(spans, "device"), busy_ns(spans, "cpu"), overlap_ns(spans, "device", "cpu"))
-    device, cpu, both = (each / period_ns for each in busy)
-    return device, cpu, both
+    both_ns = overlap_ns(spans, "device", "cpu")
+    return busy_ns(spans, "device") / period_ns, busy_ns(spans, "cpu") / period_ns, both_ns / period_ns
 
 
 def _median(values: Iterable[float]) -> float | None:

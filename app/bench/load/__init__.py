@@ -1,1 +1,0 @@
-"""Suite `load`: what clients see as more and more requests come, at times that they choose themselves."""
