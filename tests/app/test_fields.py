@@ -14,7 +14,7 @@ import typing_extensions
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens
 from anthropic.types.beta import message_create_params as beta_messages
 from field_table import Entry, Kind, table
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -362,7 +362,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 @pytest.mark.parametrize("model", BODIES)
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_any_json_in_place_of_a_field_is_taken_or_refused_in_a_sentence_that_names_it(
     model: type[Model], data: st.DataObject

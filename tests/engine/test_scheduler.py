@@ -140,7 +140,6 @@ jobs = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     jobs=jobs,
     policy=st.sampled_from(sorted(ALL_POLICIES)),
@@ -407,7 +406,7 @@ workloads = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     workload=workloads,
     cpu_token_ms=st.sampled_from((1e-5, 5e-5, 1.5e-4, 1e-3, 0.05)),
@@ -441,7 +440,7 @@ def test_auto_never_falls_behind_the_device_alone(
 
 
 @pytest.mark.parametrize("policy", sorted(ALL_POLICIES.keys() - POLICIES.keys()))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(workload=workloads, cost=cost_models(ALL_TIERS))
 def test_a_third_place_loses_no_request_on_the_virtual_clock(
     policy: str, workload: list[WorkloadRequest], cost: TableCostModel

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
@@ -118,7 +118,6 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 # ---- accounting ----
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=25),
@@ -368,7 +367,6 @@ def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
     assert result.output_tokens_per_s <= bound
 
 
-@settings(max_examples=50, deadline=None)
 @given(chunks=st.lists(st.integers(1, 2048), min_size=1, max_size=6))
 def test_no_way_to_cut_a_prompt_is_cheaper_than_the_bound_says(chunks: list[int]) -> None:
     cost = replace(machine(), iteration_ms=0.0)

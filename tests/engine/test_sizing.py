@@ -5,7 +5,7 @@ from math import ceil, inf
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -110,7 +110,6 @@ def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
     return (iteration_ms(cost, IterationShape((load, load))) - rest_ms) / cost.num_layers
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 8),
     rows=st.integers(8, 256),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cost_models import machine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv_tier import KVTier
@@ -102,7 +102,6 @@ demands = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     workload=demands,
     weights_ms=st.sampled_from((0.05, 0.4, 2.0)),

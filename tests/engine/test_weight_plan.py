@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kernels import dispatch
@@ -101,7 +101,6 @@ def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) ->
     assert best.host_ms <= best.ms * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
 @given(rates, st.floats(0.15, 1.1))
 def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float) -> None:
     plan = plan_weights(CONFIG, DENSE, DTYPE, int(share * WEIGHTS), machine)
@@ -112,7 +111,6 @@ def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float
         assert rows == MATRICES[name].rows or (rows % UNIT == 0 and 0 <= rows < MATRICES[name].rows)
 
 
-@settings(deadline=None, max_examples=40)
 @given(rates, st.floats(0.15, 1.0), st.floats(0.0, 0.3))
 def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) -> None:
     load = {1: 1.0}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -268,7 +267,6 @@ def test_recommendations_that_no_request_may_have_are_left_out_and_named(tmp_pat
         st.sampled_from(sorted(SAMPLING_BOUNDS)), st.floats(0, 1e3) | st.sampled_from([0, 1e-3, 0.01, 1, 100])
     )
 )
-@examples(deadline=None, max_examples=100)
 def test_what_a_model_recommends_is_what_a_request_may_ask_for(values: dict[str, float]) -> None:
     found = GenerationDefaults.within_bounds(values)
     for name, value in values.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense_model import logits_of_all
 from gguf_files import HALVES, STORED, stored_rows, write_gguf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,6 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> No
     assert ((product.double() - exact).abs() <= bound + 1e-30).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(KERNEL_TYPES), st.integers(1, 70)), min_size=1, max_size=3),
     st.integers(1, 12),

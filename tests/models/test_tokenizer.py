@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -93,7 +93,6 @@ def test_encode_and_decode_agree_with_transformers(kind, adds_bos, tmp_path):
     assert ours.special_tokens.items() >= ROLES.items()
 
 
-@settings(max_examples=150, deadline=None)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=60))
 @pytest.mark.parametrize(
     "tokenizer", [Tokenizer(make(), ROLES) for make in BACKENDS.values()] + [ByteTokenizer()]
@@ -103,7 +102,6 @@ def test_pieces_of_any_text_add_up_to_it(tokenizer, text):
     assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("tokenizer", [Tokenizer(byte_level_backend(), ROLES), ByteTokenizer()])
 def test_pieces_of_any_bytes_add_up_to_what_decode_gives(tokenizer, data):
@@ -113,7 +111,6 @@ def test_pieces_of_any_bytes_add_up_to_what_decode_gives(tokenizer, data):
     assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_broken_bytes_of_a_byte_fallback_vocabulary_are_streamed_without_failing(data):
     tokenizer = Tokenizer(byte_fallback_backend(), ROLES)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from paged_case import PagedCase, make_case
 
 from neo_desktop import native
@@ -136,7 +136,6 @@ def test_unsupported_head_dim(head_dim: int) -> None:
         case.run()
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     block_size=st.integers(1, 20),
@@ -163,7 +162,6 @@ def test_out_of_range_blocks_are_refused_wherever_they_are_used(
         assert case.run().isfinite().all()
 
 
-@settings(max_examples=50, deadline=None)
 @given(length=st.integers(-(2**31), 2**31 - 1))
 def test_any_length_is_either_served_or_refused(length: int) -> None:
     case = make_case([40, 40], head_dim=8)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
@@ -82,7 +82,6 @@ def exact(of: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     n=st.integers(1, 40),
     experts=st.integers(1, 9),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from paged_case import DTYPES, TOLERANCE, PagedCase, make_case
 
 from neo_desktop import native
@@ -230,7 +230,6 @@ def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str, pai
     assert torch.equal(out[~touched], clean[~touched])
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5),
     kv_heads=st.integers(1, 3),

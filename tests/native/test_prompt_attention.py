@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from dense_attention import dense
-from hypothesis import given, settings
+from hypothesis import given
 from paged_case import DTYPES
 from torch import Tensor
 
@@ -24,7 +24,6 @@ def chunks_of(cuts: list[int], first: int = 0) -> Tensor:
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_has_the_same_bits_in_any_chunk_and_as_a_decode(isa: str, data: st.DataObject) -> None:
     group, kv_heads = data.draw(st.sampled_from([(1, 2), (3, 2), (4, 1), (9, 1)]))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from neo_desktop import native
@@ -39,7 +39,6 @@ def scanned(
     return out, state
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     counts=lengths,
     key_heads=st.integers(1, 3),
@@ -94,7 +93,6 @@ def test_states_equal_float64(
     assert torch.equal(state[others], before[others])
 
 
-@settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=5), isa=isas, seed=st.integers(0, 2**31))
 def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, seed: int) -> None:
     torch.manual_seed(seed)
@@ -114,7 +112,6 @@ def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, see
     assert torch.equal(whole, pieces)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     counts=lengths,
     channels=st.sampled_from((1, 8, 30, 64, 65, 200)),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def wait_until_done(copies: RelayCopies, turn: int) -> Tensor:
     num_buffers=st.integers(1, 3),
     more_flags=st.integers(0, 4),
 )
-@settings(max_examples=30, deadline=None)
 def test_pieces_come_in_order_to_buffers_that_are_free(
     sizes: list[int], num_buffers: int, more_flags: int
 ) -> None:

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paged_case import make_case
 from relay_case import batch_of, offload, relay_of
@@ -143,7 +143,6 @@ def iterations(draw: st.DrawFn) -> tuple[list[tuple[bool, bool, int]], list[floa
     return draw(st.lists(transfer, min_size=1, max_size=4)), draw(st.lists(pause, min_size=1, max_size=8))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     num_layers=st.integers(1, 5),
     plans=st.lists(iterations(), min_size=1, max_size=2),

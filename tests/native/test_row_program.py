@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -130,7 +130,6 @@ def test_norms_that_are_summed_up_change_the_residual() -> None:
     torch.testing.assert_close(out, torch.rms_norm(total, (16,), eps=1e-6))
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from([1, 2, 7, 700]),
