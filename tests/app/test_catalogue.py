@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +17,6 @@ from torch import Tensor
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.config import ModelConfig
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -107,9 +107,6 @@ FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": Tru
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 TEXT_PART = {"type": "text", "text": "x"}
-OUTPUT_PART = {"type": "output_text", "text": "t"}
-REFUSAL_PART = {"type": "refusal", "refusal": "t"}
-REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 
 PIXEL = (  # a PNG file
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
@@ -320,8 +317,6 @@ def untyped(path: str) -> str:
     return re.sub("<[^>]*>", "", path)
 
 
-TEXTS = st.text(max_size=5)
-NAMES = st.sampled_from(["type", "text", "role", "name", "id"])
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -336,7 +331,6 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES_OF_CLASSES = [each.__name__ for each in subclasses(Model) if re.search("[a-z][A-Z]", each.__name__)]
 # Words of pydantic and Python, and class names.
 NOT_A_SENTENCE = re.compile(
     r"tag '|found using|Input |Value error|pydantic|Traceback|Error\b|instance of|NoneType|<class|\n|"

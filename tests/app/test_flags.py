@@ -9,8 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from neo_desktop.app.cli import app as program
-from neo_desktop.app.commands.flags import Without, flag_of, given, with_flags
-from neo_desktop.engine.options import OPTIONS, EngineOptions
+from neo_desktop.app.commands.flags import flag_of, given, with_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,70 +51,11 @@ def test_the_command_line_fills_the_dataclass(arguments: tuple[str, ...], place:
     assert [(place, loud)] == SEEN
 
 
-def test_help_shows_every_field() -> None:
-    code, text = run("--help")
-    assert code == 0
-    for shown in (
-        "--host",
-        "Where to listen.",
-        "--most-bytes",
-        "--rate",
-        "--out",
-        "--loud",
-        "Say what was given.",
-    ):
-        assert shown in text
-
-
-def test_checks_of_an_option_hold() -> None:
-    assert run("--most-bytes", "0")[0] == 2
-
-
 def test_what_was_given_is_known_by_its_option() -> None:
     assert given(Place()) == {}
     place = Place("there", 5, [1.0])
     assert given(place) == {"host": "there", "most_bytes": 5, "rates": [1.0]}
     assert [flag_of(place, name) for name in given(place)] == ["--host", "--most-bytes", "--rate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Nested:
-    engine: Annotated[EngineOptions, Without("dtype")]
-    place: Place
-
-
-@with_flags
-def nested_command(whole: Nested) -> None:
-    """Say what was given."""
-    WHOLE.append(whole)
-
-
-WHOLE: list[Nested] = []
-
-
-def test_groups_lie_within_groups_and_a_command_leaves_fields_out() -> None:
-    app = typer.Typer(add_completion=False)
-    app.command()(nested_command)
-    WHOLE.clear()
-    arguments = ["--device", "cpu", "--gpu-memory", "1.5", "--host", "there"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert [Nested(EngineOptions(device="cpu", gpu_memory_gib=1.5), Place("there"))] == WHOLE
-    for wrong in (
-        ["--device", "tpu"],
-        ["--dtype", "float32"],
-        ["--gpu-memory", "0"],
-        ["--max-batch-tokens", "1"],
-    ):
-        assert CliRunner().invoke(app, wrong).exit_code == 2
-
-
-def test_help_says_what_the_engine_says_of_its_options() -> None:
-    app = typer.Typer(add_completion=False)
-    app.command()(nested_command)
-    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "4000"}).output.split())
-    for name, option in OPTIONS.items():
-        is_offered = option.flag is not None and name != "dtype"
-        assert (option.help in text) == is_offered, name
 
 
 @pytest.mark.parametrize(
@@ -137,11 +77,3 @@ def test_wrong_values_are_explained_in_words_of_this_program(arguments: list[str
     assert said in result.output
     assert "Input should" not in result.output
     assert "Value error" not in result.output
-
-
-def test_help_shows_the_everyday_options_first() -> None:
-    shown = CliRunner().invoke(program, ["serve", "--help"], env={"COLUMNS": "100"}).output
-    everyday, _, rest = shown.partition("─ Model ─")
-    for option in ("--model", "--policy", "--device", "--gpu-memory", "--host", "--port", "--api-key"):
-        assert f" {option} " in everyday
-    assert " --tensor-parallel " in rest

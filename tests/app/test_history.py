@@ -20,7 +20,6 @@ FORMATS = {
     "Phi": EXPLAINED,
     "SmolLM2": EXPLAINED,
 }
-IDS = st.sampled_from(["call_0", "call_1", "call_2"])
 
 
 @st.composite

@@ -6,9 +6,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import pytest
-
-from neo_desktop.app.commands.bench_command import _progress, json_progress
+from neo_desktop.app.commands.bench_command import json_progress
 
 PROGRAM = Path(sys.executable).parent / "neo-desktop"
 
@@ -29,13 +27,6 @@ def test_progress_lines_are_json_and_none_comes_twice() -> None:
         {"share": 0.4, "what": 'a "b"'},
         {"share": 1.0, "what": "done"},
     ]
-
-
-def test_progress_goes_to_a_file_or_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for target in ("-", str(tmp_path / "steps")):
-        with _progress(target) as progress:
-            progress(0.5, "half")
-    assert capfd.readouterr().err == (tmp_path / "steps").read_text() == '{"share": 0.5, "what": "half"}\n'
 
 
 def test_another_program_can_follow_a_run(tmp_path: Path) -> None:

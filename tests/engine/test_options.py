@@ -1,6 +1,5 @@
 """The engine's options have one definition for Python, the command line and the server."""
 
-from dataclasses import fields
 from pathlib import Path, PosixPath
 from typing import Any, get_args, get_type_hints
 
@@ -10,25 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, DTYPES
-from neo_desktop.engine.options import OPTIONS, EngineKeywords, EngineOptions
+from neo_desktop.engine.options import OPTIONS, EngineOptions
 from neo_desktop.engine.profiling.budget import limits_of
-from neo_desktop.engine.schedule.policies import POLICIES
-
-
-def test_the_keywords_of_python_are_the_fields() -> None:
-    types, keywords = get_type_hints(EngineOptions), get_type_hints(EngineKeywords)
-    assert keywords.keys() == types.keys() - {"model"}
-    for name, kind in keywords.items():  # Python accepts all types of the command line, and more
-        assert set(get_args(types[name]) or (types[name],)) <= set(get_args(kind) or (kind,))
-
-
-def test_every_choice_exists_and_every_default_is_one() -> None:
-    assert OPTIONS["policy"].choices == tuple(POLICIES)
-    assert OPTIONS["dtype"].choices == ("auto", *DTYPES)
-    assert OPTIONS["cpu_cache_dtype"].choices == tuple(CPU_CACHE_DTYPES)
-    EngineOptions()
-    assert set(OPTIONS) == {field.name for field in fields(EngineOptions)}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """The profiler's tables are finite, never fall, and cover every size that the scheduler may use."""
 
 import gc
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import cast
 
 import pytest
 import torch
-from expert_models import expert_model
 from fallback_levels import KERNELS, Levels
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,6 @@ from pipeline_case import tiny_model
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.execute.backend import AnyProgram
-from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -105,23 +102,6 @@ def test_more_work_is_predicted_to_take_longer(decoder: Decoder) -> None:
     assert tables.linear_ms(64) > tables.linear_ms(1)
 
 
-def test_limits_of_one_are_enough(decoder: Decoder) -> None:
-    check(profile(decoder, storage_of(device=4, host=4), SchedulerLimits(1, 1), seconds=0.1))
-
-
-def test_progress_runs_from_start_to_end(decoder: Decoder) -> None:
-    shares: list[float] = []
-    profile(
-        decoder,
-        storage_of(device=8, host=8),
-        LIMITS,
-        seconds=0.1,
-        progress=lambda share, _: shares.append(share),
-    )
-    assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
-
-
 class FakeTimer(StageTimer):
     """A timer with a formula for times and its own clock."""
 
@@ -167,25 +147,6 @@ def test_measuring_keeps_to_its_time(clock: list[float], ms_per_token: float) ->
         assert all(ms == ms_per_token * point.work for point, ms in times.items())
 
 
-def test_short_time_costs_density_before_range(clock: list[float]) -> None:
-    timer = FakeTimer(lambda point: 0.1 * point.x, clock)
-    (grid,) = (stage_grids(timer, CONFIG, SchedulerLimits(512, 256))[stage] for stage in (Stage.LINEAR,))
-    times = measure(timer, grid, 0.15, CONFIG)
-    assert Point(Stage.LINEAR, 512) in times
-    assert len(times) < len(grid.points)
-
-
-def test_what_costs_next_to_nothing_is_measured_all_the_same(clock: list[float]) -> None:
-    """The corner points of a surface can take most of its time; the points between them can be cheap."""
-    timer = FakeTimer(lambda point: 1e-5 * point.work, clock)
-    grid = stage_grids(timer, shape("qwen2.5-0.5b"), SchedulerLimits(512, 256))[Stage.LATER_CHUNK_ATTENTION]
-    seconds = sum(1e-8 * point.work for point in grid.spanning) / 0.6
-    times = measure(timer, grid, seconds, CONFIG)
-    assert set(grid.spanning) <= times.keys()
-    assert {point for point in grid.between if 1e-8 * point.work < 0.01 * seconds} <= times.keys()
-    assert len(times) < len(grid.points)
-
-
 def test_points_without_memory_are_left_out(clock: list[float]) -> None:
     def cost_ms(point: Point) -> float:
         if point.x > 100:
@@ -206,38 +167,6 @@ def test_no_memory_at_all_is_told(clock: list[float]) -> None:
     grid = stage_grids(timer, CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
     with pytest.raises(MemoryError, match="close other programs"):
         measure(timer, grid, 10.0, CONFIG)
-
-
-def test_one_disturbance_does_not_show(clock: list[float]) -> None:
-    seen: list[Point] = []
-
-    def cost_ms(point: Point) -> float:
-        seen.append(point)
-        return 1000.0 if len(seen) == 30 else 0.01 * point.x
-
-    grid = stage_grids(FakeTimer(cost_ms, clock), CONFIG, SchedulerLimits(512, 256))[Stage.LINEAR]
-    times = measure(FakeTimer(cost_ms, clock), grid, 10.0, CONFIG)
-    assert all(ms == 0.01 * point.x for point, ms in times.items())
-
-
-def test_grids_span_what_the_scheduler_may_ask_for() -> None:
-    timer = FakeTimer(lambda _: 1.0, [0.0])
-    grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
-    assert Stage.GPU_ATTENTION not in grids  # no GPU in this test
-    assert {grids[stage].points[0].x for stage in grids} <= {1, 2, 8}
-    assert max(point.x for point in grids[Stage.LINEAR].points) == 2048
-    assert max(point.x for point in grids[Stage.HEAD].points) == 256
-    decode = grids[Stage.CPU_ATTENTION].points
-    assert max(point.x for point in decode) == 256
-    assert max(point.y for point in decode) == 4096
-    assert all(point.work <= timer.capacity_tokens(KVTier.HOST) for point in decode)
-    first, later = grids[Stage.FIRST_CHUNK_ATTENTION].points, grids[Stage.LATER_CHUNK_ATTENTION].points
-    assert all(2 <= point.x == point.y for point in first)
-    assert max(point.x for point in first) == max(point.x for point in later) == 2048
-    assert all(point.x < point.y for point in later)
-    assert max(point.y for point in later) == 4096
-    for grid in grids.values():
-        assert len(set(grid.points)) == len(grid.points)
 
 
 @given(
@@ -385,37 +314,6 @@ def test_on_a_gpu_stages_run_as_iterations_run_them(
     assert gpu.way == (False, False)
 
 
-def test_copies_both_ways_are_compared_with_the_longer_of_both(
-    gpu_timer: StageTimer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The least of several times counts; the ratio stays between 1 (one direction) and 2 (both in turn)."""
-    assert 1.0 <= gpu_timer.copies.duplex() <= 2.0
-    disturbances = itertools.cycle((0.5, 0.0, 9.0))
-    took = {(Lane.SWAP_IN,): 4.0, (Lane.SWAP_OUT,): 5.0}
-
-    @contextmanager
-    def timed(lanes: tuple[Lane, ...]) -> Iterator[float]:
-        yield took[lanes] + next(disturbances)
-
-    monkeypatch.setattr(gpu_timer.copies, "_copies", SimpleNamespace(ways=lambda lanes: lanes))
-    monkeypatch.setattr(gpu_timer.copies, "_run", timed)
-    for both, expected in ((6.0, 1.2), (3.0, 1.0), (20.0, 2.0)):
-        took[Lane.SWAP_IN, Lane.SWAP_OUT] = both
-        assert gpu_timer.copies.duplex() == pytest.approx(expected)
-
-
-def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(
-    gpu_timer: StageTimer, device_pool: KVPool
-) -> None:
-    gpu_timer.time_ms(Point(Stage.LINEAR, 24), 0)
-    for part in device_pool.parts:
-        is_stored = part.flatten(3).any(dim=3)  # [layers, blocks, block_size]
-        assert (
-            is_stored.any(dim=2).sum(dim=1).tolist() == [2] * CONFIG.num_layers
-        )  # whole blocks but the last
-        assert is_stored.sum() == 24 * CONFIG.num_layers
-
-
 @pytest.mark.parametrize("level", ["host-flags", "device-only"])
 def test_transfers_that_are_measured_bring_blocks_to_the_host_and_back(
     gpu_timer: StageTimer, device_pool: KVPool, host_pool: KVPool, levels: Levels, level: str
@@ -491,18 +389,3 @@ def test_a_model_with_weights_in_host_memory(
         check(tables)
         assert tables.streamed_shares == model.streamed_shares != UNMEASURED
         assert tables.host_linear_ms(1) == 0  # without a GPU nothing overlaps
-
-
-def test_a_model_with_experts_in_host_memory(levels: Levels) -> None:
-    """The streamed share of experts has its own measurement."""
-    levels(**dict.fromkeys(KERNELS, "torch"))
-    model = expert_model(3)
-    model.streamed_shares = model.streamed_experts = UNMEASURED
-    limits = SchedulerLimits(max_batch_tokens=64, max_batch_requests=4)
-    config = model.config
-    pools = {
-        tier: KVPool(config, 16, BLOCK_SIZE, torch.float32, CPU) for tier in (KVTier.DEVICE, KVTier.HOST)
-    }
-    tables = profile(model, KVStorage(pools), limits, seconds=0.2)
-    assert tables.streamed_experts == model.streamed_experts != UNMEASURED
-    assert TableCostModel.from_json(tables.to_json()).streamed_experts == tables.streamed_experts
