@@ -34,14 +34,6 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile(
-    "any pace",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=os.environ.get("CI") == "true",  # CI tries the same inputs each time
-)
-settings.load_profile("any pace")  # the computer may be slow, or busy
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings() -> Iterator[None]:
@@ -77,41 +69,65 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis try few inputs without --all; the computer may be slow, or busy."""
+    settings.register_profile(
+        "any pace",
+        max_examples=100 if config.getoption("--all") else 15,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        derandomize=os.environ.get("CI") == "true",  # CI tries the same inputs each time
+    )
+    settings.load_profile("any pace")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every parameter set of tests marked `sample`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, keep the number of parameter sets in a test's `sample` mark."""
+    """Without --all, keep `sample(n)` parameter sets, and all pairs of values of other products."""
     if config.getoption("--all"):
         return
-    sets: dict[str, list[pytest.Function]] = {}
+    sets: dict[tuple[str, int | None], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
-            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if isinstance(item, pytest.Function):
+            mark = item.get_closest_marker("sample")
+            count = mark and mark.args[0]
+            sets.setdefault((item.nodeid.partition("[")[0], count), []).append(item)
     left_out = set()
-    for same in sets.values():
-        mark = same[0].get_closest_marker("sample")
-        assert mark is not None
-        kept = {item.nodeid for item in _varied(same, mark.args[0])}
-        left_out |= {item.nodeid for item in same} - kept
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    for (_, count), same in sets.items():
+        if count is not None or len(_axes(same[0])) > 2:
+            left_out |= set(same) - set(_varied(same, len(same) if count is None else count))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _varied(items: list[pytest.Function], count: int) -> list[pytest.Function]:
-    """Return parameter sets that together have as many pairs of values as possible; a hash decides ties."""
-    left = sorted(items, key=lambda item: crc32(item.nodeid.encode()))
+    """Return at most `count` sets with as many pairs of values as possible; a hash decides ties."""
+    left = {item: _pairs(item) for item in sorted(items, key=lambda item: crc32(item.nodeid.encode()))}
     kept: list[pytest.Function] = []
-    seen: set[frozenset[tuple[str, int]]] = set()
-    while left and len(kept) < count:
-        best = max(left, key=lambda item: len(_pairs(item) - seen))
-        left.remove(best)
+    while len(kept) < count and left:
+        best = max(left, key=lambda item: len(left[item]))
+        found = left.pop(best)
+        if not found and kept:
+            break
         kept.append(best)
-        seen |= _pairs(best)
+        for pairs in left.values():
+            pairs.difference_update(found)
     return kept
 
 
+def _axes(item: pytest.Function) -> dict[str, int]:
+    """Return the index of the item's value in each parametrisation."""
+    axes = dict(item.callspec.indices) if hasattr(item, "callspec") else {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for name in names[1:]:
+            del axes[name.strip()]
+    return axes
+
+
 def _pairs(item: pytest.Function) -> set[frozenset[tuple[str, int]]]:
-    values = [(name, id(value)) for name, value in item.callspec.params.items()]
+    values = list(_axes(item).items())
     return {frozenset((one, other)) for one in values for other in values}

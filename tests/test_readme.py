@@ -20,7 +20,6 @@ PAGES = [
     *(ROOT / "docs" / f"{name}.md" for name in ("install", "models", "offloading", "api", "faq")),
 ]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\bN\b")
 LINES = [
     shlex.split(line, comments=True)
     for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)

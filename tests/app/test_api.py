@@ -224,28 +224,6 @@ def test_without_recommendation_the_defaults_are_openais(
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
 
 
-def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
-    answer = ask(
-        client,
-        user="me",
-        store=False,
-        metadata={"a": "b"},
-        tools=[],
-        tool_choice="none",
-        parallel_tool_calls=True,
-        response_format={"type": "text"},
-        service_tier="auto",
-        modalities=["text"],
-        logit_bias={},
-        stream_options=None,
-        temperature=None,
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-    )
-    assert answer.choices[0].message.content == letters(PROMPT, 5)
-    answer = ask(client, max_tokens=None, max_completion_tokens=2)
-    assert answer.usage.completion_tokens == 2
-
-
 def test_the_model_may_be_left_out(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     assert answer.json()["choices"][0]["text"] == letters("abc", 2)

@@ -1,8 +1,6 @@
 """Attacks known from similar servers: Ollama, llama.cpp, Gradio, and HTTP servers in general."""
 
 import contextlib
-import inspect
-import json
 import logging
 import os
 import socket
@@ -12,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from neo_desktop.app.web import security
 from neo_desktop.ui.page import mount
 
 from .chat_client import ChatClient
@@ -60,23 +57,6 @@ def statuses(received: bytes) -> list[bytes]:
 
 def is_alive(server: RunningServer) -> bool:
     return httpx.get(f"{server.url}/health", trust_env=False, timeout=30).is_success
-
-
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/config", "/health", "/stats", "/gradio_api/info"])
-def test_dns_rebinding(http: httpx.Client, path: str) -> None:
-    # CVE-2024-28224 (Ollama): DNS rebinding, a foreign page whose name resolves to 127.0.0.1.
-    assert http.get(path, headers={"Host": "rebound.example"}).status_code == 403
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/call/chat"]
-)
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_requests_forged_by_other_pages(http: httpx.Client, path: str, kind: str) -> None:
-    # CSRF: browsers send these content types without a preflight. (Gradio, CVE-2024-1727.)
-    headers = {"Origin": "https://evil.example", "Content-Type": kind}
-    assert http.post(path, content=json.dumps(CHAT), headers=headers).status_code == 403
-    assert http.post(path, content="{}", headers=headers | {"Origin": "null"}).status_code == 403
 
 
 @pytest.mark.sample(20)
@@ -243,17 +223,6 @@ def test_numbers_out_of_range(server: RunningServer, http: httpx.Client, numbers
     assert is_alive(server)
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1/chat/completions", "/gradio_api/queue/join", "/gradio_api/queue/data", "/nothing"]
-)
-def test_websockets_are_not_opened(server: RunningServer, path: str) -> None:
-    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        client.sendall(b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n" % path.encode() + upgrade)
-        assert not client.recv(65536).startswith(b"HTTP/1.1 101")
-
-
 @pytest.mark.parametrize("method", ["TRACE", "CONNECT", "DEBUG", "get", "X" * 5000])
 def test_other_methods(server: RunningServer, method: str) -> None:
     # TRACE would show a page its own cookies and keys.
@@ -261,11 +230,6 @@ def test_other_methods(server: RunningServer, method: str) -> None:
     received = raw(server, request, 0.5)
     assert b"200" not in statuses(received)
     assert b"X-Secret" not in received
-
-
-def test_the_key_is_compared_in_constant_time() -> None:
-    # A comparison that stops at the first difference reveals the length of a correct prefix.
-    assert "compare_digest(given, self._api_key)" in inspect.getsource(security.AccessGuard)
 
 
 def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptureFixture) -> None:

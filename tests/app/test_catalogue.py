@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import save_checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantised_folders import gptq, grid, quantise
 from safetensors.torch import load_file, save_file
@@ -18,8 +17,6 @@ from torch import Tensor
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.config import ModelConfig
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +230,6 @@ KEYS = [
 ]  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
 def test_no_config_stops_the_list(checkpoint: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = tmp_path / "fuzzed"

@@ -85,20 +85,6 @@ def test_measure_measures_once_and_tells_where_the_tables_are(tmp_path: Path) ->
     assert json.loads((tmp_path / "third.json").read_text())["tables"] != profiled["tables"]
 
 
-@pytest.mark.sample(0)
-def test_measure_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_path: Path) -> None:
-    paths = []
-    for dtype in ("auto", "int8"):
-        result = run(
-            "doctor", "--measure", *SMALL, "--cpu-cache-dtype", dtype, "--json", tmp_path / "tables.json"
-        )
-        assert result.returncode == 0, result.stderr
-        assert ("CPU-cache int8" in result.stdout) == (dtype == "int8")
-        assert ("the same as cpu_attention" in result.stdout) == (dtype == "auto")
-        paths.append(json.loads((tmp_path / "tables.json").read_text())["path"])
-    assert paths[0] != paths[1]
-
-
 QUICK = ("--requests", "4", "--input", "20", "--output", "4", "--repeats", "1")
 
 
@@ -156,23 +142,6 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
-def test_a_slice_of_no_gpu_is_one_clear_line(command: str, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "page") if command == "bench" else ()
-    result = run(command, "--shape", "tiny", "--device", "cpu", "--gpu-slice", "8", *out)
-    assert result.returncode == 1
-    assert "error: --gpu-slice needs an NVIDIA GPU" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_brackets_in_an_error_are_shown() -> None:
-    result = run("doctor", "--measure", "--model", "[bold]models")
-    assert result.returncode == 1
-    assert "[bold]models" in result.stderr
 
 
 def test_an_open_address_without_a_key_is_wrong_use() -> None:
@@ -292,24 +261,6 @@ def test_an_engine_process_ends_with_its_server_however_that_ends(checkpoint: Pa
         process.wait()
         _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
-
-
-def test_a_model_that_cannot_be_loaded_by_an_engine_process_is_told_alike(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "torn", "llama")
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    said = [
-        run("serve", "--model", folder, where).stderr for where in ("--engine-process", "--no-engine-process")
-    ]
-    assert "damaged" in said[0]
-    assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_serve_says_that_a_cpu_cache_in_8_bits_may_change_answers(checkpoint: Path, dtype: str) -> None:
-    with running("serve", "--model", checkpoint, "--cpu-cache-dtype", dtype) as (process, _):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert ("CPU-cache in 8 bits: answers may differ slightly" in line) == (dtype == "int8")
 
 
 @pytest.mark.sample(0)

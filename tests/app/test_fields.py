@@ -14,7 +14,7 @@ import typing_extensions
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens
 from anthropic.types.beta import message_create_params as beta_messages
 from field_table import ANYWHERE, Entry, table
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -109,9 +109,6 @@ FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": Tru
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 TEXT_PART = {"type": "text", "text": "x"}
-OUTPUT_PART = {"type": "output_text", "text": "t"}
-REFUSAL_PART = {"type": "refusal", "refusal": "t"}
-REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 
 PIXEL = (  # a PNG file
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
@@ -316,8 +313,6 @@ def untyped(path: str) -> str:
     return re.sub("<[^>]*>", "", path)
 
 
-TEXTS = st.text(max_size=5)
-NAMES = st.sampled_from(["type", "text", "role", "name", "id"])
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -332,7 +327,6 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES_OF_CLASSES = [each.__name__ for each in subclasses(Model) if re.search("[a-z][A-Z]", each.__name__)]
 # Words of pydantic and Python, and class names.
 NOT_A_SENTENCE = re.compile(
     r"tag '|found using|Input |Value error|pydantic|Traceback|Error\b|instance of|NoneType|<class|\n|"
@@ -358,7 +352,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 @pytest.mark.parametrize("model", BODIES)
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_any_json_in_place_of_a_field_is_taken_or_refused_in_a_sentence_that_names_it(
     model: type[Model], data: st.DataObject

@@ -130,11 +130,3 @@ def test_wrong_values_are_explained_in_words_of_this_program(arguments: list[str
     assert said in result.output
     assert "Input should" not in result.output
     assert "Value error" not in result.output
-
-
-def test_help_shows_the_everyday_options_first() -> None:
-    shown = CliRunner().invoke(program, ["serve", "--help"], env={"COLUMNS": "100"}).output
-    everyday, _, rest = shown.partition("─ Model ─")
-    for option in ("--model", "--policy", "--device", "--gpu-memory", "--host", "--port", "--api-key"):
-        assert f" {option} " in everyday
-    assert " --tensor-parallel " in rest

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -129,7 +129,6 @@ def as_object(arguments: str) -> str:
     return json.dumps(value if isinstance(value, dict) else {} if value is None else {"arguments": value})
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(harmony_messages(), min_size=1, max_size=5))
 def test_messages_in_any_order_are_told_apart(messages: list[Message]) -> None:
     tokenizer = tokenizer_with(MARKS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from chat_families import FAMILIES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.app.generate.history import arguments_of, explained, paired, with_thinking
@@ -20,7 +20,6 @@ FORMATS = {
     "Phi": EXPLAINED,
     "SmolLM2": EXPLAINED,
 }
-IDS = st.sampled_from(["call_0", "call_1", "call_2"])
 
 
 @st.composite
@@ -67,7 +66,6 @@ def written(family: str, tool_format: ToolFormat, messages: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("family", FORMATS)
-@settings(max_examples=40, deadline=None)
 @given(chats())
 def test_each_result_is_there_once_after_its_call(family: str, chat: Any) -> None:
     messages, turns = chat

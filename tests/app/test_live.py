@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -168,17 +167,6 @@ def test_an_imitated_gpu_is_named_so() -> None:
     assert notes(make_view()) == []
 
 
-def test_a_cache_that_gave_memory_back_is_told_with_its_room() -> None:
-    view = make_view()
-    pools = {**view.stats.pools, CPU: PoolUsage(64, 4, 2, num_given_back_blocks=100)}
-    assert notes(replace(view, stats=replace(view.stats, pools=pools))) == [
-        "Other programs need main memory: the CPU-cache has room for 1,024 tokens for now, and gave back "
-        "that of 1,600."
-    ]
-    for view in (make_view(chats(2, 2), imitated=True), make_view(imitated=True)):
-        assert "GPU-cache, imitated" in drawn(view)
-
-
 STEP = LiveIteration(
     total_ms=8.0,
     predicted_ms=6.0,
@@ -233,12 +221,6 @@ def test_all_figures_are_shown_with_their_units() -> None:
     assert html.count('class="both"') == 2
 
 
-def test_a_graph_of_which_only_the_cpu_was_recorded_says_so() -> None:
-    text = text_of(drawn(make_view(spans=(span("cpu", 0, 0, 100),))))
-    assert "one CUDA graph, whose parts are not recorded" in text
-    assert "overlap" not in text
-
-
 @asynccontextmanager
 async def feeding(executor: FakeExecutor) -> AsyncIterator[tuple[EngineFeed, EngineService]]:
     service = EngineService(make_engine(executor))
@@ -284,21 +266,6 @@ def test_without_a_model_and_after_the_end_there_is_a_sentence() -> None:
         assert ended.sentence == "The server is shutting down."
 
     asyncio.run(run())
-
-
-def test_who_asks_while_the_engine_ends_gets_an_answer() -> None:
-    async def run() -> EngineView:
-        executor = FakeExecutor()
-        async with feeding(executor) as (feed, service):
-            executor.open.clear()
-            async with await service.submit([[65, 66]], SamplingParams(max_tokens=4)):
-                await asyncio.to_thread(executor.begun.wait, 20)
-                asked = asyncio.create_task(feed.view())
-                await asyncio.sleep(0.01)
-                service._refuse_all(feeds.ServiceError("it ends"))
-                return await asyncio.wait_for(asked, 20)
-
-    assert asyncio.run(run()).state == "stopped"
 
 
 WORKERS = {

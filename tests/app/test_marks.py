@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 from chat_families import FAMILIES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -142,7 +142,6 @@ NEUTRAL = str.maketrans(dict.fromkeys("<>[]|\uff5c▁/", "-"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(family=st.sampled_from(sorted(FAMILIES)), data=st.data())
 def test_control_tokens_are_those_of_the_template(kind: str, family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind, family)
@@ -166,7 +165,6 @@ def as_before(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> Id
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(family=st.sampled_from(sorted(FAMILIES)), data=st.data())
 def test_without_marks_in_messages_nothing_changes(kind: str, family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind, family)
@@ -177,7 +175,6 @@ def test_without_marks_in_messages_nothing_changes(kind: str, family: str, data:
     assert ids_of(tokenizer, *chat) == as_before(tokenizer, *chat)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.data())
 def test_no_text_is_lost(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of("byte level", family)

@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from neo_desktop.app.shelf.hosting import ModelHost
 
-from .conftest import RunningServer, eventually, is_idle, running
-from .fake_engine import FakeExecutor, make_engine
+from .conftest import RunningServer, eventually, is_idle
+from .fake_engine import FakeExecutor
 
 
 def figures(server: RunningServer, **headers: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -56,22 +56,6 @@ def test_running_requests_are_told_by_place(server: RunningServer, executor: Fak
         eventually(lambda: figures(server)[key] == 1)
         executor.open.set()
     eventually(lambda: figures(server)[key] == 0)
-
-
-def test_nothing_is_kept_of_requests_that_ended(server: RunningServer, executor: FakeExecutor) -> None:
-    body = {"prompt": "xx", "max_tokens": 400, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False) as stream:
-        next(stream.iter_lines())
-    eventually(lambda: not server.service._generations)
-    metrics = server.service.metrics
-    assert not metrics._arrived_s
-    assert not metrics._first_s
-
-
-def test_metrics_need_the_key(executor: FakeExecutor) -> None:
-    with running(make_engine(executor), api_key="a-key") as server:
-        assert httpx.get(f"{server.url}/metrics", trust_env=False).status_code == 401
-        assert figures(server, Authorization="Bearer a-key")
 
 
 def test_without_a_model_there_are_the_servers_own(

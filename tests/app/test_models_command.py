@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import save_checkpoint
 from gguf_files import write_gguf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -47,6 +47,7 @@ def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple
     return result.exit_code, result.output
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -89,7 +90,6 @@ def test_a_name_of_no_model_is_answered_with_the_same_sentence_everywhere(
         assert re.search(sentence, run(command, asked)[1])
 
 
-@settings(deadline=None, max_examples=200)
 @given(name=st.text(max_size=40), known=st.lists(st.text(min_size=1, max_size=10), max_size=8))
 def test_any_name_gets_one_sentence(name: str, known: list[str]) -> None:
     said = why_missing(name, known)

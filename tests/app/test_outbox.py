@@ -5,12 +5,6 @@ import asyncio
 from neo_desktop.app.engines.outbox import CALLS_PER_TURN, Outbox
 
 
-async def turns() -> None:
-    """Let the event loop run its pending callbacks."""
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
 def test_calls_are_made_in_order_and_a_few_per_turn() -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         outbox = Outbox(asyncio.get_running_loop())

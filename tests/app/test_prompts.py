@@ -8,7 +8,7 @@ import openai
 import pytest
 import tokenizers
 from chat_families import FAMILIES
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -207,7 +207,6 @@ TRIMMING = ("Llama 3", "Gemma")  # templates that drop leading white space, as t
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Mistral"])
-@settings(max_examples=25, deadline=None)
 @given(text=TEXTS)
 def test_a_continued_message_is_that_of_transformers(family: str, text: str) -> None:
     source, special, _ = FAMILIES[family]

@@ -96,16 +96,6 @@ async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too(
     assert "--suite" in page.read_text()
 
 
-async def test_all_suites_are_the_whole_self_test() -> None:
-    selftest = fake("well")
-    async with ended(selftest):
-        selftest.start()
-        await until(lambda: selftest.running is None)
-    page = selftest.page(selftest.reports()[0].name)
-    assert page is not None
-    assert "--suite" not in page.read_text()
-
-
 async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> None:
     selftest = fake("wait")
     async with ended(selftest):
@@ -160,15 +150,6 @@ async def test_what_must_happen_before_happens_before() -> None:
         await until(lambda: selftest.running is None)
     assert order == [[]]
     assert len(selftest.reports()) == 1
-
-
-async def test_unknown_suites_and_reports_are_refused() -> None:
-    selftest = fake("well")
-    with pytest.raises(SelfTestError, match="no suite is called 'coffee'"):
-        selftest.start(["coffee"])
-    assert selftest.running is None
-    for name in ("../../etc", "", "nope", ".", "2026-01-01-000000"):
-        assert selftest.page(name) is None
 
 
 async def test_old_reports_go_and_junk_is_ignored() -> None:

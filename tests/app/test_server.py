@@ -1,8 +1,6 @@
 """The port, and the end of the server."""
 
-import logging
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +18,6 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from neo_desktop.app.web import open_files
 from neo_desktop.app.web.server import PortError, claim_port
 
 from .conftest import RunningServer, eventually, running
@@ -155,20 +152,6 @@ def program(prepare: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_more_clients_than_the_usual_limit_on_open_files() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    lower = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard})); executor.open.clear()"
-    )
-    with program(lower) as (_, url), ExitStack() as connections:
-        address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        for _ in range(150):  # the requests stay open: the engine is held
-            client = connections.enter_context(socket.create_connection(address, timeout=30))
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 14\r\n\r\n")
-            client.sendall(b'{"prompt":"x"}')
-        assert httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
-
-
 @pytest.mark.parametrize("limit", [64, 200])
 def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) -> None:
     log = tmp_path / "log"
@@ -194,23 +177,6 @@ def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) 
     assert len(log.read_text().splitlines()) < 10
 
 
-def test_a_message_of_one_kind_is_logged_once_a_second(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(open_files.time, "monotonic", lambda: now_s)
-    logger = logging.getLogger("a flood")
-    logger.addFilter(open_files.OncePerSecond())
-    for now_s in (0.0, 0.1, 0.9, 1.0, 1.5):
-        for error in (OSError("too many open files"), KeyError("x")):
-            logger.error("accepting failed", exc_info=error)
-        logger.error("connection %d", int(10 * now_s))
-    assert caplog.messages == [
-        *("accepting failed", "accepting failed", "connection 0"),
-        *("accepting failed", "accepting failed", "connection 10"),
-    ]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_program_cleanly(number: signal.Signals) -> None:
     with program() as (process, url):
@@ -229,12 +195,3 @@ def test_a_second_signal_ends_the_program_at_once() -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
         assert (output, process.returncode) == ("", -signal.SIGINT)
-
-
-def test_answers_are_sent_at_once(server: RunningServer) -> None:
-    # Otherwise every answer after a connection's first waits 40 ms for the client's acknowledgement.
-    with httpx.Client(trust_env=False) as client:
-        client.get(f"{server.url}/health")
-        (connection,) = server.server.server_state.connections
-        accepted = connection.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Text, short_id
@@ -138,7 +138,6 @@ FORMATS = [HERMES, LLAMA, MISTRAL, MISTRAL_NAMES, HARMONY]
 PIECES = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=30)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(FORMATS), PIECES, st.booleans())
 def test_any_cutting_of_a_text_gives_the_same(
     tool_format: ToolFormat, pieces: list[str], is_begun: bool
@@ -148,7 +147,6 @@ def test_any_cutting_of_a_text_gives_the_same(
     assert found[0] == found[1] == found[2]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(FORMATS), PIECES, st.sampled_from(["", "x", "\n"]))
 def test_what_is_no_call_is_text_and_arguments_are_an_object(
     tool_format: ToolFormat, pieces: list[str], end: str
@@ -164,7 +162,6 @@ def test_what_is_no_call_is_text_and_arguments_are_an_object(
         assert isinstance(json.loads(complete_members(arguments)), dict)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(FORMATS), PIECES)
 def test_a_cut_text_never_shows_half_a_mark(tool_format: ToolFormat, pieces: list[str]) -> None:
     text, mark = "x" + "".join(pieces), tool_format.opening
@@ -184,7 +181,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(FORMATS), st.dictionaries(st.text(), JSON), st.booleans(), st.data())
 def test_any_arguments_come_through(
     tool_format: ToolFormat, arguments: dict[str, Any], is_ascii: bool, data: st.DataObject

@@ -1,6 +1,5 @@
 """`neo-desktop worker` as a process: it serves an engine, ends on request, may leave and return any time."""
 
-import socket
 import stat
 import subprocess
 import sys
@@ -127,39 +126,6 @@ def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
                 again.until_back(ONE)
                 assert again.end() == expected(checkpoint, batch)
                 assert_is_idle(engine)
-
-
-def test_a_stopped_worker_is_lost_after_a_while_and_comes_back(
-    checkpoint: Path, secret: Path, worker: WorkerProcess
-) -> None:
-    batch = prompts()
-    with make_engine(checkpoint, secret, str(worker.address), timeout_s=1.0) as engine:
-        answers = Answers(engine, batch)
-        answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
-        worker.pause()
-        answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
-        worker.go_on()
-        assert answers.end() == expected(checkpoint, batch)
-        again = Answers(engine, batch)
-        again.until_back(ONE)
-        assert again.end() == expected(checkpoint, batch)
-        assert_is_idle(engine)
-
-
-def test_a_worker_that_is_not_there_at_the_start_joins_later(
-    checkpoint: Path, secret: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    batch = prompts()
-    with make_engine(checkpoint, secret, f"127.0.0.1:{port}") as engine:
-        assert f"worker-1 at 127.0.0.1:{port} cannot be reached; retrying in the background" in caplog.text
-        assert Answers(engine, batch).end() == expected(checkpoint, batch)
-        assert engine.stats().num_cpu_decodes == 0
-        with WorkerProcess(secret, port):
-            answers = Answers(engine, batch)
-            answers.until_back(ONE)
-            assert answers.end() == expected(checkpoint, batch)
 
 
 def test_without_any_other_memory_requests_wait_for_the_worker_to_come_back(

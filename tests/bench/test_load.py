@@ -73,36 +73,6 @@ def test_divided_models_are_loaded_for_each_policy() -> None:
         assert [point.metrics.finished for point in curve.points] == [10, 10]
 
 
-def test_every_step_adds_to_the_report_before(reports: list[LoadReport]) -> None:
-    def size(report: LoadReport) -> int:
-        return len(report.section().tables) + len(str(report))
-
-    sizes = [size(report) for report in reports]
-    assert sizes == sorted(sizes)
-    assert len(reports) == 2 * (1 + 1 + 2)  # per policy: alone, capacity, two rates
-    for early in reports:
-        assert early.section().summary
-
-
-def test_the_section_names_limits_subjects_and_every_figure(report: LoadReport) -> None:
-    section = report.section()
-    assert "TTFT within 2000 ms and TPOT within 200 ms for 90% of the requests" in section.summary
-    assert "cpu, float32" in section.title
-    assert len(section.tables) == 4
-    for table in section.tables:
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    notes = " ".join(section.notes)
-    for word in ("TTFT:", "TPOT:", "ITL:", "p99", "Good:", "20 tokens in and 6 out"):
-        assert word in notes
-
-
-def test_plots_have_a_curve_for_each_policy_and_percentile(report: LoadReport) -> None:
-    for plot in report.section().plots:
-        assert plot.svg.count("<polyline") == 4
-        for name in ("auto p50", "auto p90", "gpu-only p50", "gpu-only p90", "requests per second"):
-            assert f">{name}</text>" in plot.svg
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -148,11 +118,6 @@ def test_requests_are_sent_when_they_are_due(engine: Engine) -> None:
 def test_requests_out_of_time_are_ended_and_counted(engine: Engine) -> None:
     found = run(engine, [[5] * 20] * 20, greedy(20, 200), lambda share: None, drain_s=0.01)
     assert OUT_OF_TIME in {record.error for record in found.records}
-
-
-def test_what_is_longer_than_the_context_is_a_failure_of_its_own(engine: Engine) -> None:
-    found = run(engine, [[5] * 600, [5] * 20], greedy(2, 4), lambda share: None)
-    assert [record.error for record in found.records] == ["longer than the context", ""]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])

@@ -1,8 +1,6 @@
 """The load suite's metrics match their definitions."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from neo_desktop.app.bench.load import Latency, Limits, LoadMetrics, summarise
 from neo_desktop.app.bench.workload import Record
@@ -55,66 +53,7 @@ def test_goodput_needs_both_limits(ttft_ms: float, tpot_ms: float, good: int) ->
     assert summarise([FINISHED], Limits(ttft_ms, tpot_ms)).good_share == good
 
 
-def test_failures_are_grouped_by_reason() -> None:
-    assert summary(lost("full"), lost("out of time"), lost("full")).failures == {"full": 2, "out of time": 1}
-
-
 def test_no_request_and_no_answer_have_no_latency() -> None:
     for metrics in (summary(), summary(lost("full"))):
         assert metrics.ttft is metrics.tpot is metrics.itl is None
         assert metrics.good_share == metrics.output_tokens_per_s == 0.0
-
-
-def record_of(times: list[int], error: str, tokens: int) -> Record:
-    """Return the record of a request with this due time and these chunk times."""
-    arrival_ms, *chunks_ms = sorted(times)
-    return record(arrival_ms, list(map(float, chunks_ms)), len(chunks_ms) + tokens, error)
-
-
-TIMES = st.lists(st.integers(0, 10_000), min_size=4, max_size=8)
-RECORDS = st.lists(
-    st.builds(record_of, TIMES, st.sampled_from(("", "full", "out of time")), st.integers(0, 9)),
-    min_size=1,
-    max_size=12,
-)
-# A busy machine must not fail a test.
-PATIENT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def latencies(metrics: LoadMetrics) -> dict[str, Latency | None]:
-    names = ("ttft", "tpot", "itl")
-    return {name: getattr(metrics, name) for name in names}
-
-
-@PATIENT
-@given(RECORDS)
-def test_every_request_is_counted_once(some: list[Record]) -> None:
-    metrics = summary(*some)
-    assert metrics.requests == len(some)
-    assert sum(metrics.failures.values()) == len(some) - metrics.finished
-    assert 0 <= metrics.good_share <= metrics.finished / len(some)
-
-
-@PATIENT
-@given(RECORDS)
-def test_percentiles_rise_and_latencies_hold_each_other_in(some: list[Record]) -> None:
-    metrics = summary(*some)
-    for latency in latencies(metrics).values():
-        if latency is not None:
-            assert latency.p50_ms <= latency.p90_ms <= latency.p99_ms
-
-
-@PATIENT
-@given(RECORDS)
-def test_a_clock_that_runs_twice_as_fast_doubles_every_latency(some: list[Record]) -> None:
-    doubled = [
-        record(2 * each.arrival_ms, [2 * ms for ms in each.chunks_ms], len(each.answer), each.error)
-        for each in some
-    ]
-    for name, latency in latencies(summary(*some)).items():
-        twice = latencies(summary(*doubled))[name]
-        if latency is None:
-            assert twice is None
-        else:
-            assert twice is not None
-            assert (twice.p50_ms, twice.p99_ms) == (2 * latency.p50_ms, 2 * latency.p99_ms)

@@ -69,30 +69,11 @@ def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
     assert fastdecode.cpu_decode_share == pytest.approx(1 - 1 / report.output_tokens)
 
 
-def test_tables_fit_a_terminal_and_every_policy_has_a_bar(report: ThroughputReport) -> None:
-    text = shown(report.section())
-    assert "…" not in text
-    for each in report.policies:
-        assert each.policy in text
-    (bars,) = report.section().plots
-    assert bars.svg.count("<rect") == bars.svg.count("<path") == len(report.policies)
-
-
 def test_without_a_gpu_there_is_one_policy_to_measure() -> None:
     report = last(run_throughput(replace(SMALL, gpu_cache_tokens=None, policies=None, repeats=1), ignore))
     assert [each.policy for each in report.policies] == ["gpu-only"]
     assert not report.imitated
     assert any("nothing to offload" in note for note in report.notes)
-
-
-def test_the_number_of_requests_follows_from_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paced(engine: Engine, prompts: Sequence[Sequence[int]], *args: object) -> Run:
-        return replace(run(engine, prompts, *args), seconds=0.5 * len(prompts))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(suite, "run", paced)
-    options = replace(SMALL, num_requests=None, policies=("gpu-only",), repeats=2, seconds=60)
-    assert last(run_throughput(options, ignore)).num_requests == 40  # 3 runs of 20 s
-    assert last(run_throughput(replace(options, seconds=1), ignore)).num_requests == 4
 
 
 def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -118,12 +99,6 @@ def test_an_interrupted_run_leaves_the_engine_empty() -> None:
             run(engine, workload.prompts(0, 257), workload.params(), stop)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
         assert all(pool.num_used_blocks == 0 for pool in engine.stats().pools.values())
-
-
-def test_prompts_are_the_same_for_every_policy_and_others_in_every_turn() -> None:
-    workload = fitting(requests_of(SMALL, "cpu"), 256)
-    assert workload.prompts(1, 257) == workload.prompts(1, 257)
-    assert workload.prompts(1, 257) != workload.prompts(2, 257)
 
 
 def answer(*tokens: tuple[int, float], other: tuple[int, float] = (99, -9.0)) -> Answer:

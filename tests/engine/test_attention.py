@@ -22,7 +22,6 @@ CONFIG = shape("qwen3-0.6b")
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
 BLOCK_SIZE = 16
-SCALE = HEAD_DIM**-0.5
 
 
 def make_storage(

@@ -23,13 +23,11 @@ from neo_desktop.engine.predict.estimate import (
     BatchShape,
     Decodes,
     IterationShape,
-    copies_ms,
     copy_wait_ms,
     iteration_ms,
     predict,
     swap_both_ms,
 )
-from neo_desktop.engine.profiling.rates import shares_of
 from neo_desktop.models.linear.shares import StreamedShares
 
 times = st.floats(0, 1e3, allow_nan=False)
@@ -67,21 +65,6 @@ def test_a_curve_never_falls_whatever_noise_it_was_made_from(ms: list[float], a:
     assert 0 <= curve(low) <= curve(high) * (1 + 1e-9) + 1e-9
 
 
-@given(
-    ms=st.lists(st.lists(times, min_size=3, max_size=3), min_size=3, max_size=3),
-    x=st.floats(1, 64),
-    y=st.floats(16, 4096),
-    more=st.floats(0, 10),
-)
-def test_a_surface_never_falls_inside_its_grid(
-    ms: list[list[float]], x: float, y: float, more: float
-) -> None:
-    surface = Surface([1, 8, 64], [16, 128, 4096], ms)
-    here = surface(x, y)
-    assert 0 <= here <= surface(min(x + more, 64), y) * (1 + 1e-9) + 1e-9
-    assert here <= surface(x, min(y + more, 4096)) * (1 + 1e-9) + 1e-9
-
-
 @pytest.mark.parametrize(
     ("x", "ms", "message"),
     [
@@ -113,16 +96,6 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
 def test_foreign_or_damaged_tables_are_refused(change: dict[str, object]) -> None:
     data = json.loads(json.dumps(machine().to_json())) | change
     with pytest.raises(ValueError, match="cost tables"):
-        TableCostModel.from_json(data)
-
-
-def test_tables_of_an_older_form_are_refused() -> None:
-    """Version 1 had one table for all chunks of a prompt."""
-    data = machine().to_json()
-    data["version"] = 1
-    data["prefill_attention"] = data.pop("later_chunk_attention")
-    del data["first_chunk_attention"]
-    with pytest.raises(ValueError, match="cost tables have version 1"):
         TableCostModel.from_json(data)
 
 
@@ -277,16 +250,6 @@ def test_copies_both_ways_take_between_the_longer_and_both_in_turn(
     assert swap_both_ms(machine(duplex=2.0), fetched, stored) == pytest.approx(one + other)
 
 
-def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
-    """A chunk's own KV leaves the device while earlier KV arrives."""
-    load = BatchShape(tokens=300, fetched=2000, stored=300)
-    one_way, shared = machine(duplex=1.0), machine(duplex=1.5)
-    assert copies_ms(one_way, [load]) == one_way.swap_ms(2000)
-    assert copies_ms(shared, [load]) == pytest.approx(one_way.swap_ms(2000) + 0.5 * one_way.swap_ms(300))
-    assert copies_ms(shared, [load._replace(fetched=0)]) == shared.swap_ms(300)
-    assert copies_ms(CorrectedCostModel.of(shared), [load]) == copies_ms(shared, [load])
-
-
 def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
     """Each alone hides behind the device; together they need 1.5 times the memory bandwidth."""
     cost = machine(offload_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
@@ -304,12 +267,6 @@ def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives()
     )
     no_copies = first._replace(decodes={KVTier.DEVICE: Decodes(31, 3400)})
     assert ms(slow, no_copies, second) == ms(cost, no_copies, second)
-
-
-def test_rates_alone_and_together_tell_what_each_takes_of_the_memory() -> None:
-    assert shares_of((30e9, 70e9), (20e9, 60e9)) == (30 / 80, 70 / 80)
-    assert sum(shares_of((30e9, 70e9), (30e9, 70e9))) == pytest.approx(1)  # no mutual interference
-    assert max(shares_of((30e9, 70e9), (10e9, 10e9))) <= 1  # even after a disturbed measurement
 
 
 def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
@@ -350,13 +307,6 @@ def test_predictions_follow_a_machine_on_which_overlapping_loses_time(loss: floa
     assert timing_of(corrected, both).total_ms == pytest.approx(timing_of(true, both).total_ms, rel=0.02)
     assert timing_of(corrected, alone).total_ms == pytest.approx(timing_of(machine(), alone).total_ms)
     assert (timing_of(true, both).total_ms > timing_of(machine(), both).total_ms) == (loss > 0)
-
-
-def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
-    corrected = CorrectedCostModel.of(machine())
-    before = corrected.linear_ms(100)
-    corrected.learn(IterationTiming(10.0, 0.0), IterationTiming(5000.0, 0.0))
-    assert corrected.linear_ms(100) < before * 1.05
 
 
 @given(slowdown=st.floats(0.3, 3.9), seed=st.integers(0, 99))

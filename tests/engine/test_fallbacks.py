@@ -7,12 +7,6 @@ import pytest
 from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, variable
 
 
-def test_everything_stands_highest_at_first() -> None:
-    fallbacks = Fallbacks()
-    assert all(s.level is s.mechanism.levels[0] and s.reason is None for s in fallbacks.states())
-    assert not fallbacks.limits()
-
-
 def test_the_environment_forces_rungs() -> None:
     fallbacks = Fallbacks.from_environment(
         {"NEO_DESKTOP_LEVEL_PAGED_DECODE": "torch", "HOME": "/", variable("nvml"): ""}
@@ -37,30 +31,6 @@ def test_limits_only_lower_and_are_told_once(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage().count("the driver refused") for record in caplog.records] == [1]
     (standing,) = [s for s in fallbacks.states() if s.mechanism.name == "graphs"]
     assert standing.reason == "the driver refused"
-
-
-def test_descending_ends_at_the_lowest() -> None:
-    fallbacks = Fallbacks()
-    assert [fallbacks.descend("prompt_attention", "it failed") for _ in range(3)] == [True, True, False]
-    assert fallbacks.level("prompt_attention") == "math"
-
-
-def test_names_are_unique_and_speak() -> None:
-    for mechanism in MECHANISMS.values():
-        names = [level.name for level in mechanism.levels]
-        assert len(set(names)) == len(names) > 1
-        assert mechanism.title
-        assert all(level.what for level in mechanism.levels)
-
-
-def test_one_line_tells_of_several_mechanisms(caplog: pytest.LogCaptureFixture) -> None:
-    fallbacks = Fallbacks({"norm": "torch"})
-    for _ in range(2):
-        fallbacks.limit_all(("norm", "activation", "row_copy"), "torch", "there is no compiler")
-    assert fallbacks.limits() == dict.fromkeys(("norm", "activation", "row_copy"), "torch")
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "Gated activation; KV cache reads" in line
-    assert "there is no compiler" in line
 
 
 def test_rungs_hold_within_a_block_only() -> None:

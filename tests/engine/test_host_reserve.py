@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 import torch
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_case import tiny_model
 from reserve_case import MEASURED_TIERS, PARAMS, PROMPTS, RESERVE, Machine, tiny_engine
@@ -54,7 +54,6 @@ class FakePool:
         return len(gone) // self._block_size
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     jobs=st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 30)),

@@ -235,13 +235,6 @@ def test_a_finished_request_leaves_its_kv_for_the_next_one() -> None:
     assert admit(kv, "b", range(9), KVTier.DEVICE) == 8
 
 
-def test_different_beginnings_share_nothing_even_when_a_later_block_is_equal() -> None:
-    kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
-    admit(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0], KVTier.DEVICE)
-    commit(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0])
-    assert admit(kv, "b", [2, 2, 2, 2, 7, 7, 7, 7, 0], KVTier.DEVICE) == 0
-
-
 def test_kv_is_not_shared_before_it_is_computed() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
     admit(kv, "a", range(9), KVTier.DEVICE)
@@ -300,16 +293,6 @@ def test_those_who_move_together_bring_what_they_share_once() -> None:
         kv.arrived(f"{number}", hashes([*prompt, number]))
     assert admit(kv, "later", [*prompt, 8], KVTier.HOST) == 16
     kv.check()
-
-
-def test_a_pool_refuses_to_give_what_it_has_not_and_to_take_back_twice() -> None:
-    pool = BlockPool(1)
-    block = pool.allocate()
-    with pytest.raises(MemoryError):
-        pool.allocate()
-    pool.release(block)
-    with pytest.raises(ValueError, match="more often"):
-        pool.release(block)
 
 
 def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() -> None:

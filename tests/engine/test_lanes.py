@@ -1,6 +1,5 @@
 """Lanes keep their order, wait for each other, and never leave a caller waiting."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -13,9 +12,9 @@ import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.execute.lane import HostStep, Lane, Work
-from neo_desktop.engine.execute.lanes import CallerLane, Lanes
+from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.thread_lane import ThreadLane
-from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.watchdog import Watchdog
 
 STAGE = Stage("work", 0, 0, 1)
@@ -76,13 +75,6 @@ def test_what_depends_on_a_failed_task_fails_with_its_error_and_does_not_run() -
         first.join()
     first.close()
     second.close()
-
-
-def test_tasks_run_in_inference_mode() -> None:
-    lane, seen = ThreadLane("a"), []
-    lane.submit(STAGE, lambda: seen.append(torch.is_inference_mode_enabled())).wait()
-    assert seen == [True]
-    lane.close()
 
 
 def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again() -> None:
@@ -164,17 +156,6 @@ def test_an_idle_lane_uses_no_cpu() -> None:
     lane.close()
 
 
-def test_a_forgotten_lane_ends_its_thread() -> None:
-    others = threads_of_lanes()
-    lane = ThreadLane("a")
-    lane.submit(STAGE, lambda: None).wait()
-    (thread,) = threads_of_lanes() - others
-    del lane
-    gc.collect()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
-
-
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
         "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
@@ -186,20 +167,6 @@ def test_a_program_that_forgets_to_close_ends() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert ended.stdout == "ran\n"
-
-
-def test_spans_begin_when_the_waiting_has_ended() -> None:
-    timeline = Timeline()
-    first, second = ThreadLane("a", timeline), ThreadLane("b", timeline)
-    signal = first.submit(STAGE, lambda: time.sleep(0.01))
-    second.submit(STAGE, lambda: None, (signal,)).wait()
-    CallerLane(timeline).submit(STAGE, lambda: None)
-    timeline.end_iteration()
-    waited, waiting, device = timeline.spans
-    assert [span.lane for span in timeline.spans] == ["a", "b", "device"]
-    assert waited.end_ns <= waiting.start_ns <= waiting.end_ns <= device.start_ns <= device.end_ns
-    first.close()
-    second.close()
 
 
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:

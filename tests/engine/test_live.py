@@ -19,11 +19,9 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.live import RATE_S, WATCH_S, LiveIteration, LiveView, Notes, Phase, num_fitting
+from neo_desktop.engine.live import RATE_S, WATCH_S, LiveIteration, LiveView, Notes, Phase
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.schedule.policies import POLICIES
 
 NUM_REQUESTS = 6
@@ -103,23 +101,6 @@ def test_what_is_told_agrees_with_what_is_counted(checkpoint: Path, policy: str)
     assert doubles == last.stats.num_double_iterations
 
 
-def test_the_gpu_alone_holds_fewer_than_both_places(checkpoint: Path) -> None:
-    with make_engine(checkpoint, "neo") as engine:
-        seen = list(views(engine))
-    fullest = max(seen, key=lambda view: len(view.requests))
-    assert len(fullest.requests) == NUM_REQUESTS
-    assert fullest.num_gpu_alone is not None
-    assert 0 < fullest.num_gpu_alone < NUM_REQUESTS
-    for view in seen:  # at least the requests on the device, without one that is about to be preempted
-        assert view.num_gpu_alone is not None
-        assert view.num_gpu_alone >= sum(one.tier == KVTier.DEVICE for one in view.requests) - 1
-    with make_engine(checkpoint, "gpu-only") as engine:
-        for view in views(engine):  # the youngest request may be preempted next
-            assert view.num_gpu_alone in (len(view.requests), len(view.requests) - 1)
-    with make_engine(checkpoint, "fastdecode") as engine:
-        assert engine.live_view().num_gpu_alone is None
-
-
 def test_the_timeline_of_the_last_iteration_has_both_sub_batches_and_all_lanes(checkpoint: Path) -> None:
     with make_engine(checkpoint, "neo") as engine:
         seen = list(views(engine))
@@ -189,16 +170,6 @@ def test_a_single_request_is_not_measured_against_a_full_gpu(checkpoint: Path) -
     assert limit.least_ms >= num_decodes * tables.num_layers * tables.linear(1)
 
 
-def test_nothing_is_noted_or_recorded_when_nobody_asks(checkpoint: Path) -> None:
-    with make_engine(checkpoint, "neo") as engine:
-        engine.generate(prompts(), PARAMS)
-        view = engine.live_view()
-        assert (view.iterations, view.spans, view.rates) == ((), (), None)
-        assert view.stats.num_output_tokens == NUM_REQUESTS * 40
-        engine.generate(prompts()[:1], PARAMS)
-        assert len(engine.live_view().iterations) > 0
-
-
 def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
     timeline = Timeline(max_spans=0, is_continuous=False)
     watch = Notes(timeline)
@@ -260,27 +231,3 @@ def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
     assert not watch.is_on
     watch.ask()  # a viewer returns: old notes say nothing about the present
     assert (watch.iterations, watch.rates) == ((), None)
-
-
-class Known(RequestState):
-    """A request with known tokens."""
-
-    def __init__(self, arrival: int, tokens: list[int]) -> None:
-        super().__init__(str(arrival), str(arrival), arrival, len(tokens), len(tokens) + 1)
-        self._hashes: list[BlockHash] = []
-        extend_hashes(self._hashes, tokens, 16)
-
-    def block_hashes(self, block_size: int) -> list[BlockHash]:
-        return self._hashes
-
-
-def test_as_many_fit_as_possible() -> None:
-    mixed = [Known(0, [0] * 160), Known(1, [1] * 20), Known(2, [2] * 20)]  # 10, 2 and 2 blocks
-    assert [num_fitting(mixed, blocks, 16) for blocks in (1, 2, 4, 13, 14)] == [0, 1, 2, 2, 3]
-
-
-def test_a_shared_beginning_takes_its_room_once() -> None:
-    apart = [Known(i, [i] * 40) for i in range(5)]  # 3 blocks each
-    assert [num_fitting(apart, blocks, 16) for blocks in (2, 3, 5, 6, 15, 99)] == [0, 1, 1, 2, 5, 5]
-    alike = [Known(i, [7] * 40) for i in range(5)]  # 2 shared blocks and one each
-    assert [num_fitting(alike, blocks, 16) for blocks in (2, 3, 4, 7)] == [0, 1, 2, 5]

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, DTYPES
@@ -66,7 +66,6 @@ odd = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(name=st.sampled_from(list(OPTIONS)), value=odd)
 def test_a_value_of_any_kind_is_taken_or_refused_by_name(name: str, value: Any) -> None:
     try:

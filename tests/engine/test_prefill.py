@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from dense_attention import dense
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from neo_desktop.engine.execute import prefill, prefill_kernels
@@ -88,7 +88,6 @@ def efficient_as_documented(
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("kernel", PrefillKernel)
 def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16)))

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from neo_desktop.engine.cache_files import cache_folder
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -83,15 +82,6 @@ def test_what_was_measured_is_found_at_the_next_start(
     assert len(measured) == 1
     assert same(first, second)
     assert [path.suffix for path in folder.iterdir()] == [".json"]  # no temporary file remains
-
-
-def test_refresh_measures_and_replaces(
-    decoder: Decoder, storage: KVStorage, measured: list[TableCostModel]
-) -> None:
-    load_or_profile(decoder, storage, LIMITS)
-    fresh = load_or_profile(decoder, storage, LIMITS, refresh=True)
-    assert len(measured) == 2
-    assert same(load_or_profile(decoder, storage, LIMITS), fresh)
 
 
 MODEL_CHANGES = [
@@ -242,14 +232,6 @@ def test_a_folder_that_cannot_be_written_to_is_only_a_warning(
     with caplog.at_level(logging.WARNING):
         assert same(load_or_profile(decoder, storage, LIMITS), measured[0])
     assert "NEO_DESKTOP_CACHE" in caplog.text
-
-
-def test_the_users_cache_folder_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NEO_DESKTOP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/of the user")
-    assert cache_folder("profiles") == Path("/of the user/neo-desktop/profiles")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder("profiles") == Path.home() / ".cache/neo-desktop/profiles"
 
 
 def test_tables_of_a_model_are_found_before_it_is_loaded(

@@ -9,7 +9,7 @@ import pytest
 from async_case import AsyncIterations
 from executors import thread_executor
 from expert_models import expert_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
 from thread_ranks import ThreadSums, parts_of
@@ -92,7 +92,6 @@ Told = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(Told, max_size=5, unique_by=lambda each: each[0]), max_size=12), st.integers(1, 6))
 def test_plans_arrive_as_they_were(
     iterations: list[list[tuple[str, KVTier, list[int], int]]], most: int

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -126,7 +126,6 @@ odd_numbers = st.one_of(
 odd_values = st.one_of(odd_numbers, st.booleans(), st.none(), st.text(max_size=2), st.lists(odd_numbers))
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([each.name for each in fields(SamplingParams) if "grammar" not in each.name]),

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from neo_desktop.engine.batch import StateSlots
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
@@ -116,7 +116,6 @@ class Slots:
             self.cache.free(self.running.pop(self.rng.randrange(len(self.running))).name)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), requests=st.integers(1, 4), more=st.integers(0, 6))
 def test_every_iteration_reads_the_state_of_its_tokens(seed: int, requests: int, more: int) -> None:
     slots = Slots(seed, requests * SLOTS_PER_REQUEST + more)

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from executors import Hook, HookedLanes, carry_out_copies, thread_executor
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
 from torch_layer import TorchLayer
 
@@ -289,7 +289,6 @@ def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer]
     executor.close()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     blocks=st.lists(st.integers(0, 60), min_size=1, max_size=20),
     most_between=st.integers(0, 6),

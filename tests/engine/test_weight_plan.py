@@ -6,18 +6,16 @@ from math import inf
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.predict.offloaded_matmul import (
     Rates,
-    Sizes,
     product_time,
 )
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
-    bound_ms,
     host_form,
     layer_matrices,
     least_gpu_bytes,
@@ -60,19 +58,6 @@ def test_for_one_row_bus_and_cpu_divide_the_weights_by_their_speed() -> None:
     assert found < share(RATES, 1) < 1.05 * found  # offloading takes time as well
 
 
-def test_for_a_prompt_all_weights_are_streamed() -> None:
-    shares = [share(RATES, rows) for rows in (1, 8, 64, 256, 2048)]
-    assert shares == sorted(shares)
-    assert shares[-1] > 0.95
-
-
-def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
-    """CPU and bus share host memory's bandwidth, so rows that the CPU can read are not streamed."""
-    shared = replace(RATES, host_bytes_per_s=40e9, offload_ms=0.0)
-    assert share(shared, 1) == pytest.approx(0, abs=1e-3)
-    assert share(shared, 2048) > 0.95
-
-
 @given(rates, st.integers(1, 4096), st.floats(0, 0.99))
 def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) -> None:
     """Recompute the times of the CPU and of bus with GPU, for shares over the whole range."""
@@ -101,7 +86,6 @@ def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) ->
     assert best.host_ms <= best.ms * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
 @given(rates, st.floats(0.15, 1.1))
 def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float) -> None:
     plan = plan_weights(CONFIG, DENSE, DTYPE, int(share * WEIGHTS), machine)
@@ -112,7 +96,6 @@ def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float
         assert rows == MATRICES[name].rows or (rows % UNIT == 0 and 0 <= rows < MATRICES[name].rows)
 
 
-@settings(deadline=None, max_examples=40)
 @given(rates, st.floats(0.15, 1.0), st.floats(0.0, 0.3))
 def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) -> None:
     load = {1: 1.0}
@@ -124,22 +107,6 @@ def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) 
     assert (
         weight_times(MATRICES, large, machine, 1).ms <= slack * weight_times(MATRICES, small, machine, 1).ms
     )
-
-
-def test_all_layers_have_as_many_rows_on_the_gpu_so_that_nobody_waits() -> None:
-    plan = plan_weights(CONFIG, DENSE, DTYPE, WEIGHTS // 2, RATES)
-    for name in ("qkv", "output", "gate_up", "down"):
-        rows = [plan.resident_rows[f"{layer}.{name}"] for layer in range(CONFIG.num_layers)]
-        assert max(rows) - min(rows) <= UNIT
-        assert 0.3 < rows[0] / MATRICES[f"0.{name}"].rows < 0.6
-
-
-def test_half_of_the_weights_nearly_reach_what_cpu_and_bus_can_read() -> None:
-    plan = plan_weights(CONFIG, DENSE, DTYPE, WEIGHTS // 2, RATES)
-    times = weight_times(MATRICES, plan, RATES, 1)
-    assert times.ms == pytest.approx(bound_ms(MATRICES, plan, RATES), rel=0.1)
-    assert times.host_ms <= times.ms
-    assert times.streamed_bytes == pytest.approx(plan.host_bytes / 3, rel=0.05)
 
 
 def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
@@ -187,13 +154,6 @@ def test_quantised_rows_are_counted_as_they_are_kept_on_each_side() -> None:
     assert plan.host_bytes == sum(each.host_bytes for each in layer_matrices(CONFIG, on_gpu, DTYPE).values())
 
 
-def test_streamed_rows_cost_the_gpu_time_too() -> None:
-    """A GPU with slow unpacking gets fewer rows."""
-    sizes = Sizes(4096, 4096, 10_000_000, 10_000_000, 33_554_432)
-    slow = replace(RATES, gpu_bytes_per_s=60e9)
-    assert product_time(slow, sizes, 0, 1).streamed_share < product_time(RATES, sizes, 0, 1).streamed_share
-
-
 MOE = replace(
     shape("qwen3-4b"),
     num_layers=6,
@@ -233,21 +193,3 @@ def test_no_other_share_of_experts_takes_less(rows: int, host_bytes_per_s: float
         best = product_time(rates, experts, resident, rows).ms
         others = [product_time(rates, experts, resident, rows, step / 64).ms for step in range(65)]
         assert best <= min(others) * (1 + 1e-9)
-
-
-def test_a_token_reads_its_experts_alone_and_a_prompt_all_of_them() -> None:
-    matrices = layer_matrices(MOE, DENSE, DTYPE)
-    experts = matrices["0.experts"]
-    one, many = product_time(RATES, experts, 0, 1, 0.0), product_time(RATES, experts, 0, 1000, 0.0)
-    assert one.host_ms == pytest.approx(1e3 * experts.host_bytes * 4 / 64 / RATES.cpu_bytes_per_s)
-    assert many.host_ms >= 1e3 * experts.host_bytes * 0.99 / RATES.cpu_bytes_per_s
-    # The router's choice comes too late: all experts are sent, although one row needs only a few.
-    sent = product_time(RATES, experts, 0, 1, 1.0)
-    assert sent.ms == pytest.approx(1e3 * experts.host_bytes / RATES.bus_bytes_per_s)
-    shares = [product_time(RATES, experts, 0, rows).streamed_share for rows in (1, 4, 16, 64, 1000)]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.1
-    assert shares[-1] > 0.5
-    assert product_time(RATES, experts, 0, 1000).ms < 0.6 * many.ms
-    on_gpu = product_time(RATES, experts, 64, 1)
-    assert on_gpu.ms == pytest.approx(1e3 * experts.device_bytes * 4 / 64 / RATES.gpu_bytes_per_s)

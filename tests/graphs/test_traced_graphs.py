@@ -20,7 +20,6 @@ from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.traced.config import read_traced
 
 KNOWN = FAMILIES | RECURRENT
-FOLDERS = ("llama", "gemma3", "gpt-neox", "stablelm-parallel", "olmoe", "qwen3.5", "falcon-h1")
 PLAIN = Dense(uses_tiles=False)
 
 

@@ -57,7 +57,7 @@ def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
 
 
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, device: torch.device) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     dtype = data.draw(st.sampled_from(FLOATS))

@@ -121,7 +121,7 @@ def test_experts_of_floats(n: int, k: int, dtype: torch.dtype, device: torch.dev
     check(*made(5, None, dtype, device), n, k, dtype)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limit", [0.5, 7.0])
 @pytest.mark.parametrize(("type_name", "n"), [(None, 1), (None, 9), ("Q8_0", 5)])
@@ -163,6 +163,7 @@ def test_experts_that_stay_quantised(
     check(*made(4, type_name, dtype, device, has_bias=n == 2), n, k, dtype)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("type_name", [None, "Q4_1"])
 def test_many_rows_are_put_into_blocks_by_sorting(
     type_name: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +206,7 @@ def test_each_pair_is_in_one_block_of_its_expert(
     assert used == full
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalises", [True, False])
 @pytest.mark.parametrize(("experts", "k"), [(1, 1), (6, 6), (8, 2), (128, 8), (60, 4)])

@@ -78,7 +78,7 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
     assert (error < bound).all()
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("group", "head_dim"),
@@ -113,7 +113,7 @@ def test_any_block_size(block_size: int, device: torch.device) -> None:
 
 @pytest.mark.sample(1)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.device) -> None:
     lengths = data.draw(st.lists(st.integers(0, 130) | st.sampled_from(LENGTHS), min_size=1, max_size=4))
     case = make_case(

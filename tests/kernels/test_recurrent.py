@@ -26,6 +26,7 @@ def check(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("has_beta", [True, False])
 @pytest.mark.parametrize(("shared", "key_dim", "value_dim"), [(1, 16, 24), (3, 20, 7)])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -157,13 +156,6 @@ def test_what_cannot_be_run_is_refused_by_name(settings, message, tmp_path):
     assert "config.json" in str(error.value)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1, 2]", "null", '{"a": 1', "\x00", "[" * 100_000])
-def test_a_broken_file_is_named(damage, tmp_path):
-    (tmp_path / "config.json").write_text(damage)
-    with pytest.raises(ModelError, match=r"config\.json .*download"):
-        ModelConfig.from_pretrained(tmp_path)
-
-
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ModelError, match=r"config\.json is not text"):
@@ -268,7 +260,6 @@ def test_recommendations_that_no_request_may_have_are_left_out_and_named(tmp_pat
         st.sampled_from(sorted(SAMPLING_BOUNDS)), st.floats(0, 1e3) | st.sampled_from([0, 1e-3, 0.01, 1, 100])
     )
 )
-@examples(deadline=None, max_examples=100)
 def test_what_a_model_recommends_is_what_a_request_may_ask_for(values: dict[str, float]) -> None:
     found = GenerationDefaults.within_bounds(values)
     for name, value in values.items():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_gguf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -196,7 +196,6 @@ EDITS: list[Callable[[bytearray, int, int], Any]] = [
         max_size=4,
     ),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_is_seen_or_harmless(
     whole: bytes, tmp_path: Path, edits: list[tuple[Callable[[bytearray, int, int], Any], float, int]]
 ) -> None:
@@ -214,7 +213,6 @@ def test_any_damage_is_seen_or_harmless(
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=40)), min_size=1, max_size=20))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_numbers_are_finite_or_refused(
     whole: bytes, tmp_path: Path, edits: list[tuple[float, bytes]]
 ) -> None:

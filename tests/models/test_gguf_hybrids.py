@@ -19,6 +19,7 @@ from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.traced.config import TracedConfig
 
 CPU = torch.device("cpu")
 MTP = {  # a layer of multi-token prediction, as the converter writes it
@@ -47,6 +48,14 @@ def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def meaning_of(path: Path) -> str:
+    """Return the config.json that a file stands for."""
+    config = open_checkpoint(path).config()
+    assert isinstance(config, TracedConfig)
+    assert config.source.config_json is not None
+    return config.source.config_json
+
+
 def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config()
@@ -59,7 +68,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, share: float) -> N
     assert torch.linalg.vector_norm(found - expected) <= share * torch.linalg.vector_norm(expected)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path, model = write_hybrid(tmp_path, family)
@@ -71,7 +80,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert config.num_parameters >= sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     path, _ = write_hybrid(tmp_path, family)
@@ -90,15 +99,13 @@ def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path
     assert list(output.token_ids) == transformers_greedy(tmp_path, prompt, 8)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("family", WRITTEN)
 def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:
     """Floats beside quantised matrices with the same input do not change that."""
     floats = dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_ba"), "F32")
     path, model = write_hybrid(tmp_path, family, type_name, type_names=floats, sizes=LARGE)
-    expected = expected_logits(model, tokens(20))
-    assert_close(logits(path, tokens(20)), expected, 1e-3)
     checkpoint = open_checkpoint(path)
     config = checkpoint.config()
     weights = check_model(checkpoint, config)
@@ -111,12 +118,11 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     assert not {name.removesuffix(".weight") for name in quantised} & dense
     # Matmul inputs are rounded to 8 bits, which may change a token's experts or their groups.
     share = 0.4 if family in ("deepseek-v3", "nemotron-h moe") else 0.2
-    assert_close(logits(path, tokens(20), keep=True), expected, share)
+    assert_close(logits(path, tokens(20), keep=True), expected_logits(model, tokens(20)), share)
 
 
 def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:
-    path, model = write_hybrid(tmp_path, "granite-h", "Q8_0", type_names={"ffn_up": "Q4_0"}, sizes=LARGE)
-    assert_close(logits(path, tokens(12), keep=True), expected_logits(model, tokens(12)), 0.2)
+    path, _ = write_hybrid(tmp_path, "granite-h", "Q8_0", type_names={"ffn_up": "Q4_0"}, sizes=LARGE)
     assert "Q4_0 and Q8_0" in summarize(path).form.without_kernel
 
 
@@ -136,19 +142,16 @@ def test_deepseek_files_may_have_one_matrix_of_keys_and_values(tmp_path: Path) -
 def test_nemotron_files_have_one_of_two_epsilons(keeps_both: bool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-5}
     changes |= {} if keeps_both else {"attention.layer_norm_epsilon": None}
-    path, model = write_hybrid(tmp_path, "nemotron-h moe", metadata=changes)
-    assert_close(logits(path, tokens(12)), expected_logits(model, tokens(12)), 1e-4)
+    usual, _ = write_hybrid(tmp_path / "usual", "nemotron-h moe")
+    path, _ = write_hybrid(tmp_path, "nemotron-h moe", metadata=changes)
+    assert meaning_of(path) == meaning_of(usual)
 
 
 def test_layers_follow_from_the_interval_in_older_files(tmp_path: Path) -> None:
     changes = {"attention.recurrent_layers": None, "full_attention_interval": 3}
-    path, model = write_hybrid(
-        tmp_path,
-        "qwen3.5",
-        sizes={"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
-        metadata=changes,
-    )
-    assert_close(logits(path, tokens(12)), expected_logits(model, tokens(12)), 1e-4)
+    usual, _ = write_hybrid(tmp_path / "usual", "qwen3.5")
+    path, _ = write_hybrid(tmp_path, "qwen3.5", metadata=changes)
+    assert meaning_of(path) == meaning_of(usual)
 
 
 def test_layers_of_multi_token_prediction_are_skipped(

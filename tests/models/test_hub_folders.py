@@ -203,6 +203,7 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Tensors], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("change", "family"), [(change, family) for change, (_, of_it) in CHANGES.items() for family in of_it]
 )
@@ -224,6 +225,7 @@ def test_weights_are_those_of_transformers(
         assert said == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama-tied", "olmo2-tied"])
 def test_scores_come_from_the_head_in_the_file(
     family: str, folders: Callable[[str], Path], tmp_path: Path
@@ -242,6 +244,7 @@ def test_rotations_of_rows_before_heads_are_computed(tmp_path: Path, monkeypatch
     check_scores(save(tmp_path / "rows-first", "olmo2", {"num_hidden_layers": 2}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["find_patterns", "lowered", "run"])
 def test_an_operator_that_fails_is_not_used(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +262,7 @@ def test_an_operator_that_fails_is_not_used(
     check_scores(path)
 
 
-@pytest.mark.parametrize("limit", [0.5, 7.0, 10.0, 1000.0])
+@pytest.mark.parametrize("limit", [0.5, 1000.0])
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
 def test_gates_with_a_limit_are_not_taken_for_silu(limit: float, which: str) -> None:
     def apply_gate(gate_up: Tensor) -> Tensor:
@@ -308,7 +311,7 @@ BY_ITS_CODE: dict[str, tuple[str, dict[str, Any], int]] = {  # and the served co
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BY_ITS_CODE)
 def test_more_is_computed_by_the_code_of_transformers(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

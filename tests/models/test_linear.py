@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dense_model import logits_of_all
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,7 +69,6 @@ def check(linear: Linear, plain: Plain, x: Tensor) -> None:
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 600))
 
 
-@settings(max_examples=60, deadline=None)
 @given(sizes, sizes, sizes, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
 def test_products_are_as_exact_as_sums_in_float32(
     count: int, rows: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int

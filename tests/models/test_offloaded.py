@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_model import logits_of_all
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloaded_case import multiply_in_parts, random_split
 from torch import Tensor
@@ -46,7 +46,6 @@ def split_of(weight: Tensor, bias: Tensor | None, resident: int) -> OffloadedLin
     return made
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 40),
     st.integers(1, 400),
@@ -83,7 +82,6 @@ def test_products_do_not_depend_on_where_a_row_is_computed(
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.floats(0, 1), st.integers(1, 2000))
 def test_pieces_are_whole_tiles_next_to_each_other(host_rows: int, share: float, piece_bytes: int) -> None:
     linear = split_of(torch.randn(64 + host_rows, 6), None, 64)

@@ -9,7 +9,7 @@ import torch
 from dense_model import logits_of_all
 from fallback_levels import kernels_on
 from gguf_files import STORED, stored_rows, write_gguf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloaded_case import multiply_in_parts, random_split
 from torch import Tensor
@@ -39,7 +39,6 @@ def load(linear: OffloadedLinear | Quantised, parts: list[Tensor]) -> None:
         first += len(raw)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(KERNEL_TYPES), st.integers(1, 150)), min_size=1, max_size=3),
     st.booleans(),

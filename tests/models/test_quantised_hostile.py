@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantised_folders import Grid, Tensors, awq, compressed, fp8, gptq, grid, quantise
 from safetensors.torch import load_file, save_file
@@ -122,7 +122,6 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(
     name: str, folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any]
@@ -153,7 +152,6 @@ EDITS: list[Callable[[Tensor, int], Tensor | None]] = [
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(
         st.tuples(st.integers(0, 10**4), st.sampled_from(EDITS), st.integers(-(2**31), 2**31 - 1)),
@@ -192,7 +190,6 @@ BYTES: list[Callable[[bytearray, int, int], Any]] = [
 
 @pytest.mark.parametrize("keeps_length", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.lists(
         st.tuples(st.sampled_from(BYTES), st.floats(0, 1), st.integers(0, 2**64 - 1) | st.integers(0, 64)),

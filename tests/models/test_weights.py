@@ -131,27 +131,6 @@ def test_weights_too_large_for_the_chosen_type_are_refused(make_checkpoint):
         load(path, torch.float16)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.00001, 0.01, 0.05, 0.5, 0.99, 0.99999])
-def test_a_truncated_file_is_named(share, make_checkpoint):
-    path, _ = make_checkpoint()
-    file = path / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged.*download"):
-        load(path)
-
-
-@pytest.mark.parametrize(
-    "damage", [b"\xff" * 8, b"\x00" * 64, b"version https://git-lfs.github.com/spec/v1\n"]
-)
-def test_a_damaged_header_is_named(damage, make_checkpoint):
-    path, _ = make_checkpoint()
-    file = path / "model.safetensors"
-    file.write_bytes(damage + file.read_bytes()[len(damage) :])
-    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
-        load(path)
-
-
 def test_a_missing_shard_is_named(make_checkpoint):
     path, _ = make_checkpoint(max_shard_size="20KB")
     shard = sorted(path.glob("model-*.safetensors"))[1]
@@ -164,16 +143,6 @@ def test_shards_without_their_index_are_refused(make_checkpoint):
     path, _ = make_checkpoint(max_shard_size="20KB")
     (path / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors\.index\.json"):
-        load(path)
-
-
-@pytest.mark.parametrize(
-    "weight_map", [{"a": "../model.safetensors"}, {"a": 5}, {}, None, {"a": "/etc/hosts"}]
-)
-def test_an_index_names_files_beside_it_only(weight_map, make_checkpoint):
-    path, _ = make_checkpoint(max_shard_size="20KB")
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ModelError, match=r"index\.json"):
         load(path)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from paged_case import PagedCase, make_case
 
 from neo_desktop import native
@@ -93,25 +93,6 @@ def paired_arguments() -> dict[str, object]:
     return arguments() | {"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache, "scale": 0.125}
 
 
-@pytest.mark.parametrize(
-    ("argument", "change", "complaint"),
-    [
-        ("k_cache", lambda t: t.contiguous(), r"k_cache has shape .* and strides .*; with five dimensions"),
-        ("k_cache", lambda t: t[:, :, :, :8], r"k_cache has shape .*; expected \[.*, 32, 2\] = the shape of"),
-        ("k_cache", lambda t: t.float(), r"v_cache has dtype float16; expected float32"),
-        ("k_cache", lambda t: t.to(torch.int8), r"v_cache has dtype float16; expected int8"),
-        ("block_size", lambda _: 8, r"block_size is 8; dimension pairs need a multiple of 16"),
-        ("k", lambda _: torch.ones(2, 2, 64), r"k and v of the new tokens must be given together"),
-        ("k_scale", lambda _: torch.ones(6, 2, 16), r"an int8 cache, and no other, comes with k_scale"),
-    ],
-)
-def test_decode_refuses_wrong_pairs(argument: str, change: Change, complaint: str) -> None:
-    given = paired_arguments()
-    given[argument] = change(given.get(argument))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=complaint):
-        native.paged_attention_decode(**given)
-
-
 def test_new_rows_are_checked() -> None:
     given = paired_arguments()
     rows = torch.ones(2, 2, 64)
@@ -119,24 +100,6 @@ def test_new_rows_are_checked() -> None:
         native.paged_attention_decode(**given, k=rows, v=rows[..., :32].contiguous())
 
 
-def test_paired_keys_want_whole_segments() -> None:
-    with pytest.raises(ValueError, match="page_tokens is 24; paired keys need a multiple of 16"):
-        native.empty_paired_keys(4, kv_heads=1, page_tokens=24, head_dim=8, dtype=torch.float32)
-    keys = torch.zeros(4, 1, 4, 24, 2).transpose(-3, -2)
-    values = torch.zeros(4, 1, 24, 8)
-    tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="pages of 24 tokens; dimension pairs need a multiple of 16"):
-        native.paged_attention_decode(torch.zeros(1, 1, 8), keys, values, tables, lens, 1.0)
-
-
-@pytest.mark.parametrize("head_dim", [4, 12, 584])
-def test_unsupported_head_dim(head_dim: int) -> None:
-    case = make_case([3], head_dim=head_dim)
-    with pytest.raises(ValueError, match=f"head_dim is {head_dim}; expected a multiple of 8 from 8 to 576"):
-        case.run()
-
-
-@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     block_size=st.integers(1, 20),
@@ -163,7 +126,6 @@ def test_out_of_range_blocks_are_refused_wherever_they_are_used(
         assert case.run().isfinite().all()
 
 
-@settings(max_examples=50, deadline=None)
 @given(length=st.integers(-(2**31), 2**31 - 1))
 def test_any_length_is_either_served_or_refused(length: int) -> None:
     case = make_case([40, 40], head_dim=8)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from neo_desktop import native
@@ -39,7 +39,6 @@ def scanned(
     return out, state
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     counts=lengths,
     key_heads=st.integers(1, 3),
@@ -94,7 +93,6 @@ def test_states_equal_float64(
     assert torch.equal(state[others], before[others])
 
 
-@settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=5), isa=isas, seed=st.integers(0, 2**31))
 def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, seed: int) -> None:
     torch.manual_seed(seed)
@@ -114,7 +112,6 @@ def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, see
     assert torch.equal(whole, pieces)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     counts=lengths,
     channels=st.sampled_from((1, 8, 30, 64, 65, 200)),
@@ -172,29 +169,3 @@ def test_it_is_the_gated_delta_rule_of_transformers() -> None:
     native.scan_state(q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, spans_of([150]), out)
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"spans": spans_of([5], [0], [2])}, "not one of"),
-        ({"spans": spans_of([5], [-2], [1])}, "not one of"),
-        ({"spans": spans_of([6])}, "not a span of 5 tokens"),
-        ({"spans": spans_of([2, 3], [0, 1], [0, 0])}, "the target of two spans"),
-        ({"spans": spans_of([2, 3], [0, 1], [-1, 0])}, "the source of one span and the target of another"),
-        ({"state": torch.zeros(2, 2, 8, 9)}, "state"),
-        ({"decay": torch.zeros(5, 3)}, "decay"),
-        ({"k": torch.zeros(5, 2, 9)}, "q"),
-        ({"v": torch.zeros(5, 2, 8, dtype=torch.float16)}, "k"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(change: dict[str, Tensor], reason: str) -> None:
-    arguments = {name: torch.zeros(5, 2, 8) for name in ("q", "k", "v", "out")} | {
-        "decay": torch.zeros(5, 2),
-        "beta": torch.zeros(5, 2),
-        "state": torch.ones(2, 2, 8, 8),
-        "spans": spans_of([5], [1], [1]),
-    }
-    with pytest.raises(ValueError, match=reason):
-        native.scan_state(**(arguments | change))
-    assert (arguments["state"] == 1).all()

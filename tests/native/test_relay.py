@@ -66,21 +66,6 @@ def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
     assert [(step.layer, step.item) for step in relay.finish()] == [(i, b) for i in range(3) for b in (0, 1)]
 
 
-def test_decodes_by_layer_are_of_all_layers() -> None:
-    case = make_case([400, 120])
-    relay, batch = relay_of(case), batch_of(case)
-    wide = {
-        name: torch.stack([getattr(batch, name)] * 2)
-        for name in ("q", "k", "v", "out", "block_tables", "context_lens")
-    }
-    with pytest.raises(ValueError, match="there are decodes of 2 layers; expected 3"):
-        relay.start([replace(batch, **wide)])
-    with pytest.raises(ValueError, match=r"context_lens has shape .* expected 2 dimensions"):
-        relay.start([replace(batch, **wide | {"context_lens": batch.context_lens})])
-    with pytest.raises(ValueError, match=r"k has shape .*; expected 2 layers"):
-        relay.start([replace(batch, **wide | {"k": wide["k"][:1]})])
-
-
 def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> None:
     case = make_case([400, 120])
     batch = batch_of(case)
@@ -134,15 +119,6 @@ def test_each_layer_has_sinks_of_its_own() -> None:
         Relay([layers[0], replace(layers[1], sinks=None)], block_size=16, scale=1.0)
     with pytest.raises(ValueError, match=r"sinks has shape \[6\]; expected \[4\]"):
         Relay([replace(layers[0], sinks=torch.zeros(6))] * 3, block_size=16, scale=1.0).start([batch])
-
-
-def test_scores_level_off_at_a_cap() -> None:
-    case = replace(make_case([400, 120], group=2), softcap=0.5)
-    relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch])
-    for layer in range(NUM_LAYERS):
-        assert torch.equal(offload(batch, layer), case.run())
-    relay.finish()
 
 
 def test_the_relay_sleeps_between_iterations() -> None:

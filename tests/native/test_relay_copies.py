@@ -1,11 +1,10 @@
 """The relay's copies: pieces of memory move to buffers in turn, controlled by flags in memory alone."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +34,6 @@ def wait_until_done(copies: RelayCopies, turn: int) -> Tensor:
     num_buffers=st.integers(1, 3),
     more_flags=st.integers(0, 4),
 )
-@settings(max_examples=30, deadline=None)
 def test_pieces_come_in_order_to_buffers_that_are_free(
     sizes: list[int], num_buffers: int, more_flags: int
 ) -> None:
@@ -61,20 +59,4 @@ def test_a_device_that_takes_nothing_is_told() -> None:
     with pytest.raises(RelayStalledError, match="the GPU did not take weights that come before piece 2"):
         relay.finish()
     assert copies.flags[DONE, 2, 0] == 1  # its waiters are released
-    relay.close()
-
-
-def test_copies_that_cannot_be_are_refused() -> None:
-    relay = Relay((), num_layers=3)
-    good = make_copies([10, 20, 30], 2)
-    wrong = [
-        (make_copies([1, 2, 3, 4], 2), "there are 4 pieces to copy; expected at most 3"),
-        (replace(good, buffers=[]), "there is no buffer to copy to"),
-        (replace(good, buffers=[good.buffers[0][:19]]), "piece 1 has 20 bytes; its buffer holds 19"),
-        (replace(good, flags=empty_flags(2, pinned=False)), r"flags has shape \[2, 2, 16\]"),
-    ]
-    for copies, says in wrong:
-        with pytest.raises(ValueError, match=says):
-            relay.start([copies])
-    relay.start([])  # no iteration was started
     relay.close()

@@ -152,28 +152,6 @@ def test_nobody_is_left_waiting(ends: str) -> None:
     relay.finish()
 
 
-def test_what_does_not_fit_is_refused_before_anything_begins() -> None:
-    relay, item = Relay([], num_layers=2, num_threads=1), turn_of_a_decoder()[2].item
-    wrong = {
-        "there are matrices for 2 turns; expected 3": replace(item, matrices=item.matrices[:2]),
-        "lag is 2; expected 0 or 1": replace(item, lag=2),
-        r"flags has shape .2, 2, 16.": replace(item, flags=empty_flags(2, pinned=False)),
-        "out has 299 elements; turn 1 needs 300": replace(item, out=item.out[:299]),
-        r"out has dtype": replace(item, out=item.out.half()),
-        "a part of 48 rows has 12288 bytes; expected": replace(item, x=torch.empty(3, 32)),
-    }
-    for said, each in wrong.items():
-        with pytest.raises(ValueError, match=said):
-            relay.start([each])
-    case = make_case([40])
-    with pytest.raises(ValueError, match="a relay without caches has neither attention nor rows of KV"):
-        relay.start([batch_of(case)])
-    with pytest.raises(ValueError, match="a relay needs at least one layer"):
-        Relay([])
-    relay.start([])
-    assert relay.finish() == []
-
-
 def test_experts_come_in_every_turn_that_has_them_so_many_rows_at_a_time() -> None:
     generator = torch.Generator().manual_seed(0)
     per_layer = []

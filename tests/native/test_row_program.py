@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -130,7 +130,6 @@ def test_norms_that_are_summed_up_change_the_residual() -> None:
     torch.testing.assert_close(out, torch.rms_norm(total, (16,), eps=1e-6))
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from([1, 2, 7, 700]),
@@ -198,14 +197,3 @@ def test_what_does_not_fit_together_is_refused(name: str) -> None:
     buffers, step, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
         RowProgram(buffers, [step])
-
-
-def test_tensors_of_other_shapes_are_refused() -> None:
-    program = RowProgram([X, OUT], [Step("silu", (Columns(0),), Columns(1), 16)])
-    x = torch.ones(2, 16)
-    for wrong in (torch.ones(3, 16), torch.ones(2, 15), torch.ones(2, 16).half(), torch.ones(16, 2).T):
-        with pytest.raises(ValueError, match=r"expected|contiguous"):
-            run(program, [x, wrong])
-    with pytest.raises(ValueError, match="expected 2"):
-        run(program, [x])
-    run(program, [torch.ones(0, 16), torch.ones(0, 16)])

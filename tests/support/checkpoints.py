@@ -110,6 +110,20 @@ def save_checkpoint(
     Args:
         sizes: changes to the family's usual sizes.
     """
+    key = repr((family, seed, with_template, sorted(sizes.items())))
+    if key not in _saved:
+        _save(folder, family, seed, with_template, sizes)
+        _saved[key] = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _saved[key].items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+_saved: dict[str, dict[str, bytes]] = {}  # files of checkpoints that this process has made
+
+
+def _save(folder: Path, family: str, seed: int, with_template: bool, sizes: dict[str, object]) -> None:
     torch.manual_seed(seed)
     model_class, config_class, changes = _FAMILIES[family]
     model = model_class(config_class(**(_SIZES | changes | sizes)))
@@ -118,7 +132,6 @@ def save_checkpoint(
             torch.nn.init.normal_(parameter, std=0.1)
     model.eval().save_pretrained(folder)
     save_tokenizer(folder, with_template)
-    return folder
 
 
 class Checkpoints(dict[str, Path]):

@@ -2,8 +2,8 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -85,20 +85,23 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def executor() -> ScriptedExecutor:
-    """Executor that writes "yes" unless a test sets other answers."""
-    return ScriptedExecutor()
-
-
-@pytest.fixture
-def server(executor: ScriptedExecutor, tmp_path: Path) -> Iterator[RunningServer]:
-    engine = make_engine(executor, num_blocks=4096, context_tokens=20_000, template=TEMPLATE)
-    with running(engine, data_folder=tmp_path, mount=mount) as server:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    engine = make_engine(ScriptedExecutor(), num_blocks=4096, context_tokens=20_000, template=TEMPLATE)
+    with running(engine, data_folder=tmp_path_factory.mktemp("data"), mount=mount) as server:
         yield server
 
 
 @pytest.fixture
+def executor(server: RunningServer) -> ScriptedExecutor:
+    """Executor of the server; it writes "yes" unless a test sets other answers."""
+    executor: ScriptedExecutor = server.engine._iterations.executor
+    executor.answers, executor.steps = ["yes"], threading.Semaphore(0)
+    executor.open.set()
+    return executor
+
+
+@pytest.fixture(scope="module")
 def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
     """Open a page at an address, in its own browser context; assert at the end that it had no errors."""
     opened: list[ChatPage] = []
@@ -115,6 +118,17 @@ def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
         assert chat.hosts == {"127.0.0.1"}
 
 
-@pytest.fixture
-def chat(server: RunningServer, new_page: Callable[..., ChatPage]) -> ChatPage:
+@pytest.fixture(scope="module")
+def _page(server: RunningServer, new_page: Callable[..., ChatPage]) -> ChatPage:
     return new_page(server.url)
+
+
+@pytest.fixture
+def chat(_page: ChatPage, server: RunningServer, executor: ScriptedExecutor) -> ChatPage:
+    """The page that a module's tests share, with a new chat: a load costs seconds."""
+    if not _page.page.locator("#new-chat").is_visible():
+        _page.open(server.url)
+    _page.page.locator("#new-chat").click()
+    expect(_page.questions).to_have_count(0)
+    expect(_page.box).to_be_editable()
+    return _page

@@ -1,5 +1,6 @@
 """The Models and Self-test views in a real browser: a real loader, a local hub, a stand-in for the bench."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,23 +30,34 @@ print(json.dumps({"share": 0.5, "what": "reading memory"}), file=sys.stderr, flu
 while not (folder.parent / "go").exists():
     time.sleep(0.05)
 folder.mkdir(parents=True)
-(folder / "report.html").write_text("<h1>It went well</h1>")
+(folder / "report.html").write_text("<h1>It went well</h1><script>parent.hacked = 1</script>")
 report = {"started": "2026-11-22T20:15:00", "suites": [{"suite": "hardware"}], "interrupted": None}
 (folder / "report.json").write_text(json.dumps(report))
 """
 
 
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    data = tmp_path / "data"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch, serving(folder, monkeypatch) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    data = folder / "data"
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(data))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
-    remote = save_checkpoint(tmp_path / "remote", "llama")
-    save_checkpoint(tmp_path / "mine" / "torn", "llama")
-    (tmp_path / "mine" / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)
+    remote = save_checkpoint(folder / "remote", "llama")
+    save_checkpoint(folder / "mine" / "torn", "llama")
+    (folder / "mine" / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)
     options = EngineOptions(device="cpu", gpu_cache_tokens=2048, cpu_cache_tokens=2048, policy="gpu-only")
-    loader = ModelLoader(Catalogue([own_folder(), tmp_path / "mine"]), options)
+    loader = ModelLoader(Catalogue([own_folder(), folder / "mine"]), options)
     app = create_app(ModelHost(load=loader, name=BUILTIN_NAME), data_folder=data, loader=loader)
     files = {file.name: file.read_bytes() for file in remote.iterdir()}
     with serve_hub(FakeHub({"org/tiny": files})) as hub:
@@ -58,12 +70,16 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
             yield address
 
 
+@pytest.fixture(scope="module")
+def chat(url: str, new_page: Callable[..., ChatPage]) -> ChatPage:
+    return new_page(url)
+
+
 def card(chat: ChatPage, name: str) -> Locator:
     return chat.page.locator(f'#models [data-model="{name}"]')
 
 
-def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[..., ChatPage]) -> None:
-    chat = new_page(url)
+def test_models_are_pulled_loaded_and_unloaded(url: str, chat: ChatPage) -> None:
     offer = chat.page.locator("#model-line").get_by_role("button", name="Get ")
     expect(offer).to_be_visible()  # only the built-in model can be run
     chat.page.goto(f"{url}/models")
@@ -84,13 +100,12 @@ def test_models_are_pulled_loaded_and_unloaded(url: str, new_page: Callable[...,
     expect(offer).to_have_count(0)
 
 
-def test_the_self_test_shows_its_progress_and_its_report(
-    url: str, new_page: Callable[..., ChatPage], tmp_path: Path
-) -> None:
-    chat = new_page(url)
+def test_the_self_test_shows_its_progress_and_its_report(url: str, chat: ChatPage, folder: Path) -> None:
+    """The report is shown in a frame without scripts."""
     chat.page.goto(f"{url}/self-test")
     chat.page.get_by_role("button", name="Start").click()
     expect(chat.page.locator("#selftest")).to_contain_text("reading memory")
-    (tmp_path / "data" / "selftest" / "go").touch()
+    (folder / "data" / "selftest" / "go").touch()
     chat.page.get_by_role("button", name="2026-11-22").click()
     expect(chat.page.frame_locator("#report iframe").get_by_role("heading")).to_have_text("It went well")
+    assert chat.page.evaluate("window.hacked") is None

@@ -59,7 +59,7 @@ def test_the_engine_view_shows_who_is_served_and_costs_nothing_when_left(
     expect(chat.page.locator("#models")).to_contain_text("One model is loaded at a time")
     eventually(lambda: not server.app.state.page.news._followers.get("nobody"))
     before = looked
-    chat.page.wait_for_timeout(2500)
+    chat.page.wait_for_timeout(1500)
     assert looked <= before + 1
 
 
@@ -74,22 +74,11 @@ def test_an_idle_page_runs_no_timer_at_each_frame(chat: ChatPage) -> None:
     asked = 0
     for _ in range(10):  # the first frames belong to the load
         before = chat.page.evaluate("window.frames_asked")
-        chat.page.wait_for_timeout(2000)
+        chat.page.wait_for_timeout(1000)
         asked = chat.page.evaluate("window.frames_asked") - before
-        if asked < 20:
+        if asked < 10:
             break
-    assert asked < 20
-
-
-def test_a_report_is_shown_in_a_frame_without_scripts(chat: ChatPage, server: RunningServer) -> None:
-    folder = server.app.state.page.selftest._folder / "2026-01-01-000000"
-    folder.mkdir(parents=True)
-    (folder / "report.html").write_text("<h1>It went well</h1><script>parent.hacked = 1</script>")
-    chat.page.goto(f"{server.url}/self-test")
-    chat.page.get_by_role("button", name="2026-01-01").click()
-    frame = chat.page.frame_locator("#report iframe")
-    expect(frame.get_by_role("heading")).to_have_text("It went well")
-    assert chat.page.evaluate("window.hacked") is None
+    assert asked < 10
 
 
 def test_the_key_is_asked_for(
