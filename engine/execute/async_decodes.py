@@ -16,19 +16,27 @@ There are two sets of buffers: an async step reads the set that the last one wro
 the model runner can repeat a failed async step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.async_buffers import AsyncBuffers
+from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
+from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.host import HostBatch, OffloadBuffers, padded_block_tables
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.workspace import Memory
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.models.stages import Stages
-from neo_desktop.models.state import State
+from neo_desktop.native.relay import empty_flags
+
+NO_BLOCKS = IntArray().view()
 
 
 @dataclass
@@ -36,20 +44,13 @@ class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        rows: Rows in the sub-batch, padding included.
-        memory: The buffers that persist between async steps.
-        state: The sub-batch's state.
-        positions: [layers, rows] int32, on the device: token positions at each stage but the last.
         batches: One batch per tier, all with the same slots.
-        old: Index of the set to read.
+        old: Index of the set of buffers to read.
     """
 
-    rows: slice
-    memory: AsyncBuffers
+    memory: Memory
+    buffers: "AsyncBuffers"
     stages: Stages
-    state: State
-    positions: Tensor
-    index: int
     batches: Sequence[HostBatch]
     old: int
 
@@ -59,33 +60,112 @@ class AsyncDecodes(Attender):
 
     @property
     def _count(self) -> int:
-        return self.positions.shape[1]
+        return self.memory.rows.async_decodes
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
         """Save the decodes that passed a stage, and load the decodes of the next stage."""
-        stage = Stage("async q, k, v", layer, self.index, self._count)
+        stage = Stage("async q, k, v", layer, self.memory.index, self._count)
         sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
         for batch in self.batches:
             launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
-        stage = Stage("async o", layer, self.index, self._count)
+        stage = Stage("async o", layer, self.memory.index, self._count)
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
     def commit(self) -> None:
-        self.memory.end_turn()
+        self.buffers.end_turn()
 
     def _send(self, layer: int) -> None:
-        target = self.memory.qkv[layer, : self._count]
-        target.copy_(self.state.qkv[self.rows].view(target.shape), non_blocking=True)
+        target = self.buffers.qkv[layer, : self._count]
+        rows = self.memory.state.qkv[self.memory.rows.async_slice]
+        target.copy_(rows.view(target.shape), non_blocking=True)
 
     def _exchange(self, layer: int) -> None:
-        state, memory, rows, count = self.state, self.memory, self.rows, self._count
-        memory.waiting[1 - self.old, layer, :count].copy_(state.residual[rows])
-        state.residual[rows].copy_(memory.waiting[self.old, layer, :count])
-        state.attention[rows].copy_(memory.out[self.old, layer, :count], non_blocking=True)
+        state, rows, count = self.memory.state, self.memory.rows.async_slice, self._count
+        buffers, positions = self.buffers, self.memory.inputs.async_positions
+        buffers.waiting[1 - self.old, layer, :count].copy_(state.residual[rows])
+        state.residual[rows].copy_(buffers.waiting[self.old, layer, :count])
+        state.attention[rows].copy_(buffers.out[self.old, layer, :count], non_blocking=True)
         if layer == 0:  # rotations for every layer at once
-            positions = self.positions.flatten()
-            self.stages.rotate(positions, memory.cos[: len(positions)], memory.sin[: len(positions)])
-        if layer + 1 < len(self.positions):
+            tokens = positions.numel()
+            self.stages.rotate(positions.flatten(), buffers.cos[:tokens], buffers.sin[:tokens])
+        if layer + 1 < len(positions):
             next_one = slice((layer + 1) * count, (layer + 2) * count)
-            state.cos[rows].copy_(memory.cos[next_one])
-            state.sin[rows].copy_(memory.sin[next_one])
+            state.cos[rows].copy_(buffers.cos[next_one])
+            state.sin[rows].copy_(buffers.sin[next_one])
+
+
+class AsyncBuffers:
+    """Makes `AsyncDecodes`, and owns their state between async steps and their offload buffers."""
+
+    def __init__(self, stages: Stages, storage: KVStorage) -> None:
+        self._stages, self._storage = stages, storage
+        self._tiers = [tier for tier in storage.tiers if tier.host_attends]
+        config, dtype, device = stages.config, stages.decoder.dtype, stages.decoder.device
+        layers, heads, head_dim = config.num_layers, config.num_heads, config.head_dim
+        slots = layers, MAX_ASYNC_DECODES if self._tiers else 0
+        qkv, out = (*slots, heads + 2 * config.num_kv_heads, head_dim), (2, *slots, heads, head_dim)
+        # [set, layer of the next attention, slot]: the hidden states before that attention.
+        self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
+        self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
+        self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
+        self.flags = {
+            tier: host_memory(lambda pin: empty_flags(layers, pinned=pin), device) for tier in self._tiers
+        }
+        rotations = layers * slots[1], 1, config.rotation_width
+        self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
+        self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
+        self.newest = 0  # index of the set that the last async step wrote
+
+    @property
+    def on_host(self) -> tuple[Tensor, ...]:
+        """The host tensors that graphs copy from and to."""
+        return (self.qkv, self.out, *self.flags.values()) if self._tiers else ()
+
+    def end_turn(self) -> None:
+        """Swap the two sets after a successful async step: the next step reads what this one wrote."""
+        self.newest = 1 - self.newest
+
+    def check(self, plan: IterationPlan) -> None:
+        """Raise ValueError if a plan's async decodes are invalid."""
+        if not plan.async_decodes:
+            return
+        num_stages, slots = self._stages.config.num_layers + 1, len(plan.async_decodes[0])
+        if len(plan.async_decodes) != num_stages or not 1 <= slots <= MAX_ASYNC_DECODES:
+            raise ValueError(
+                f"async decodes stand at {len(plan.async_decodes)} stages in {slots} slots; expected "
+                f"{num_stages} stages and at most {MAX_ASYNC_DECODES} slots"
+            )
+        for sequence in plan.async_sequences:
+            if not sequence.is_decode or sequence.tier not in self._tiers:
+                raise ValueError(
+                    f"{sequence.request_id} is in the async decodes, but is no decode with attention on the "
+                    "CPU or a worker"
+                )
+
+    def attenders(self, memory: Memory, members: BatchMembers) -> Iterator[Attender]:
+        """Yield the async decodes of sub-batch 0, if any."""
+        if not members.async_decodes:
+            return
+        async_groups, count = members.async_decodes[:-1], memory.rows.async_decodes
+        shape = len(async_groups), len(async_groups[0])
+        sequences = [sequence for group in async_groups for sequence in group]
+        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in sequences])
+        lens = torch.tensor([0 if s is None else s.context_len for s in sequences], dtype=torch.int32)
+        batches = []
+        # Every tier gets a batch, since equal graphs raise the same flags. An empty CPU-cache stays empty.
+        for tier, flags in self.flags.items():
+            if tier.cpu_attends and not self._storage[tier].num_blocks:
+                continue
+            is_here = torch.tensor([s is not None and s.tier == tier for s in sequences])
+            batches.append(
+                HostBatch(
+                    tier,
+                    self._storage[tier],
+                    self._stages.config,
+                    memory.index,
+                    OffloadBuffers(self.qkv[:, :count], self.out[1 - self.newest, :, :count], flags),
+                    tables.view(*shape, tables.shape[1]),
+                    (lens * is_here).view(shape),
+                )
+            )
+        yield AsyncDecodes(memory, self, self._stages, batches, self.newest)

@@ -4,19 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import suits_graphs
-from neo_desktop.engine.execute.async_decodes import AsyncDecodes
+from neo_desktop.engine.execute.async_decodes import AsyncBuffers
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.decodes import DeviceDecodes, OffloadedDecodes
-from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.decodes import DecodeOffload, DeviceDecodes
 from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.moves import Moves
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
@@ -39,8 +38,7 @@ from neo_desktop.engine.execute.streamed import (
 )
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.transfers import TransferMemory
-from neo_desktop.engine.execute.workspace import BatchMemory, Memory, OffloadBuffers, Workspace
-from neo_desktop.engine.int_array import IntArray, IntView
+from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.streamed import BlockRun, StreamedPool
 from neo_desktop.engine.kv_tier import KVTier
@@ -48,7 +46,6 @@ from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
 NOWHERE: Mapping[str, int] = {}
-NO_BLOCKS = IntArray().view()
 
 
 class ProgramBuilder:
@@ -75,7 +72,14 @@ class ProgramBuilder:
         self._swaps: PrefetchBuffers | None = None
         if self._streamed is not None:
             self._swaps = PrefetchBuffers(self._streamed, decodes, self._model.dtype, self._model.device)
-        on_host = () if self._swaps is None else self._swaps.on_host
+        self._offload = DecodeOffload(stages, storage, decodes)
+        self._async = AsyncBuffers(stages, storage)
+        # Offloaded matrices and their buffers; None: the model has none.
+        self.products: OffloadedMatmuls | None = None
+        if self._model.has_splits:
+            self.products = OffloadedMatmuls(stages, (decodes + MAX_ASYNC_DECODES, decodes))
+        owners = (self._swaps, self._offload, self._async, self.products)
+        on_host = [tensor for owner in owners if owner is not None for tensor in owner.on_host]
         # True if graphs can use the builder's host buffers; see `Workspace`.
         self.fits_graphs = suits_graphs(on_host, self._model.device)
 
@@ -93,7 +97,7 @@ class ProgramBuilder:
             KeyError: The row of an unknown token is missing.
         """
         tiers = self._storage.tiers
-        self._check_async(plan)
+        self._async.check(plan)
         members = BatchMembers.of_all(plan, tiers)
         graph_key = GraphKey.of(plan, members, tiers, self._storage.block_size)
         blocks = np.unique(streamed_blocks(plan, self._storage.block_size))
@@ -125,7 +129,9 @@ class ProgramBuilder:
             asked = []  # the rank with the output head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         shared = [moves] if stream is None else [moves, stream]
-        return Program(self._stages, self._workspace, memory, passes, shared, outputs, chooses=chooses)
+        return Program(
+            self._stages, self._workspace, memory, passes, shared, self.products, outputs, chooses=chooses
+        )
 
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
@@ -134,7 +140,9 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         stream = None if self._swaps is None else self._swaps.stream((), moves)
         passes = [self._pass(part, no_members, (), stream=stream) for part in memory.parts]
-        return Program(self._stages, self._workspace, memory, passes, [moves], outputs, chooses=True)
+        return Program(
+            self._stages, self._workspace, memory, passes, [moves], self.products, outputs, chooses=True
+        )
 
     def _prefetch_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None, moves: Moves
@@ -165,12 +173,13 @@ class ProgramBuilder:
         memory.state.recurrent = recurrent_batch(self._storage.states, memory, members)
         if memory.table is not None:
             self._find_tokens(memory, members, rows_of_tokens)
-        split, num_layers = self._workspace.split, self._model.config.num_layers
+        products, layers = self.products, range(self._model.config.num_layers)
         images = ImageInputs.of(members.placed(memory.rows), self._stages)
-        attenders = self._offloaded_decodes(memory, members)
-        if members.async_decodes:
-            attenders.append(self._async_decodes(memory, members))
-        attenders += self._device_decodes(memory, members, stream)
+        attenders = [
+            *self._offload.attenders(memory, members),
+            *self._async.attenders(memory, members),
+            *self._device_decodes(memory, members, stream),
+        ]
         if members.prompts:
             prompts = self._prompts(memory, members, stream)
             attenders.append(PromptAttention(self._stages, memory, prompts))
@@ -180,28 +189,9 @@ class ProgramBuilder:
             self._stages.embed if images is None else images.embed,
             partial(self._store, memory),
             last_rows,
-            None if split is None else split.of_rows(memory.index, memory.rows.count, range(num_layers)),
+            None if products is None else products.of_rows(memory.index, memory.rows.count, layers),
             images is None and not (members.prompts and self._model.config.state_shapes),
         )
-
-    def _offloaded_decodes(self, memory: Memory, members: BatchMembers) -> list[Attender]:
-        """Return the decodes with attention on the CPU or workers, by tier."""
-        attenders: list[Attender] = []
-        for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
-            offload_buffers = memory.offload_buffers[index]
-            if offload_buffers is None or not memory.rows.decodes[index]:
-                continue
-            batch = HostBatch(
-                tier,
-                self._storage[tier],
-                self._model.config,
-                memory.index,
-                offload_buffers,
-                torch.from_numpy(padded_block_tables([s.block_table for s in sequences])),
-                torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
-            )
-            attenders.append(OffloadedDecodes(memory, memory.rows.decodes_of(index), batch))
-        return attenders
 
     def _device_decodes(
         self, memory: Memory, members: BatchMembers, stream: PrefetchStream | None
@@ -210,7 +200,7 @@ class ProgramBuilder:
         inputs, first = memory.inputs, 0
         for index, tier in enumerate(self._storage.tiers):
             count = memory.rows.decodes[index]
-            if memory.offload_buffers[index] is not None or not count:
+            if tier.host_attends or not count:
                 continue
             rows = slice(first, first + count)
             first += count
@@ -229,53 +219,6 @@ class ProgramBuilder:
                 yield StreamedDecodes(*given, stream, self._new_rows(memory, index, members))
             else:
                 yield DeviceDecodes(*given)
-
-    def _async_decodes(self, memory: Memory, members: BatchMembers) -> AsyncDecodes:
-        """Return the async decodes of sub-batch 0."""
-        kept, rows, async_groups = self._workspace.async_decodes, memory.rows, members.async_decodes[:-1]
-        assert kept is not None  # the async decodes were checked
-        count, old, shape = rows.async_decodes, kept.newest, (len(async_groups), len(async_groups[0]))
-        sequences = [sequence for group in async_groups for sequence in group]
-        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in sequences])
-        lens = torch.tensor([0 if s is None else s.context_len for s in sequences], dtype=torch.int32)
-        batches = []
-        # Every tier gets a batch, since equal graphs raise the same flags. An empty CPU-cache stays empty.
-        for tier, flags in kept.flags.items():
-            if tier.cpu_attends and not self._storage[tier].num_blocks:
-                continue
-            is_here = torch.tensor([s is not None and s.tier == tier for s in sequences])
-            batches.append(
-                HostBatch(
-                    tier,
-                    self._storage[tier],
-                    self._model.config,
-                    memory.index,
-                    OffloadBuffers(kept.qkv[:, :count], kept.out[1 - old, :, :count], flags),
-                    torch.from_numpy(tables).view(*shape, tables.shape[1]),
-                    (lens * is_here).view(shape),
-                )
-            )
-        positions = memory.inputs.async_positions
-        return AsyncDecodes(
-            rows.async_slice, kept, self._stages, memory.state, positions, memory.index, batches, old
-        )
-
-    def _check_async(self, plan: IterationPlan) -> None:
-        if not plan.async_decodes:
-            return
-        num_stages, slots = self._model.config.num_layers + 1, len(plan.async_decodes[0])
-        if len(plan.async_decodes) != num_stages or not 1 <= slots <= MAX_ASYNC_DECODES:
-            raise ValueError(
-                f"async decodes stand at {len(plan.async_decodes)} stages in {slots} slots; expected "
-                f"{num_stages} stages and at most {MAX_ASYNC_DECODES} slots"
-            )
-        attended = [tier for tier in self._storage.tiers if tier.host_attends]
-        for sequence in plan.async_sequences:
-            if not sequence.is_decode or sequence.tier not in attended:
-                raise ValueError(
-                    f"{sequence.request_id} is in the async decodes, but is no decode with attention on the "
-                    "CPU or a worker"
-                )
 
     def _new_rows(self, memory: Memory, tier: int, members: BatchMembers) -> NewRows:
         """Return the buffer for new rows of a sub-batch's streamed decodes."""
@@ -365,14 +308,6 @@ def decode_slot(sequence: ScheduledSequence, block_size: int) -> int:
 def num_last_rows(sequence: ScheduledSequence) -> int:
     """Return the number of a sequence's tokens that need a hidden state after the last layer."""
     return sequence.num_pooled or int(sequence.sampling is not None)
-
-
-def padded_block_tables(tables: Sequence[IntView]) -> NDArray[np.int32]:
-    """Combine block tables into one array, [sequences, blocks of the longest]."""
-    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded
 
 
 def _pools(plan: IterationPlan) -> bool:

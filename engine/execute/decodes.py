@@ -1,19 +1,23 @@
 """Attention of decodes: on the device, or on the CPU and workers in parallel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.host import HostBatch, OffloadBuffers, padded_block_tables
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.kv.layer import Partials
-from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.models.stages import Stages
+from neo_desktop.native.relay import empty_flags
 
 
 @dataclass
@@ -46,6 +50,55 @@ class OffloadedDecodes(Attender):
         arrived = launcher.run(Lane.TO_DEVICE, stage, bring, (self.attended,))
         self.attended = None
         return (arrived,)
+
+
+class DecodeOffload:
+    """Makes `OffloadedDecodes`, and owns their permanent buffers.
+
+    Args:
+        decodes: Most decodes of a tier in a sub-batch that graphs contain; more get their own buffers.
+    """
+
+    def __init__(self, stages: Stages, storage: KVStorage, decodes: int) -> None:
+        self._model, self._storage = stages.decoder, storage
+        self._kept = {
+            tier: [self._buffers(decodes) for _ in range(2)] for tier in storage.tiers if tier.host_attends
+        }
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """The host tensors that graphs copy from and to."""
+        kept = [each for both in self._kept.values() for each in both]
+        return [tensor for each in kept for tensor in (each.qkv, each.out, each.flags)]
+
+    def attenders(self, memory: Memory, members: BatchMembers) -> Iterator[Attender]:
+        """Yield the decodes of a sub-batch with attention on the CPU or workers, by tier."""
+        for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
+            count = memory.rows.decodes[index]
+            if not count or not tier.host_attends:
+                continue
+            kept = self._kept[tier][memory.index]
+            buffers = kept if count <= len(kept.qkv) else self._buffers(count)
+            batch = HostBatch(
+                tier,
+                self._storage[tier],
+                self._model.config,
+                memory.index,
+                OffloadBuffers(buffers.qkv[:count], buffers.out[:count], buffers.flags),
+                padded_block_tables([s.block_table for s in sequences]),
+                torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
+            )
+            yield OffloadedDecodes(memory, memory.rows.decodes_of(index), batch)
+
+    def _buffers(self, rows: int) -> OffloadBuffers:
+        config, dtype, device = self._model.config, self._model.dtype, self._model.device
+        heads, head_dim = config.num_heads, config.head_dim
+        qkv, out = (rows, heads + 2 * config.num_kv_heads, head_dim), (rows, heads, head_dim)
+        return OffloadBuffers(
+            host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device),
+            host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device),
+            host_memory(lambda pin: empty_flags(config.num_layers, pinned=pin), device),
+        )
 
 
 @dataclass

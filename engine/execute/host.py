@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.worker_relay import WorkerRelay
-from neo_desktop.engine.execute.workspace import OffloadBuffers
+from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
@@ -30,6 +31,18 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import Relay, RelayBatch, RelayItem, RelayStalledError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadBuffers:
+    """Host buffers between a sub-batch and the CPU for a layer's q, k, v and attention output.
+
+    The buffers of async decodes have a leading dimension of layers.
+    """
+
+    qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
+    out: Tensor  # [decodes, heads, head_dim]
+    flags: Tensor  # see `native.relay.empty_flags`
 
 
 @dataclass
@@ -284,3 +297,11 @@ class _UnderWay(NamedTuple):
 def _num_raised(flags: Sequence[Tensor]) -> int:
     """Return the number of flags raised by the GPU and the CPU."""
     return sum(int(each.sum()) for each in flags)
+
+
+def padded_block_tables(tables: Sequence[IntView]) -> Tensor:
+    """Combine block tables into one, [sequences, blocks of the longest] int32."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return torch.from_numpy(padded)

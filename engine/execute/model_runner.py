@@ -129,7 +129,7 @@ class ModelRunner(Executor):
         If the timeline records an iteration, its spans must be read before the next iteration starts.
         """
         is_recorded = self._timeline is not None and self._timeline.is_recording_next
-        is_possible = self._tries_graphs and self._workspace.split is None
+        is_possible = self._tries_graphs and self._builder.products is None
         return is_possible and bool(self._rows_of_tokens) and not self._void and not is_recorded
 
     def warm_up(self) -> None:

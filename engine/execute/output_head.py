@@ -11,7 +11,7 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.linears import Linears
-from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
@@ -36,6 +36,7 @@ class OutputHead:
         stages: Stages,
         workspace: Workspace,
         passes: Sequence[SubBatchPass],
+        products: OffloadedMatmuls | None,
         outputs: Outputs,
         *,
         chooses: bool,
@@ -49,7 +50,7 @@ class OutputHead:
         # Recurrent layers after the last attention need all rows.
         self._takes_all = chooses or stages.ends_with_states
         # The output head's offloaded matmuls, in the device's order.
-        self.products = self._offloaded_passes()
+        self.products = self._offloaded_passes(products)
         self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
 
     @property
@@ -75,8 +76,8 @@ class OutputHead:
             stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self._outputs.count)
             build.add_work(stage, self._sample, is_fixed=False)
 
-    def _offloaded_passes(self) -> list[OffloadedPass]:
-        products, turns = self._workspace.split, range(self._config.num_layers, self._config.num_layers + 1)
+    def _offloaded_passes(self, products: OffloadedMatmuls | None) -> list[OffloadedPass]:
+        turns = range(self._config.num_layers, self._config.num_layers + 1)
         if products is None:
             return []
         if self._takes_all:

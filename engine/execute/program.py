@@ -40,6 +40,7 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import GraphKey
 from neo_desktop.engine.execute.linears import Linears
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import Part, PartBuilder
@@ -57,6 +58,7 @@ class Program:
         workspace: Working memory.
         memory: The iteration's part of the working memory.
         shared: Copies of KV for both sub-batches.
+        products: The model's offloaded matrices; None: it has none.
         outputs: The requested outputs.
         chooses: True if the last part chooses the most probable token of every row.
     """
@@ -68,6 +70,7 @@ class Program:
         memory: BatchMemory,
         passes: Sequence[SubBatchPass],
         shared: Sequence[Attender],
+        products: OffloadedMatmuls | None,
         outputs: Outputs,
         *,
         chooses: bool,
@@ -82,14 +85,14 @@ class Program:
         self._chooses = chooses
         # True if the fixed parts can be graphs.
         self.is_fixed = memory.is_fixed and stages.writes_in_place and all(each.is_fixed for each in passes)
-        self._ending = OutputHead(stages, workspace, self._passes, outputs, chooses=chooses)
+        self._ending = OutputHead(stages, workspace, self._passes, products, outputs, chooses=chooses)
         self._stream = None
-        if workspace.split is not None:
-            products = [each.products for each in passes if each.products is not None]
-            self._stream = workspace.split.stream(
+        if products is not None:
+            of_layers = [each.products for each in passes if each.products is not None]
+            self._stream = products.stream(
                 piece
                 for index in range(self._num_layers + 1)
-                for each in (*products, *self._ending.products)
+                for each in (*of_layers, *self._ending.products)
                 for piece in each.pieces(index)
             )
         # Ranks cut their stages at all-reduces, which only pays with graphs.

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
 from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
-from neo_desktop.engine.execute.async_buffers import AsyncBuffers
 from neo_desktop.engine.execute.layout import Capacity, GraphKey, Rows
-from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
-from neo_desktop.native.relay import empty_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +37,6 @@ class InputBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadBuffers:
-    """Host buffers between a sub-batch and the CPU for a layer's q, k, v and attention output.
-
-    The buffers of async decodes have a leading dimension of layers.
-    """
-
-    qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
-    out: Tensor  # [decodes, heads, head_dim]
-    flags: Tensor  # see `native.relay.empty_flags`
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """Working memory of one sub-batch."""
 
@@ -63,7 +48,6 @@ class Memory:
     first_source: int  # index of this sub-batch's first `token_ids` in the table
     token_ids: Tensor  # [rows] int32, the tokens to embed
     state: State
-    offload_buffers: tuple[OffloadBuffers | None, ...]  # per tier; None: the device attends
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +111,6 @@ class Workspace:
         self._table = torch.zeros(rows + num_ints if self._is_staged else 0, dtype=torch.int32, device=device)
         self.latest = self._table[:rows]
         self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
-        self._offload_buffers = [
-            [self._new_offload_buffers(decodes) if tier.host_attends else None for tier in tiers]
-            for _ in range(2)
-        ]
-        # Buffers of async decodes; None: every tier is attended to on the device.
-        self.async_decodes: AsyncBuffers | None = None
-        if at_host := [tier for tier in tiers if tier.host_attends]:
-            self.async_decodes = AsyncBuffers(config, dtype, device, at_host)
-        # Buffers of offloaded matmuls; None: the model has no offloaded matrices.
-        self.split: OffloadedMatmuls | None = None
-        if model.has_splits:
-            self.split = OffloadedMatmuls(stages, (decodes + MAX_ASYNC_DECODES, decodes))
         # Split contexts have at most as many splits as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
@@ -149,12 +121,7 @@ class Workspace:
         # Per row, the most probable token or `sampler.NO_TOKEN`.
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         # True if graphs can use the memory: their host tensors must be pinned.
-        offload_buffers = [each for both in self._offload_buffers for each in both if each is not None]
-        on_host = [tensor for each in offload_buffers for tensor in (each.qkv, each.out, each.flags)]
-        on_host += self._staged
-        on_host += () if self.async_decodes is None else self.async_decodes.on_host
-        on_host += () if self.split is None else self.split.on_host
-        self.fits_graphs = suits_graphs(on_host, device)
+        self.fits_graphs = suits_graphs(self._staged, device)
         self._known: dict[tuple[GraphKey, int], BatchMemory] = {}
 
     def memory(self, graph_key: GraphKey) -> BatchMemory:
@@ -235,7 +202,6 @@ class Workspace:
                     first_source=self._graph_rows + begin,
                     token_ids=self._tokens_of(first_row, rows.count, ints[begin : begin + rows.count]),
                     state=self._state(index, rows.count),
-                    offload_buffers=self._offload_views(index, rows),
                 )
             )
             begin += sum(map(math.prod, each))
@@ -254,26 +220,6 @@ class Workspace:
             return self._states[index].first(rows)
         scratch = Scratch.empty(self._config, rows, self._dtype, self._device)
         return State.empty(self._config, rows, self._dtype, self._device, scratch)
-
-    def _new_offload_buffers(self, rows: int) -> OffloadBuffers:
-        config, dtype = self._config, self._dtype
-        heads, head_dim = config.num_heads, config.head_dim
-        qkv, out = (rows, heads + 2 * config.num_kv_heads, head_dim), (rows, heads, head_dim)
-        return OffloadBuffers(
-            host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), self._device),
-            host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), self._device),
-            host_memory(lambda pin: empty_flags(config.num_layers, pinned=pin), self._device),
-        )
-
-    def _offload_views(self, index: int, rows: Rows) -> tuple[OffloadBuffers | None, ...]:
-        views: list[OffloadBuffers | None] = []
-        for count, kept in zip(rows.decodes, self._offload_buffers[index], strict=True):
-            if kept is None:
-                views.append(None)
-                continue
-            whole = kept if count <= len(kept.qkv) else self._new_offload_buffers(count)
-            views.append(OffloadBuffers(whole.qkv[:count], whole.out[:count], whole.flags))
-        return tuple(views)
 
 
 def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, num_programs: int) -> int:

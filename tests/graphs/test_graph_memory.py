@@ -19,10 +19,12 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.execute.async_decodes import AsyncBuffers
 from neo_desktop.engine.execute.layout import BatchMembers, Capacity, GraphKey
 from neo_desktop.engine.execute.workspace import Workspace, device_bytes
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch, in_torch
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
@@ -123,7 +125,8 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
         tensors += [workspace._table, workspace._token_ids, workspace.tokens]
         tensors += [workspace.last_hidden, workspace.logits]
         tensors += [workspace._partial_out, workspace._partial_lse]
-        assert workspace.async_decodes is not None
-        tensors += [workspace.async_decodes.waiting, workspace.async_decodes.cos, workspace.async_decodes.sin]
+        pools = {tier: KVPool(config, 1, 16, torch.float16, model.device) for tier in MEASURED_TIERS}
+        async_buffers = AsyncBuffers(Stages(model), KVStorage(pools))
+        tensors += [async_buffers.waiting, async_buffers.cos, async_buffers.sin]
         taken = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
         assert taken == pytest.approx(device_bytes(config, torch.float16, capacity, 32), rel=0.1)
