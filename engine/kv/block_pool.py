@@ -82,7 +82,6 @@ class BlockPool:
 
     @property
     def num_used_blocks(self) -> int:
-        """Number of blocks with a reference."""
         return self.num_blocks - self.num_free_blocks - len(self._withheld)
 
     @property
@@ -91,10 +90,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, after: int | None = None) -> int:
-        """Allocate a block, whose content is undefined.
-
-        Args:
-            after: The preferred predecessor in memory.
+        """Allocate a block, whose content is undefined; `after` is its preferred predecessor in memory.
 
         Raises:
             MemoryError: No block is free; callers check `num_free_blocks` first.
@@ -109,8 +105,7 @@ class BlockPool:
     def set_limit(self, limit: int) -> bool:
         """Stop allocating blocks at or above `limit`; used ones stay with their owners.
 
-        Args:
-            limit: `num_blocks`, or a smaller multiple of BLOCKS_PER_RUN.
+        `limit` is `num_blocks`, or a smaller multiple of BLOCKS_PER_RUN.
 
         Returns:
             True if no block at or above the limit is used.
@@ -136,7 +131,6 @@ class BlockPool:
         return not self.is_used_from(limit)
 
     def is_used_from(self, begin: int) -> bool:
-        """Return True if a block from `begin` on is used."""
         return any(self._num_references[begin:])
 
     def _choose(self, after: int | None) -> int:
@@ -170,7 +164,6 @@ class BlockPool:
         return range(run * BLOCKS_PER_RUN, min((run + 1) * BLOCKS_PER_RUN, self.num_blocks))
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """Return the block that holds this content, or None."""
         return self._block_of_hash.get(block_hash)
 
     def hash_of(self, block: int) -> BlockHash | None:
@@ -243,13 +236,10 @@ class BlockPool:
             self._idle_runs.move_to_end(run, last=not self._free.issuperset(self._blocks(run)))
 
     def check(self, num_owners: Sequence[int]) -> None:
-        """Check that no block is lost and none is owned twice.
+        """Assert that no block is lost and none is owned twice.
 
         Args:
             num_owners: `block -> number of block tables that hold it`, counted independently.
-
-        Raises:
-            AssertionError: An invariant is broken.
         """
         assert list(num_owners) == self._num_references, "reference counts differ from block tables"
         free, cached = self._free, set(self._cached)
