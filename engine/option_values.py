@@ -10,15 +10,10 @@ from typing import Any, cast
 
 
 def stated(name: str, kinds: tuple[type, ...], value: object, choices: tuple[str, ...] = ()) -> Any:
-    """Return a value in the type of its option.
+    """Return a value in one of the types of its option, which the error names.
 
     Args:
-        name: of the option, for the error.
-        kinds: types of the option, for example `(int, NoneType)`.
         choices: valid texts; `torch.float16` names "float16".
-
-    Raises:
-        ValueError: the value has another type.
     """
     if value is None and NoneType in kinds:
         return None

@@ -96,8 +96,7 @@ def cost_model_of(
 ) -> CorrectedCostModel | None:
     """Return the cost model of an engine; None: the policy does not need it.
 
-    Args:
-        tables: None: measured on this computer if needed.
+    Without `tables`, they are measured on this computer if needed.
     """
     decoder, storage = parts.model.decoder, parts.storage
     # A single tier needs no predictions, but offloaded weights are divided by the cost model.
@@ -122,7 +121,7 @@ def executor_of(parts: EngineParts, timeline: Timeline | None) -> Executor:
 
 
 def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None = None) -> ModelRunner:
-    """Build the model runner of this rank; see `build_executor`."""
+    """Build the model runner of this rank."""
     limits, model = parts.limits, parts.model
     sizes = limits.max_batch_tokens, limits.max_batch_requests
     return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
@@ -153,10 +152,6 @@ def with_workers(
     parts: EngineParts, options: EngineOptions, trust: Trust, resources: ExitStack
 ) -> EngineParts:
     """Connect an engine's parts to workers; retry unreachable ones in the background.
-
-    Args:
-        options: of the engine, with workers.
-        resources: closes the workers.
 
     Raises:
         ValueError: the heads cannot be divided among the workers.
@@ -207,7 +202,7 @@ def take_memory(
     On a GPU the largest iterations run first, and the remaining free memory is divided.
 
     Args:
-        tiers: KV tiers; None: the policy's.
+        tiers: None: the policy's.
         member: of the ranks that divide the model; None: a single rank.
 
     Raises:
