@@ -44,8 +44,7 @@ def any_json() -> str:
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
     """Return the grammar of JSON that satisfies a schema, in one line or indented.
 
-    Constraints that cannot be enforced are left out, unless `is_strict` rejects them: `json_schema.enforceable`
-    lists them.
+    Constraints that cannot be enforced are left out, or rejected if strict; `parsed_schema` lists them.
 
     Raises:
         SettingError: it is no JSON schema, is too long, or is unsupported.

@@ -302,8 +302,8 @@ def choose_dtype(
 
     On a GPU "auto" is the checkpoint's own dtype, or float16 instead of bfloat16 if the GPU has no bfloat16
     (Turing). On a CPU it is float32, which every CPU computes at full speed, unless float32 weights in this
-    form would take more than half of the available memory. If a model overflows in float16, it is bfloat16, or
-    float32 if the device has no bfloat16.
+    form would take more than half of the available memory. If a model overflows in float16, it is bfloat16,
+    or float32 if the device has no bfloat16.
 
     Raises:
         ValueError: unknown name, or the GPU lacks the dtype.

@@ -16,7 +16,7 @@ from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
-    """Make a tensor in host memory for copies from and to a device; pin it if a GPU copies and the system allows.
+    """Make a tensor in host memory for copies; pin it if a GPU copies and the system allows.
 
     Args:
         make: makes the tensor, pinned if its argument is True.

@@ -27,8 +27,8 @@ P = ParamSpec("P")
 def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = None) -> Callable[P, None]:
     """Return a function that calls a kernel in Triton or torch, depending on the mechanism's fallback level.
 
-    The Triton version has the same name and parameters as the torch version; its module in `in_triton` is named
-    like the mechanism unless given. The function raises RuntimeError if the GPU failed or ran out of memory.
+    The Triton version has the same name and parameters as the torch version. Its module in `in_triton` is
+    named like the mechanism, unless given. Raises RuntimeError if the GPU failed or ran out of memory.
     """
 
     @wraps(in_torch)

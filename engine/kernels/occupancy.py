@@ -50,7 +50,7 @@ PROGRAMS_ELSEWHERE = 4
 
 
 def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int) -> int | None:
-    """Return the number of a kernel's programs that fit on a multiprocessor, possibly 0; None: unknown limits.
+    """Return the programs of a kernel that fit on a multiprocessor, perhaps 0; None: unknown limits.
 
     Args:
         capability: Compute capability; 86 is 8.6.
