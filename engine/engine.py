@@ -34,11 +34,19 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
-from neo_desktop.engine.saved_kv import DiskFolder, disk_cache_of, disk_folder
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.schedule.speculation import Speculation
-from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
+from neo_desktop.engine.setup import (
+    MEASURING,
+    DiskFolder,
+    EngineParts,
+    cost_model_of,
+    disk_cache_of,
+    disk_folder,
+    executor_of,
+    set_up,
+)
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
