@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine import saved_kv
+from neo_desktop.engine import setup
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-        saved_kv.cache_folder = lambda name: Path(folder, name)
+        setup.cache_folder = lambda name: Path(folder, name)
         if options.chats == 1:
             restart(options, Path(folder))
         else:

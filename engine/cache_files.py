@@ -39,11 +39,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, data: Mapping[str, Any], trouble: str) -> bool:
-    """Write a file atomically; return False, with a warning, if that fails.
+    """Write a file atomically, and its folder; return False, with a warning, if that fails.
 
     Args:
-        path: its folder is created.
-        data: plain JSON values.
         trouble: consequence of a failure, for the warning.
     """
     temporary = None

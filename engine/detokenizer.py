@@ -26,8 +26,6 @@ class IncrementalText:
     never sees a part of one. Stop strings count only in the answer, not in thoughts and their delimiters.
 
     Args:
-        stream: decodes the output's tokens.
-        stop: strings that end the output.
         thoughts: position of thoughts in the output; None: the output is all answer.
     """
 

@@ -34,11 +34,19 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
-from neo_desktop.engine.saved_kv import DiskFolder, disk_cache_of, disk_folder
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.schedule.speculation import Speculation
-from neo_desktop.engine.setup import MEASURING, EngineParts, cost_model_of, executor_of, set_up
+from neo_desktop.engine.setup import (
+    MEASURING,
+    DiskFolder,
+    EngineParts,
+    cost_model_of,
+    disk_cache_of,
+    disk_folder,
+    executor_of,
+    set_up,
+)
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
@@ -106,10 +114,9 @@ class Engine:
         """Load a model and allocate its KV cache.
 
         Args:
-            model: a folder with a Hugging Face checkpoint, or "builtin".
-            options: the fields of `EngineOptions`, which documents them and has the defaults.
+            model: a folder with a Hugging Face checkpoint, a GGUF file, or "builtin".
             cost_model: see `from_options`.
-            progress: see `from_options`.
+            options: the fields of `EngineOptions`, which documents them.
 
         Raises:
             ModelError: the checkpoint cannot be used.
@@ -129,9 +136,8 @@ class Engine:
         """Make an engine from options; `from_pretrained` lists the errors raised.
 
         Args:
-            options: all options of the engine.
-            cost_model: the scheduler's cost model; None: measured on this computer at the first start with
-                this model, and cached on disk.
+            cost_model: of the scheduler; None: measured on this computer at the first start with this model,
+                and cached on disk.
             progress: reports the progress of loading and profiling.
         """
         # Before loading, find out what works here, and whether an earlier start crashed the process.
@@ -162,16 +168,11 @@ class Engine:
     ) -> Self:
         """Make an engine from a loaded model and the memory for the policy's tiers.
 
-        `close` releases the engine's references; the memory is free once no other references to the parts
-        exist. `from_options` describes the other arguments.
+        `close` releases the engine's references; the memory is free once no others exist.
 
         Args:
-            host_reserve_bytes: host memory left to other programs, see `HostReserve`; None: the caches keep
-                all.
+            host_reserve_bytes: host memory left to other programs; None: the caches keep all.
             disk_cache: folder for KV that leaves the caches; None: it is lost.
-
-        Raises:
-            ValueError: the policy is unknown.
         """
         with ExitStack() as resources:
             resources.push(parts.resources)
@@ -216,7 +217,7 @@ class Engine:
 
     @property
     def note(self) -> str | None:
-        """A note for the user about the GPU partition, or None."""
+        """A note for the user about the GPU partition."""
         return self.streams.note
 
     @property
@@ -226,7 +227,6 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True if a request has not finished."""
         return any(True for _ in self._scheduler.queues)
 
     @property
@@ -305,11 +305,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Complete all prompts together.
-
-        Args:
-            prompts: texts or token ids.
-            params: one for all prompts or one per prompt.
+        """Complete all prompts, texts or token ids, together; `params` are for all or one per prompt.
 
         Returns:
             The outputs in the order of the prompts; with `n` above 1, the n outputs of a prompt in a row.
@@ -321,23 +317,17 @@ class Engine:
         return generate(self, prompts, params)
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
-        """Return one embedding per prompt: hidden states after the final norm, normalised to length 1.
+        """Return the hidden states [hidden] of each prompt after the final norm, normalised to length 1.
 
         Args:
-            prompts: texts or token ids.
             pooling: the mean over the tokens, or the last token.
 
-        Returns:
-            One array [hidden] per prompt.
-
         Raises:
-            ValueError: a prompt cannot be used; nothing runs then.
-            EngineError: the engine had to give up a request.
+            ValueError, EngineError: see `generate`.
         """
         return embed(self, prompts, pooling)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine's statistics."""
         queues, counters = self._scheduler.queues, self._scheduler.counters
         return EngineStats(
             model=self.model_name,

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 
 
 class SettingError(ValueError):
-    """A setting that cannot be used.
-
-    Args:
-        field: its name, which starts the message.
-        reason: the rest of the sentence.
-    """
+    """A setting that cannot be used. The message is the field and the reason, the rest of the sentence."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(field, reason)
@@ -30,10 +25,8 @@ class ContextLengthError(ValueError):
     The message starts like OpenAI's, because agents search for that text.
 
     Args:
-        limit: tokens in the context.
-        num_tokens: prompt tokens, or tokens of its start if that is too long already.
         max_tokens: requested output tokens; None: the prompt alone is too long.
-        is_whole: `num_tokens` counts the whole prompt.
+        is_whole: `num_tokens` counts the whole prompt, not a start that is too long already.
     """
 
     def __init__(

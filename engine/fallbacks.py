@@ -45,11 +45,7 @@ class Mechanism:
     is_for_gpu: bool = True
 
     def position(self, level: str) -> int:
-        """Return the position of a level; 0 is the highest.
-
-        Raises:
-            ValueError: unknown level.
-        """
+        """Return the position of a level, 0 for the highest; raise ValueError if it is unknown."""
         for index, each in enumerate(self.levels):
             if each.name == level:
                 return index
@@ -151,10 +147,7 @@ class Fallbacks:
     """Levels of the mechanisms; thread-safe.
 
     Args:
-        forced: `mechanism -> level`.
-
-    Raises:
-        ValueError: unknown mechanism or level.
+        forced: `mechanism -> level`; ValueError: one of them is unknown.
     """
 
     def __init__(self, forced: Mapping[str, str] | None = None) -> None:
@@ -198,14 +191,11 @@ class Fallbacks:
         return None
 
     def limit(self, mechanism: str, level: str, reason: str, *, is_told: bool = False) -> bool:
-        """Limit a mechanism to this level or lower ones.
+        """Limit a mechanism to this level or lower ones; return True if the level changed.
 
         Args:
             reason: a clause for users, like "the driver refused ...".
             is_told: users know already; do not log.
-
-        Returns:
-            True if the level changed.
         """
         chosen = MECHANISMS[mechanism]
         if not self._lower(mechanism, level, reason):
@@ -226,11 +216,7 @@ class Fallbacks:
         return True
 
     def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
-        """Limit several mechanisms; log one line about the changed ones.
-
-        Args:
-            reason: see `limit`.
-        """
+        """Limit several mechanisms; log one line about the changed ones."""
         changed = [name for name in mechanisms if self._lower(name, level, reason)]
         if changed:
             what = MECHANISMS[changed[0]].levels[MECHANISMS[changed[0]].position(level)].what
@@ -248,9 +234,6 @@ class Fallbacks:
         """Use these levels within the block, higher or lower than before; restore them afterwards.
 
         Levels apply to the whole process, so no other work may be running.
-
-        Raises:
-            ValueError: unknown level.
         """
         with self._lock:
             before = dict(self._positions), dict(self._reasons)
@@ -263,11 +246,7 @@ class Fallbacks:
                 self._changes += 1
 
     def put(self, levels: Mapping[str, str]) -> None:
-        """Use these levels from now on, higher or lower than before.
-
-        Raises:
-            ValueError: unknown level.
-        """
+        """Use these levels from now on, higher or lower than before."""
         positions = {name: MECHANISMS[name].position(level) for name, level in levels.items()}
         with self._lock:
             self._positions |= positions
@@ -280,7 +259,6 @@ class Fallbacks:
         return self._changes
 
     def states(self) -> Sequence[FallbackState]:
-        """Return the state of every mechanism."""
         return [
             FallbackState(
                 mechanism,

@@ -44,11 +44,7 @@ def any_json() -> str:
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
     """Return the grammar of JSON that satisfies a schema, in one line or indented.
 
-    Constraints that cannot be enforced are left out: `json_schema.enforceable` lists them.
-
-    Args:
-        schema: parsed or as JSON text.
-        is_strict: reject a schema with unenforceable constraints.
+    Constraints that cannot be enforced are left out, or rejected if strict; `parsed_schema` lists them.
 
     Raises:
         SettingError: it is no JSON schema, is too long, or is unsupported.
@@ -57,20 +53,12 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool 
 
 
 def from_enforceable(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of a schema returned by `parsed_schema`.
-
-    Raises:
-        SettingError: it is too long.
-    """
+    """Return the grammar of a schema returned by `parsed_schema`."""
     return _checked(_matchers().grammar_from_json_schema(json_rule(schema, whitespace_pattern=WHITE_SPACE)))
 
 
 def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:
-    """Return the enforceable form of a schema.
-
-    Raises:
-        SettingError: see `from_json_schema`.
-    """
+    """Return the enforceable form of a schema; raises the errors of `from_json_schema`."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
@@ -93,20 +81,12 @@ def json_rule(schema: Mapping[str, Any], **spacing: Any) -> str:
 
 
 def from_regex(pattern: str) -> str:
-    """Return the grammar of texts that fully match a regular expression.
-
-    Raises:
-        SettingError: it is too long.
-    """
+    """Return the grammar of texts that fully match a regular expression."""
     return _checked(_matchers().grammar_from_regex(pattern))
 
 
 def from_lark(text: str) -> str:
-    """Return a grammar written in llguidance's variant of Lark.
-
-    Raises:
-        SettingError: it is too long.
-    """
+    """Return a grammar written in llguidance's variant of Lark."""
     return _checked(_matchers().grammar_from_lark(text))
 
 
@@ -125,7 +105,6 @@ class GrammarState:
     Args:
         matcher: at the start of the grammar; owned by this object.
         awaited: bytes that the output must contain first; the text after them follows the grammar.
-        vocabulary: of the tokens.
         keys: of the JSON that the grammar describes; None: other text.
         on_error: called if the output cannot continue.
     """
@@ -153,7 +132,6 @@ class GrammarState:
 
     @property
     def error(self) -> str | None:
-        """The reason why the output cannot continue; None if it can."""
         return self._error
 
     def allowed_tokens(self) -> bytes:
@@ -224,22 +202,15 @@ class GrammarCompiler:
         self._trial.close()
 
     def compile(self, grammar: str) -> None:
-        """Compile a grammar, unless it is cached.
-
-        Raises:
-            SettingError: it cannot be used.
-        """
+        """Compile a grammar, unless it is cached; raise SettingError if it cannot be used."""
         self._matcher(grammar)
 
     def start(self, grammar: str, after: str | None = None) -> GrammarState:
-        """Return the state of an empty output.
+        """Return the state of an empty output; raises the errors of `compile`.
 
         Args:
             after: text that the output must contain before it follows the grammar; None: it follows from the
                 start.
-
-        Raises:
-            SettingError: the grammar cannot be used.
         """
         matcher = self._matcher(grammar).deep_copy()
         keys = OpenKeys() if _JSON.search(grammar) else None

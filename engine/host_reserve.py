@@ -48,9 +48,6 @@ class HostReserve:
     All calls come from the engine's thread, while no iteration runs.
 
     Args:
-        scheduler: its block limits are adjusted.
-        kv_cache: the scheduler's.
-        storage: the memory; pools that cannot return memory keep theirs.
         num_bytes: the reserve.
         clock: in seconds.
         available: returns the available bytes of host memory; None: query the system.

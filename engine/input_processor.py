@@ -49,7 +49,6 @@ class InputProcessor:
         """Tokenise a prompt and check that it can run.
 
         Args:
-            prompt: text, a chat or token ids.
             add_special_tokens: add the tokenizer's special tokens to a text; chats have their own.
             cuts_max_tokens: reduce `max_tokens` to the room in the context.
 

@@ -25,11 +25,9 @@ class Iterations:
     """Runs the scheduler's plans; single-threaded.
 
     Args:
-        scheduler: makes plans and receives results.
         executor: computes; closed and dropped by `close`.
         cost_model: learns from each iteration.
         notes: for live views.
-        workers: attention workers; None: no workers.
         reserve: manages host memory; None: caches keep their size.
         disk: keeps blocks that leave the caches; None: they are lost.
     """
@@ -61,7 +59,6 @@ class Iterations:
 
     @property
     def has_more(self) -> bool:
-        """True if an iteration has not finished, or outputs have not been taken."""
         return bool(self._under_way or self._gained or self._failed)
 
     def collect(self) -> None:

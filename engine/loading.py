@@ -86,9 +86,8 @@ def load(
     """Load a checkpoint, the built-in model, or random weights of a published shape.
 
     Args:
-        progress: called with the share done and a description.
         plan: plans the placement of weights; None: use free memory and the options.
-        rank: the rank whose part is loaded.
+        rank: loads its part.
 
     Raises:
         ModelError: the checkpoint cannot be used, or not be divided.
@@ -157,11 +156,7 @@ def load(
 
 
 def identity_of(path: Path, weights: Weights) -> str:
-    """Return a text that differs if a model's files differ: their names, sizes and times.
-
-    Args:
-        path: of the checkpoint.
-    """
+    """Return a text that differs if a model's files differ: their names, sizes and times."""
     files = {stored.file for stored in weights.tensors.values()}
     files |= set(path.glob("*.json")) if path.is_dir() else {path}
     stats = ((file.name, file.stat()) for file in sorted(files))
@@ -306,13 +301,9 @@ def choose_dtype(
     """Return the dtype of weights and KV; "auto" is lossless.
 
     On a GPU "auto" is the checkpoint's own dtype, or float16 instead of bfloat16 if the GPU has no bfloat16
-    (Turing). On a CPU it is float32, which every CPU computes at full speed, unless float32 weights would
-    take more than half of the free memory. If a model overflows in float16, it is bfloat16, or float32 if the
-    device has no bfloat16.
-
-    Args:
-        available_bytes: of host memory; None: query it.
-        form: of the matrices.
+    (Turing). On a CPU it is float32, which every CPU computes at full speed, unless float32 weights in this
+    form would take more than half of the available memory. If a model overflows in float16, it is bfloat16,
+    or float32 if the device has no bfloat16.
 
     Raises:
         ValueError: unknown name, or the GPU lacks the dtype.

@@ -48,10 +48,8 @@ class RequestState:
     """The scheduler's view of a request: its number of tokens, and of computed tokens.
 
     Args:
-        request_id: unique.
         owner_id: the owner's name; the n outputs of a prompt are n of these objects.
         arrival: position in the order of arrival; preemption does not change it.
-        num_prompt_tokens: at least 1.
         max_num_tokens: limit on prompt and output together.
     """
 
@@ -98,12 +96,9 @@ class Request(RequestState):
     """One sequence of tokens that grows until it is finished.
 
     Args:
-        owner_id: see `RequestState`.
         choice: index among the n outputs of the prompt.
         seed: with `choice` and a token's position, determines the random number for that token.
-        arrival: see `RequestState`.
         max_context_tokens: limit on prompt and output together.
-        eos_token_ids: the model's end-of-sequence tokens.
         grammar: initial grammar state of the output.
         budget: of its thoughts.
         block_hashes: known hashes of the prompt's full blocks.
@@ -187,7 +182,6 @@ class Request(RequestState):
         return self._grammar is not None or self.params.has_penalties or is_due
 
     def sampling_input(self) -> SamplingInput:
-        """Return the sampler's input for the next token."""
         return SamplingInput(
             params=self.params,
             seed=self._seed,
@@ -225,11 +219,7 @@ class Request(RequestState):
         return int(self.params.pooling == "last" and ends)
 
     def pool(self, hidden: FloatArray, *, is_first: bool) -> None:
-        """Add a sum of hidden states, [hidden].
-
-        Args:
-            is_first: it starts at the first token and replaces earlier sums.
-        """
+        """Add a sum of hidden states, [hidden], to those before, unless it starts at the first token."""
         self._pooled = hidden if is_first or self._pooled is None else self._pooled + hidden
 
     def append(self, token: SampledToken) -> None:
@@ -256,7 +246,6 @@ class Request(RequestState):
         self.error = error
 
     def take_output(self) -> RequestOutput:
-        """Return the output since the last call."""
         tokens, self._new_tokens = tuple(self._new_tokens), []
         return RequestOutput(
             request_id=self.owner_id,

@@ -38,7 +38,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
 
 
 def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
-    """Start to choose one token per row.
+    """Start to choose one token per row of logits, [rows, vocab] float32; rows that are not finite get none.
 
     A row's random number depends only on its seed, choice and position. A request therefore gets the same
     tokens in any batch, under every policy and after every preemption. Order of the steps: penalties, biases,
@@ -46,12 +46,6 @@ def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
 
     All work is queued on the device without waiting. The calling thread computes the tokens allowed by
     grammars meanwhile.
-
-    Args:
-        logits: [rows, vocab] float32; not modified.
-        inputs: one per row.
-
-    Rows whose logits are not finite get no token.
     """
     pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
     if not pieces:
@@ -176,12 +170,12 @@ def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Return the most probable token per row [rows, vocab]; [rows] int64."""
+    """Return the most probable token per row."""
     return logits.argmax(dim=-1)
 
 
 def _draw(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Draw one token per row [rows, vocab] from all tokens; return [rows] int64."""
+    """Draw one token per row from all tokens."""
     numbers = [
         (item.params.temperature, number) for item, number in zip(inputs, _uniform(inputs), strict=True)
     ]
@@ -190,7 +184,7 @@ def _draw(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Draw one token per row [rows, vocab] from the more probable ones; return [rows] int64."""
+    """Draw one token per row from the more probable ones."""
     vocab_size = logits.shape[-1]
     numbers = [
         (p.temperature, p.top_k or vocab_size, p.top_p, p.min_p, number)
@@ -215,8 +209,7 @@ def _draw_leading(scaled: Tensor, count: int, limits: Sequence[Tensor]) -> tuple
         limits: top_k, top_p, min_p and a random number, [rows, 1] each.
 
     Returns:
-        Tokens [rows] int64; and [rows] bool, True if `count` covers the tokens within the limits. The token
-        then equals that for any larger count.
+        Tokens [rows] int64; and [rows] bool, True if a larger `count` would give the same token.
     """
     top_k, top_p, min_p, uniform = limits
     vocab_size = scaled.shape[-1]
@@ -295,5 +288,4 @@ def _start_logprobs(
 
 
 def _columns(rows: Sequence[tuple[float, ...]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the rows' numbers as float32 columns, [rows, 1] each."""
     return torch.split(upload(rows, torch.float32, device), 1, dim=1)

@@ -16,6 +16,21 @@ MAX_LOGIT_BIAS = 100.0
 RANDOM_SEEDS = (-1, 2**32 - 1)  # vLLM's and llama.cpp's values for "no seed"
 LEAST_TEMPERATURE = 2.0**-126  # smaller values are 0 in float32 on some devices
 
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    **{name: SAMPLING_BOUNDS[name] for name in ("temperature", "min_p", "repetition_penalty")},
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+INTEGERS = {
+    "max_tokens": (1, None),
+    "top_k": (0, None),
+    "seed": (-(2**63), 2**63 - 1),
+    "thought_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_CHOICES),
+}
+
 Pooling = Literal["mean", "last"]
 
 
@@ -61,22 +76,15 @@ class SamplingParams:
             raise SettingError("logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, *SAMPLING_BOUNDS["temperature"])
-        _check_integer("top_k", self.top_k, 0)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+        for name, bounds in NUMBERS.items():
+            _check_number(name, getattr(self, name), *bounds)
         if self.top_p == 0:
             raise SettingError("top_p", "must be above 0 and at most 1, got 0")
-        _check_number("min_p", self.min_p, *SAMPLING_BOUNDS["min_p"])
-        bounds = SAMPLING_BOUNDS["repetition_penalty"]
-        _check_number("repetition_penalty", self.repetition_penalty, *bounds)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if type(self.seed) is int and self.seed in RANDOM_SEEDS:
             object.__setattr__(self, "seed", None)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        for name, limits in INTEGERS.items():
+            if (value := getattr(self, name)) is not None or name in ("top_k", "n"):
+                _check_integer(name, value, *limits)
         if len(stop) > MAX_STOP_STRINGS:
             raise SettingError("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
@@ -84,17 +92,13 @@ class SamplingParams:
         if self.thoughts not in (None, *get_args(Thoughts)):
             names = " or ".join(get_args(Thoughts))
             raise SettingError("thoughts", f"must be {names}, got {self.thoughts!r}")
-        if self.thought_tokens is not None:
-            _check_integer("thought_tokens", self.thought_tokens, 0)
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_integer("n", self.n, 1, MAX_CHOICES)
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        _check_prediction(self.prediction)
+        if not isinstance(self.prediction, str | None):
+            raise SettingError("prediction", f"must be text, got {self.prediction!r}")
         _check_grammar(self)
         _check_pooling(self)
 
@@ -112,11 +116,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if earlier tokens change the logits, so that the sampler needs them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-def _check_prediction(prediction: object) -> None:
-    if not isinstance(prediction, str | None):
-        raise SettingError("prediction", f"must be text, got {prediction!r}")
 
 
 def _check_grammar(params: SamplingParams) -> None:

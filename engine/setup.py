@@ -1,14 +1,19 @@
 """Set-up: an engine's parts, which measurements use as well: model, limits, memory, workers, executor."""
 
 import logging
+import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from pathlib import Path
 
 import torch
 
-from neo_desktop import native
+from neo_desktop import __version__, native
+from neo_desktop.engine.cache_files import Key, cache_folder, digest
+from neo_desktop.engine.cuda.streams import own_stream
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -18,6 +23,9 @@ from neo_desktop.engine.execute.ranks.members import Member
 from neo_desktop.engine.execute.recurrent import allocate_states, num_slots
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.disk import BlockStore
+from neo_desktop.engine.kv.disk_cache import DiskCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
@@ -26,6 +34,7 @@ from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_dev
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import prompt_ms
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
@@ -44,6 +53,8 @@ from neo_desktop.models.rank import ALONE
 logger = logging.getLogger(__name__)
 
 MEASURING = "Measuring this computer: "  # prefix of the profiler's progress
+GIB = 1024**3
+MOST_DISK_BYTES, MOST_DISK_SHARE = 10 * GIB, 0.1  # by default; the share is of the free space
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,7 @@ def cost_model_of(
 ) -> CorrectedCostModel | None:
     """Return the cost model of an engine; None: the policy does not need it.
 
-    Args:
-        tables: None: measured on this computer if needed.
+    Without `tables`, they are measured on this computer if needed.
     """
     decoder, storage = parts.model.decoder, parts.storage
     # A single tier needs no predictions, but offloaded weights are divided by the cost model.
@@ -122,7 +132,7 @@ def executor_of(parts: EngineParts, timeline: Timeline | None) -> Executor:
 
 
 def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None = None) -> ModelRunner:
-    """Build the model runner of this rank; see `build_executor`."""
+    """Build the model runner of this rank."""
     limits, model = parts.limits, parts.model
     sizes = limits.max_batch_tokens, limits.max_batch_requests
     return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
@@ -153,10 +163,6 @@ def with_workers(
     parts: EngineParts, options: EngineOptions, trust: Trust, resources: ExitStack
 ) -> EngineParts:
     """Connect an engine's parts to workers; retry unreachable ones in the background.
-
-    Args:
-        options: of the engine, with workers.
-        resources: closes the workers.
 
     Raises:
         ValueError: the heads cannot be divided among the workers.
@@ -207,7 +213,7 @@ def take_memory(
     On a GPU the largest iterations run first, and the remaining free memory is divided.
 
     Args:
-        tiers: KV tiers; None: the policy's.
+        tiers: None: the policy's.
         member: of the ranks that divide the model; None: a single rank.
 
     Raises:
@@ -277,3 +283,65 @@ def bind_threads() -> None:
     wanted = fallbacks.level("affinity") == "bound"
     if not native.bind_threads(wanted) and wanted:
         fallbacks.limit("affinity", "free", "the system refuses to bind threads to cores")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFolder:
+    """A folder for KV."""
+
+    path: Path
+    num_bytes: int  # limit
+
+
+def disk_folder(options: EngineOptions) -> DiskFolder | None:
+    """Return the folder for KV that leaves the caches; None: it is lost."""
+    path = cache_folder("kv")
+    if options.disk_cache_gib is not None:
+        num_bytes = int(options.disk_cache_gib * GIB)
+    else:
+        there = next(each for each in (path, *path.parents) if each.exists())
+        num_bytes = min(MOST_DISK_BYTES, int(shutil.disk_usage(there).free * MOST_DISK_SHARE))
+    return DiskFolder(path, num_bytes) if num_bytes else None
+
+
+def disk_cache_of(
+    parts: EngineParts, kv_cache: KVCache, cost: TableCostModel | None, folder: DiskFolder
+) -> DiskCache | None:
+    """Return the KV cache on disk; None: no other start could use the KV. Workers and ranks do not use it."""
+    model, storage = parts.model, parts.storage
+    if model.identity is None or parts.leader is not None:
+        return None
+    key = key_of(model)
+    kinds: dict[KVTier | None, str] = {
+        tier: str(storage[tier].dtype)
+        for tier, count in parts.num_blocks.items()
+        if count and not tier.is_remote
+    }
+    groups = {
+        tier: bytes.fromhex(digest({**key, "kv": kind})) for tier, kind in (kinds | {None: "states"}).items()
+    }
+    try:
+        store = BlockStore(folder.path, folder.num_bytes)
+    except OSError as error:
+        logger.warning("KV is not saved to disk: %s", error)
+        return None
+
+    def compute_ms(begin: int, end: int) -> float:
+        return math.inf if cost is None else prompt_ms(cost, begin, end, parts.limits.max_batch_tokens)
+
+    return DiskCache(store, kv_cache, storage, groups, compute_ms, own_stream(model.streams))
+
+
+def key_of(model: LoadedModel) -> Key:
+    """Return all on which the KV of a model depends."""
+    decoder = model.decoder
+    return {
+        "neo_desktop": __version__,
+        "model": model.identity,
+        "device": decoder.device.type,
+        "isa": native.default_isa(),
+        "dtype": str(decoder.dtype),
+        "linear": sorted({linear.form for linear in decoder.linears()}),
+        "quantised": fallbacks.level("quantised") if decoder.device.type == "cuda" else None,  # its rounding
+        "block_size": BLOCK_SIZE,
+    }

@@ -20,7 +20,6 @@ class ThoughtBudget:
     A model with channels may choose its next channel after a forced end, except the one of thoughts.
 
     Args:
-        tokenizer: of the model.
         num_tokens: tokens of thought before the end is forced.
         is_open: the prompt has opened a thought.
         num_bits: of a mask: the vocabulary.

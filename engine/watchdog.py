@@ -29,11 +29,7 @@ class Timeout:
     factor: float = 20.0  # of the predicted time of the whole iteration
 
     def watch(self, predicted_ms: float = 0.0) -> "Watchdog":
-        """Create the watchdog of one iteration.
-
-        Args:
-            predicted_ms: of the iteration; 0: unknown.
-        """
+        """Create the watchdog of one iteration; a predicted time of 0 is unknown."""
         return Watchdog(max(self.least_s, self.factor * predicted_ms / 1e3), predicted_ms)
 
 
@@ -41,12 +37,7 @@ DEFAULT_TIMEOUT = Timeout()
 
 
 class Watchdog:
-    """The timeout of one iteration; thread-safe.
-
-    Args:
-        timeout_s: see `Timeout`.
-        predicted_ms: of the iteration; 0: unknown.
-    """
+    """The timeout of one iteration, see `Timeout`; thread-safe."""
 
     def __init__(self, timeout_s: float, predicted_ms: float = 0.0) -> None:
         self.timeout_s = timeout_s
@@ -74,7 +65,6 @@ class Watchdog:
         self._under_way[thread] = what
 
     def ended(self, thread: str) -> None:
-        """Record the end of a thread's activity."""
         self._under_way.pop(thread, None)
         self.tick()
 
@@ -83,12 +73,7 @@ class Watchdog:
         self.is_given_up = True
 
     def wait_until(self, is_done: Callable[[], bool], timeout: float = 1.0) -> bool:
-        """Wait until `is_done` returns True; return False after the timeout.
-
-        Args:
-            is_done: called repeatedly; its exceptions propagate.
-            timeout: as a multiple of `timeout_s`.
-        """
+        """Poll until `is_done` returns True; return False after the timeout, a multiple of `timeout_s`."""
         rest = _Rest()
         return self._wait(is_done, rest.take, timeout)
 
@@ -124,7 +109,6 @@ class Watchdog:
 
     @property
     def words(self) -> str:
-        """The time waited, for messages."""
         predicted = f"; the whole iteration should take {self._predicted_ms:.0f} ms"
         return f"within {self.timeout_s:.1f} s{predicted if self._predicted_ms else ''}"
 

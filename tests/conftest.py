@@ -24,7 +24,7 @@ from fallback_levels import Levels, restored_fallbacks
 from hypothesis import HealthCheck, settings
 from quick_processes import profile_briefly, quick_processes
 
-from neo_desktop.engine import saved_kv
+from neo_desktop.engine import setup
 
 # Must be set before Triton is imported: without a GPU, kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
@@ -45,7 +45,7 @@ def _surroundings() -> Iterator[None]:
     ):
         profile_briefly()
         patch.setenv("NEO_DESKTOP_CACHE", folder)
-        patch.setattr(saved_kv, "MOST_BYTES", 0)  # tests share models: none may find another one's KV
+        patch.setattr(setup, "MOST_DISK_BYTES", 0)  # tests share models: none may find another one's KV
         patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # child processes lack an imitated GPU
         yield
 

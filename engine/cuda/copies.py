@@ -16,11 +16,10 @@ from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
-    """Make a tensor in host memory for copies from and to a device; pin it if the system allows.
+    """Make a tensor in host memory for copies; pin it if a GPU copies and the system allows.
 
     Args:
-        make: Function that makes the tensor; its argument says whether to pin the memory.
-        device: The device that copies. Only GPUs profit from pinned memory.
+        make: makes the tensor, pinned if its argument is True.
     """
     if device.type == "cuda" and fallbacks.level("host_memory") == "pinned":
         try:

@@ -44,9 +44,7 @@ def open_driver() -> Driver:
 
 
 def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Queue a write of `value` to `flag`, an int32 in pinned host memory.
-
-    The write happens after the stream's earlier work is visible in host memory.
+    """Queue a write of `value` to `flag`, an int32 in pinned host memory, after the stream's earlier work.
 
     Raises:
         StreamMemoryError: The driver refuses.
@@ -56,10 +54,7 @@ def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) 
 
 
 def stream_wait_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Block a stream until `flag`, an int32 in pinned host memory, equals `value`.
-
-    Raises the same errors as `stream_write_value`.
-    """
+    """Block a stream until `flag` equals `value`; arguments and errors as in `stream_write_value`."""
     _memory_operation("cuStreamWaitValue32", stream, flag, value, _WAIT_UNTIL_EQUAL)
 
 
@@ -81,9 +76,8 @@ class GreenContext:
     it does not report the number of SMs.
 
     Args:
-        driver: See `open_driver`.
         ordinal: The GPU's index in torch. Its primary context must exist.
-        num_sms: Number of SMs, at least 1. The GPU may add a few, since it splits at certain SM counts only.
+        num_sms: At least 1. The GPU may add a few, since it splits at certain SM counts only.
 
     Raises:
         ValueError: The GPU has fewer SMs, or cannot be split at this count.
@@ -106,7 +100,6 @@ class GreenContext:
         return int(self._call("cuGreenCtxStreamCreate", self._context, _NON_BLOCKING, 0))
 
     def close(self) -> None:
-        """Destroy the context and its streams."""
         self._call("cuGreenCtxDestroy", self._context)
 
     def _part(self, whole: Any, num_sms: int) -> Any:

@@ -92,7 +92,7 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_lost_code(code: int) -> bool:
-    """Return True if this result of CUDA's runtime or driver means that the GPU is lost to this process."""
+    """Return True if this result of CUDA means that the GPU is lost to this process."""
     return code in _LOST
 
 

@@ -37,16 +37,11 @@ class Streams(Protocol):
     """The streams of a model's device."""
 
     @property
-    def device(self) -> torch.device:
-        """The device."""
-
+    def device(self) -> torch.device: ...
     @property
-    def sms(self) -> int | None:
-        """Number of usable multiprocessors; None: the device is no GPU."""
-
+    def sms(self) -> int | None: ...  # usable multiprocessors; None: the device is no GPU
     @property
-    def note(self) -> str | None:
-        """A note for users; None: the work has the whole device."""
+    def note(self) -> str | None: ...  # for users; None: the work has the whole device
 
     def stream(self) -> torch.cuda.Stream:
         """Return a CUDA stream beside the main one."""
@@ -84,12 +79,6 @@ class GpuSlice:
 
     Args:
         device: A CUDA device with its index.
-        num_sms: Number of multiprocessors, see `GreenContext`.
-        driver: See `open_driver`.
-        cublas: torch's cuBLAS, see `cublas_library`.
-
-    Raises:
-        ValueError, RuntimeError: See `GreenContext`.
     """
 
     def __init__(self, device: torch.device, num_sms: int, driver: Driver, cublas: Library) -> None:

@@ -18,9 +18,8 @@ def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", time
     """Block until work on the GPU has ended.
 
     Args:
-        watch: The watchdog of the iteration.
         what: Name of the work, for the error message.
-        timeout: Timeout in units of the watchdog's.
+        timeout: In units of the watchdog's.
 
     Raises:
         DeviceStalledError: The watchdog saw no progress for too long. The GPU cannot be stopped, so all

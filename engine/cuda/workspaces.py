@@ -29,12 +29,10 @@ def let_workspaces_go(keeper: object) -> None:
 
 
 def clear_workspaces(device: torch.device) -> bool:
-    """Return all workspaces to torch's allocator, unless graphs refer to them.
+    """Return all workspaces to torch's allocator, unless graphs refer to them; return True if they are free.
 
-    The next cuBLAS call allocates a new workspace.
-
-    Returns:
-        True if the workspaces were freed. A torch without this function keeps them, which only costs memory.
+    The next cuBLAS call allocates a new workspace. A torch without this function keeps them, which only costs
+    memory.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:

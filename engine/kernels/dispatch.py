@@ -27,11 +27,8 @@ P = ParamSpec("P")
 def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = None) -> Callable[P, None]:
     """Return a function that calls a kernel in Triton or torch, depending on the mechanism's fallback level.
 
-    The function raises RuntimeError if the GPU failed or ran out of memory.
-
-    Args:
-        in_torch: The torch version; the Triton version has the same name and parameters.
-        module: The Triton version's module in `in_triton`; None: named like the mechanism.
+    The Triton version has the same name and parameters as the torch version. Its module in `in_triton` is
+    named like the mechanism, unless given. Raises RuntimeError if the GPU failed or ran out of memory.
     """
 
     @wraps(in_torch)
@@ -72,10 +69,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     """Return the number of decode-attention programs that fit on a multiprocessor at once.
 
     The number follows from the compiled kernel, or else from typical values for the GPU. The first call
-    launches the kernel on empty input. Arguments as in `paged_decode`.
-
-    Raises:
-        RuntimeError: The GPU failed or ran out of memory.
+    launches the kernel on empty input. Arguments and errors as in `paged_decode`.
     """
     if q.device.type != "cuda":  # Triton's interpreter
         return PROGRAMS_ELSEWHERE
@@ -93,9 +87,6 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
     """Return True if decode attention at its fallback level has few enough launches per layer for a graph.
 
     Args:
-        requests: Number of requests in the batch, padding included.
-        kv_heads: Number of the model's KV heads.
-        head_dim: Elements per head.
         max_tokens: Most tokens that a request attends to.
     """
     if requests == 0 or fallbacks.level("paged_decode") == "triton":

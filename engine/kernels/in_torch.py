@@ -20,9 +20,6 @@ def num_pieces(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
     """Return the number of pieces per context; each piece takes about 20 launches.
 
     Args:
-        requests: Number of requests in the batch, padding included.
-        kv_heads: Number of the model's KV heads.
-        head_dim: Elements per head.
         max_tokens: Most tokens that a request attends to: the room in a block table, or the window if less.
     """
     return -(-max_tokens // _piece_tokens(requests, kv_heads, head_dim))

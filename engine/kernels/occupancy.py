@@ -50,16 +50,13 @@ PROGRAMS_ELSEWHERE = 4
 
 
 def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int) -> int | None:
-    """Return the number of a kernel's programs that fit on a multiprocessor.
+    """Return the programs of a kernel that fit on a multiprocessor, perhaps 0; None: unknown limits.
 
     Args:
         capability: Compute capability; 86 is 8.6.
         registers: Registers per thread.
         shared: Shared memory per program in bytes.
         num_warps: Warps per program.
-
-    Returns:
-        The number, which can be 0; None if the limits of this capability are unknown.
     """
     sm = MULTIPROCESSORS.get(capability)
     if sm is None:

@@ -9,7 +9,6 @@ def num_splits(requests: int, kv_heads: int, max_tokens: int, num_programs: int)
 
     Args:
         requests: Number of requests in the batch, padding included.
-        kv_heads: Number of the model's KV heads.
         max_tokens: Most tokens that a request attends to: `max_blocks * block_size`, or the window if less.
         num_programs: Number of this kernel's programs that the GPU runs at once. If at least this number of
             programs start together, enough bytes are in flight to hide the memory's latency.

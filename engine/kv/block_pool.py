@@ -61,10 +61,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.limit = num_blocks  # blocks at or above the limit are not allocated
         self.num_touched = 0  # blocks from this one on were not written since their memory was taken
-        self._withheld: set[int] = set()
         self._stays_low = stays_low
         self._free = set(range(num_blocks))
         self._num_references = [0] * num_blocks
+        self.num_used_blocks = 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         # Runs without a used block: free ones first, then the least recently used.
         self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // BLOCKS_PER_RUN)))
@@ -81,20 +81,12 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
-    def num_used_blocks(self) -> int:
-        """Number of blocks with a reference."""
-        return self.num_blocks - self.num_free_blocks - len(self._withheld)
-
-    @property
     def num_cached_blocks(self) -> int:
         """Number of unused blocks with reusable content."""
         return len(self._cached)
 
     def allocate(self, after: int | None = None) -> int:
-        """Allocate a block, whose content is undefined.
-
-        Args:
-            after: The preferred predecessor in memory.
+        """Allocate a block, whose content is undefined; `after` is its preferred predecessor in memory.
 
         Raises:
             MemoryError: No block is free; callers check `num_free_blocks` first.
@@ -103,14 +95,14 @@ class BlockPool:
         self._free.discard(block)
         self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
         self._num_references[block] = 1
+        self.num_used_blocks += 1
         self.num_touched = max(self.num_touched, block + 1)
         return block
 
     def set_limit(self, limit: int) -> bool:
         """Stop allocating blocks at or above `limit`; used ones stay with their owners.
 
-        Args:
-            limit: `num_blocks`, or a smaller multiple of BLOCKS_PER_RUN.
+        `limit` is `num_blocks`, or a smaller multiple of BLOCKS_PER_RUN.
 
         Returns:
             True if no block at or above the limit is used.
@@ -123,12 +115,8 @@ class BlockPool:
                 self._give_up(block)
             elif (block_hash := self._hash_of_block.pop(block, None)) is not None:
                 del self._block_of_hash[block_hash]
-            if block in self._free:
-                self._free.discard(block)
-                self._withheld.add(block)
-        opened = {block for block in range(before, limit) if block in self._withheld}
-        self._withheld -= opened
-        self._free |= opened
+            self._free.discard(block)
+        self._free |= {block for block in range(before, limit) if not self.is_used(block)}
         for run in range(min(before, limit) // BLOCKS_PER_RUN, -(-max(before, limit) // BLOCKS_PER_RUN)):
             self._idle_runs.pop(run, None)
             if run * BLOCKS_PER_RUN < limit and not any(self.is_used(block) for block in self._blocks(run)):
@@ -136,7 +124,6 @@ class BlockPool:
         return not self.is_used_from(limit)
 
     def is_used_from(self, begin: int) -> bool:
-        """Return True if a block from `begin` on is used."""
         return any(self._num_references[begin:])
 
     def _choose(self, after: int | None) -> int:
@@ -170,7 +157,6 @@ class BlockPool:
         return range(run * BLOCKS_PER_RUN, min((run + 1) * BLOCKS_PER_RUN, self.num_blocks))
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """Return the block that holds this content, or None."""
         return self._block_of_hash.get(block_hash)
 
     def hash_of(self, block: int) -> BlockHash | None:
@@ -212,6 +198,7 @@ class BlockPool:
         """Add a reference to a used or cached block."""
         self._cached.pop(block, None)
         self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
+        self.num_used_blocks += not self._num_references[block]
         self._num_references[block] += 1
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
@@ -228,9 +215,9 @@ class BlockPool:
         self._num_references[block] -= 1
         if self._num_references[block] > 0:
             return
+        self.num_used_blocks -= 1
         self._forget_announced(block)
         if block >= self.limit:
-            self._withheld.add(block)
             return
         if block in self._hash_of_block:
             self._cached[block] = None
@@ -243,21 +230,19 @@ class BlockPool:
             self._idle_runs.move_to_end(run, last=not self._free.issuperset(self._blocks(run)))
 
     def check(self, num_owners: Sequence[int]) -> None:
-        """Check that no block is lost and none is owned twice.
+        """Assert that no block is lost and none is owned twice.
 
         Args:
             num_owners: `block -> number of block tables that hold it`, counted independently.
-
-        Raises:
-            AssertionError: An invariant is broken.
         """
         assert list(num_owners) == self._num_references, "reference counts differ from block tables"
         free, cached = self._free, set(self._cached)
         used = {block for block, count in enumerate(self._num_references) if count}
-        states = free, cached, used, self._withheld
+        withheld = set(range(self.limit, self.num_blocks)) - used
+        states = free, cached, used, withheld
         assert sum(map(len, states)) == self.num_blocks, "a block is lost or in two states"
         assert set().union(*states) == set(range(self.num_blocks)), "a block is lost or in two states"
-        assert min(self._withheld, default=self.limit) >= self.limit, "a block below the limit is withheld"
+        assert len(used) == self.num_used_blocks, "the number of used blocks is wrong"
         assert max(free | cached, default=-1) < self.limit, "a free block is at or above the limit"
         assert max(self._hash_of_block, default=-1) < self.limit, "a block at or above the limit has a hash"
         assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"

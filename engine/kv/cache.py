@@ -55,7 +55,6 @@ class KVCache:
 
     Args:
         num_blocks: `tier -> size of its pool`.
-        block_size: Tokens per block.
         num_states: slots for states of recurrent layers; None: the model has no recurrent layers.
     """
 
@@ -70,11 +69,9 @@ class KVCache:
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
-        """The tiers with a pool."""
         return tuple(self._pools)
 
     def last_block(self, request_id: str) -> int:
-        """Return the highest block of a request."""
         return int(np.max(self._tables[request_id].blocks.view(), initial=0))
 
     def capacity_tokens(self, tier: KVTier) -> int:
@@ -91,7 +88,6 @@ class KVCache:
         return self._pools[tier].set_limit(num_blocks)
 
     def is_drained(self, tier: KVTier) -> bool:
-        """Return True if no request has a block at or above the limit of a tier."""
         pool = self._pools[tier]
         return not pool.is_used_from(pool.limit)
 
@@ -106,15 +102,12 @@ class KVCache:
         self._pools[tier] = _pool(tier, num_blocks)
 
     def num_free_blocks(self, tier: KVTier) -> int:
-        """Return the number of blocks that can be allocated now."""
         return self._pools[tier].num_free_blocks
 
     def num_used_blocks(self, tier: KVTier) -> int:
-        """Return the number of blocks that requests hold."""
         return self._pools[tier].num_used_blocks
 
     def usage(self) -> dict[KVTier, PoolUsage]:
-        """Return `tier -> usage of its pool`."""
         return {
             tier: PoolUsage(
                 pool.limit, pool.num_used_blocks, pool.num_cached_blocks, pool.num_blocks - pool.limit
@@ -126,7 +119,6 @@ class KVCache:
         return request_id in self._tables
 
     def tier_of(self, request_id: str) -> KVTier:
-        """Return the tier of the request's KV."""
         return self._tables[request_id].tier
 
     def block_table(self, request_id: str) -> IntView:
@@ -134,7 +126,6 @@ class KVCache:
         return self._tables[request_id].blocks.view()
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def admit(
@@ -151,10 +142,10 @@ class KVCache:
 
         Args:
             hashes: The known hashes of its leading full blocks.
-            reserve_blocks: Number of blocks that must remain free afterwards.
+            reserve_blocks: Blocks that must remain free afterwards.
 
         Returns:
-            The number of leading tokens with reused KV; None, without any change, if the tier is too full.
+            The leading tokens with reused KV; None, without any change, if the tier is too full.
         """
         pool = self._pools[tier]
         shared = _leading(pool, hashes[: (num_tokens - 1) // self.block_size])
@@ -171,10 +162,7 @@ class KVCache:
     def expect(
         self, name: str, hashes: Sequence[BlockHash], tier: KVTier, reserve_blocks: int = 0
     ) -> int | None:
-        """Allocate blocks for content that comes from disk, after the cached blocks.
-
-        Args:
-            name: As a request's ID, for `commit` and `let_go`.
+        """Allocate blocks under a name for content that comes from disk, after the cached blocks.
 
         Returns:
             The number of cached blocks; None, without any change, if the tier is too full.
@@ -199,14 +187,7 @@ class KVCache:
         return True
 
     def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], tier: KVTier) -> bool:
-        """Return True if most of a new request's missing KV is about to be there.
-
-        Requests in the tier compute it, or it comes from disk.
-
-        Args:
-            num_tokens: Length of the new request.
-            hashes: The known hashes of its leading full blocks.
-        """
+        """Return True if most of a new request's missing KV is being computed, or comes from disk."""
         pool = self._pools[tier]
         num_there = num_coming = 0
         for block_hash in hashes[: (num_tokens - 1) // self.block_size]:
@@ -227,14 +208,7 @@ class KVCache:
         return len(_leading(self._pools[tier], hashes))
 
     def hold(self, name: str, hashes: Sequence[BlockHash], tier: KVTier) -> dict[BlockHash, int]:
-        """Keep blocks in a tier until `let_go`.
-
-        Args:
-            name: As a request's ID.
-
-        Returns:
-            `hash -> block` of the blocks that the tier holds.
-        """
+        """Keep blocks in a tier until `let_go`; return `hash -> block` of those that the tier holds."""
         pool = self._pools[tier]
         found = {each: block for each in hashes if (block := pool.find(each)) is not None}
         blocks = _with_shared(list(found.values()), 0, pool)
@@ -305,21 +279,13 @@ class KVCache:
         return copies
 
     def arrived(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Publish again the blocks that were published before the move; the copies have been carried out.
-
-        Args:
-            hashes: The hashes of the request's leading full blocks.
-        """
+        """Publish again the blocks that were published before the move; the copies have been carried out."""
         table = self._tables[request_id]
         self.commit(request_id, hashes, table.num_arriving * self.block_size)
         table.num_arriving = 0
 
     def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
-        """Publish the full blocks among the computed tokens, so that later requests can reuse them.
-
-        Args:
-            hashes: The hashes of its leading full blocks; hashes beyond `num_computed_tokens` are ignored.
-        """
+        """Publish the full blocks among the computed tokens, so that later requests can reuse them."""
         table = self._tables[request_id]
         begin, end = table.num_published, min(num_computed_tokens // self.block_size, len(hashes))
         if begin >= end:
@@ -341,16 +307,11 @@ class KVCache:
             self.disk.keep(table.tier, [each for each in hashes if each is not None])
 
     def let_go(self, name: str) -> None:
-        """Release all blocks under a name."""
         table = self._tables.pop(name)
         _release(table.blocks, self._pools[table.tier])
 
     def check(self) -> None:
-        """Check the invariants of every pool against the block tables.
-
-        Raises:
-            AssertionError: A block is lost, owned twice or in two states.
-        """
+        """Assert the invariants of every pool against the block tables."""
         for tier, pool in self._pools.items():
             num_owners = [0] * pool.num_blocks
             for table in self._tables.values():
@@ -363,11 +324,7 @@ class KVCache:
 
 
 def _leading(pool: BlockPool, hashes: Sequence[BlockHash], *, with_arriving: bool = False) -> list[int]:
-    """Return the blocks of the longest prefix that the pool holds.
-
-    Args:
-        with_arriving: Include blocks that copies fill before the next iteration computes.
-    """
+    """Return the blocks of the longest prefix that the pool holds, or that copies fill before it computes."""
     blocks = []
     for block_hash in hashes:
         block = pool.find(block_hash)

@@ -1,6 +1,6 @@
 """KV blocks in files: found by key, bounded, least recently used first.
 
-    <folder>/<group>/<name>          a block: header, then its bytes
+    <folder>/<group>/<name>          a block: checksum of its format, its key and its bytes; then its bytes
     <folder>/<group>/<name>.*.tmp    a block that is being written
 
 The time of a file is that of its last use. Several processes may share a folder: a file appears under its
@@ -23,10 +23,9 @@ from zlib import crc32
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # raise it when the content of files changes
-MAGIC = b"neo-kv"
-HEADER = struct.Struct("<6sHQI16s16s")  # magic, format, bytes, checksum, group, name.
-SCANS = 16  # scans per budget of written bytes.
-MEASURED, MEASURED_BYTES = 8, 1 << 22  # to measure the disk: files, bytes per file.
+HEADER = struct.Struct("<I")  # checksum
+SCANS = 16  # scans per budget of written bytes
+MEASURED, MEASURED_BYTES = 8, 1 << 22  # to measure the disk: files, bytes per file
 ABANDONED_S = 60.0  # age of temporary files that no process writes any more.
 
 
@@ -54,10 +53,6 @@ class _File(NamedTuple):
     used_ns: int
     size: int
     key: Key
-
-
-class UnusableFileError(ValueError):
-    """A file is damaged, or from another program or format."""
 
 
 class BlockStore:
@@ -107,11 +102,7 @@ class BlockStore:
             os.utime(key.below(self._folder), ns=(used_ns, used_ns))
 
     def write(self, key: Key, content: memoryview, used_ns: int) -> bool:
-        """Save a block; return False if it is not saved. After an error, nothing is saved any more.
-
-        Args:
-            used_ns: Time of its last use.
-        """
+        """Save a block; return False if it is not saved. After an error, nothing is saved any more."""
         size = HEADER.size + content.nbytes
         if not self.is_writable or size > self._budget:
             return False
@@ -123,7 +114,7 @@ class BlockStore:
         if self._num_bytes + size > self._budget or self._unscanned_bytes > self._budget // SCANS:
             self._make_room(size)
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{id(self)}.tmp")
-        header = HEADER.pack(MAGIC, FORMAT, content.nbytes, crc32(content), *key)
+        header = HEADER.pack(_checksum(key, content))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(temporary, "wb", opener=partial(os.open, mode=0o600), buffering=0) as file:
@@ -151,22 +142,15 @@ class BlockStore:
         path = key.below(self._folder)
         try:
             with open(path, "rb", buffering=0) as file:
-                header = file.read(HEADER.size)
-                _check(len(header) == HEADER.size, "it is truncated")
-                magic, version, num_bytes, checksum, *names = HEADER.unpack(header)
-                _check(magic == MAGIC, "another program wrote it")
-                _check(version == FORMAT, f"it has format {version} instead of {FORMAT}")
-                _check(tuple(names) == key and num_bytes == out.nbytes, "it has other content")
-                done = 0
+                header, done = file.read(HEADER.size), 0
                 while done < out.nbytes and (count := file.readinto(out[done:])):
                     done += count
-                _check(done == out.nbytes and not file.read(1), "it has another size")
-                _check(crc32(out) == checksum, "its checksum differs")
+                is_whole = done == out.nbytes and not file.read(1)
         except OSError:
             self._known.discard(key)
             return False
-        except UnusableFileError as error:
-            logger.warning("dropped a file of saved KV, %s: %s", path, error)
+        if not is_whole or header != HEADER.pack(_checksum(key, out)):
+            logger.warning("dropped a file of saved KV, which is damaged or of another format: %s", path)
             self._delete(path)
             self._known.discard(key)
             return False
@@ -181,14 +165,11 @@ class BlockStore:
         goal = self._budget - size
         if self._num_bytes > goal:
             goal = max(goal - self._budget // SCANS, 0)  # so that not every write scans
-        for num_deleted, file in enumerate(files):
-            if self._num_bytes <= goal:
-                files = files[num_deleted:]
-                break
+        files.reverse()
+        while files and self._num_bytes > goal:
+            file = files.pop()
             self._delete(file.key.below(self._folder))
             self._num_bytes -= file.size
-        else:
-            files = []
         self._known = {file.key for file in files}
 
     def _files(self) -> Iterator[_File]:
@@ -220,9 +201,8 @@ def _entries(folder: str | Path) -> "list[os.DirEntry[str]]":
         return []
 
 
-def _check(is_right: bool, why: str = "") -> None:
-    if not is_right:
-        raise UnusableFileError(why)
+def _checksum(key: Key, content: memoryview) -> int:
+    return crc32(content, crc32(b"%d" % FORMAT + key.group + key.name))
 
 
 def _write_all(descriptor: int, content: bytes | memoryview) -> None:

@@ -1,5 +1,6 @@
 """KV in host memory, in pages for the CPU's attention kernel."""
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ from neo_desktop import native
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.native.relay import RelayLayer
 
+_DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has none
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this number
 
 
@@ -79,7 +80,7 @@ class HostLayer(KVLayer):
         _, num_pages, *_ = k.shape
         # K and V of a head are adjacent: a view from K's first element covers both.
         both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
-        return sum(give_back(memory, num_blocks // BLOCKS_PER_RUN) for memory in (both, *scales))
+        return sum(give_back_pages(memory, num_blocks // BLOCKS_PER_RUN) for memory in (both, *scales))
 
     def for_relay(self, window: int | None) -> RelayLayer:
         """Return the layer in the form that `native.relay` takes."""
@@ -152,3 +153,37 @@ def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = torch.empty(math.prod(shape) + spare, dtype=dtype)
     start = -memory.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return memory[start : start + math.prod(shape)].view(shape)
+
+
+def give_back_pages(memory: Tensor, begin: int) -> int:
+    """Return pages to the system, while their addresses stay reserved; return the number of bytes.
+
+    A later write takes new pages, a later read returns zeros.
+
+    Args:
+        memory: [parts, rows, ...], contiguous, in host memory that is not pinned.
+        begin: The first unneeded row of every part.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    if _DONT_NEED is None:
+        raise OSError("this system takes no memory back from a running program (no MADV_DONTNEED)")
+    num_bytes = 0
+    for part in memory:
+        start = part.data_ptr() + begin * part.stride(0) * part.element_size()
+        end = part.data_ptr() + part.numel() * part.element_size()
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if start >= end:
+            continue
+        if _madvise(start, end - start, _DONT_NEED) != 0:
+            raise OSError(ctypes.get_errno(), "the system refuses to take pages back")
+        num_bytes += end - start
+    return num_bytes
+
+
+def _madvise(address: int, num_bytes: int, advice: int) -> int:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return int(function(address, num_bytes, advice))

@@ -17,28 +17,17 @@ class KVShape(Protocol):
     """The part of a model's configuration that determines the size of its KV."""
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers with attention."""
-
+    def num_layers(self) -> int: ...  # with attention
     @property
-    def num_kv_heads(self) -> int:
-        """Number of K and V heads."""
-
+    def num_kv_heads(self) -> int: ...
     @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-
+    def num_heads(self) -> int: ...  # of queries
     @property
-    def head_dim(self) -> int:
-        """Elements per head."""
-
+    def head_dim(self) -> int: ...
     @property
-    def attention_sinks(self) -> bool:
-        """True if heads attend to one more token, see `KVLayer.decode`."""
-
+    def attention_sinks(self) -> bool: ...  # heads attend to one more token, see `KVLayer.decode`
     @property
-    def attention_softcap(self) -> float | None:
-        """Softcap of attention scores, see `KVLayer.decode`; None: no softcap."""
+    def attention_softcap(self) -> float | None: ...  # see `KVLayer.decode`
 
 
 class Partials(NamedTuple):
@@ -54,10 +43,9 @@ class KVLayer(ABC):
     A row's slot is `block * block_size + offset`. All argument tensors are on the layer's device.
 
     Args:
-        parts: The layer's memory: one layer of `allocate`'s result.
-        block_size: Tokens per block.
-        sinks: [heads] fp32, see `decode`; None: the layer has no sinks.
-        softcap: See `decode`; None: the layer has no softcap.
+        parts: One layer of `allocate`'s result.
+        sinks: [heads] fp32, see `decode`.
+        softcap: See `decode`.
     """
 
     __slots__ = ("block_size", "device", "sinks", "softcap")
@@ -97,14 +85,7 @@ class KVLayer(ABC):
 
     @classmethod
     def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
-        """Return the memory after the first blocks to the system, if this kind of memory allows it.
-
-        Args:
-            parts: The tensors from `allocate`.
-            num_blocks: Number of blocks to keep, whole runs.
-
-        Returns:
-            The number of bytes that were given back.
+        """Return the memory after the first blocks, whole runs, to the system; return the number of bytes.
 
         Raises:
             OSError: The system refuses.

@@ -51,7 +51,6 @@ class StateCache:
 
     @property
     def has_room(self) -> bool:
-        """True if another request can be admitted."""
         pending = (slots.checkpoint for each in self._owned.values() for slots in each.planned)
         num_pending = sum(slot != NO_SLOT for slot in pending) + sum(map(len, self._held.values()))
         return (len(self._owned) + 1) * SLOTS_PER_REQUEST + num_pending <= self.num_slots
@@ -61,7 +60,6 @@ class StateCache:
         return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self._checkpoints), 0)
 
     def has(self, block_hash: BlockHash) -> bool:
-        """Return True if there is a checkpoint after this block."""
         return block_hash in self._checkpoints
 
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
@@ -101,11 +99,9 @@ class StateCache:
         self._owned[request_id] = _Owned(slot)
 
     def plan(self, request_id: str, start: int, num_tokens: int, is_last: bool) -> StateSlots:
-        """Return the slots of a request's next iteration.
+        """Return the slots of a request's next iteration, which computes `num_tokens` tokens from `start` on.
 
         Args:
-            start: tokens before it.
-            num_tokens: its tokens.
             is_last: it computes the last known token; a prompt then leaves a checkpoint before its end.
         """
         owned, end = self._owned[request_id], start + num_tokens
@@ -118,13 +114,7 @@ class StateCache:
         return slots
 
     def settle(self, request_id: str, hashes: Sequence[BlockHash], start: int, num_tokens: int) -> None:
-        """Apply the success of a request's oldest planned iteration.
-
-        Args:
-            hashes: of the request's leading full blocks.
-            start: tokens before it.
-            num_tokens: its tokens.
-        """
+        """Apply the success of a request's oldest planned iteration; arguments as in `plan`."""
         owned, end = self._owned[request_id], start + num_tokens
         slots = owned.planned.popleft()
         self._release(slots.source)
@@ -161,11 +151,7 @@ class StateCache:
         self._release(owned.current)
 
     def check(self) -> None:
-        """Check the invariants of the slots.
-
-        Raises:
-            AssertionError: a slot is lost or owned twice.
-        """
+        """Assert that no slot is lost or owned twice."""
         references = [0] * self.num_slots
         for slot in (slot for slots in self._held.values() for slot in slots):
             references[slot] += 1

@@ -18,9 +18,7 @@ from neo_desktop.models.config import ModelConfig
 
 def layer_kind(device: torch.device) -> type[KVLayer]:
     """Return the KV layout for a device's memory."""
-    if device.type == "cpu":
-        return HostLayer
-    return DeviceLayer
+    return HostLayer if device.type == "cpu" else DeviceLayer
 
 
 def memory_of(tier: KVTier, device: torch.device) -> torch.device:
@@ -33,15 +31,10 @@ class KVPool:
 
     Args:
         num_blocks: Number of blocks per layer.
-        block_size: Tokens per block.
         dtype: Type of K and V; int8 is for host memory only.
-        device: Owner of the memory.
         kind: Memory layout; None: the device's default.
-        sinks: The sinks `[heads]` per layer, if the model has sinks; see `KVLayer.decode`.
+        sinks: Per layer, [heads]; see `KVLayer.decode`.
         memory_of_layers: Index of the memory per layer, which layers may share; None: one per layer.
-
-    Raises:
-        ValueError: The device's memory cannot hold int8.
     """
 
     worker: str | None = None  # name of the attention worker; None: memory of this computer
@@ -82,7 +75,6 @@ class KVPool:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self._layers)
 
     @property
@@ -117,22 +109,16 @@ class KVPool:
 
 
 class PoolRows:
-    """Rows of a pool at given slots; the model's device reads and writes them.
-
-    Args:
-        slots: [n] int64 in host memory, all different.
-    """
+    """Rows of a pool at given slots; the model's device reads and writes them."""
 
     def __init__(self, pool: KVPool, slots: Tensor) -> None:
         self._pool = pool
         self._slots = upload(slots, torch.int64, pool.device)
 
     def read(self, layer: int, out: Rows) -> None:
-        """Copy the rows of a layer to memory of the pool's device."""
         self._pool.layer(layer).read(self._slots, out)
 
     def write(self, layer: int, rows: Rows) -> None:
-        """Copy rows to the slots of a layer."""
         self._pool.layer(layer).write(rows[0], rows[1], self._slots)
 
 
@@ -144,8 +130,8 @@ class CopyGroup:
     source_slots: Tensor  # [n] int64 in host memory
     target: KVPool
     target_slots: Tensor  # [n] int64 in host memory
-    from_pages: bool  # True if the CPU has to read the source from pages in host memory.
-    to_pages: bool  # True if the CPU has to write the target to pages in host memory.
+    from_pages: bool  # the CPU has to read the source from pages in host memory
+    to_pages: bool  # the CPU has to write the target to pages in host memory
 
 
 class KVStorage:
@@ -164,12 +150,10 @@ class KVStorage:
 
     @property
     def tiers(self) -> tuple[KVTier, ...]:
-        """The tiers with a pool."""
         return tuple(self._pools)
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, in all tiers."""
         return next(iter(self._pools.values())).block_size
 
     @property
@@ -178,7 +162,6 @@ class KVStorage:
         return len(self.states[0]) - 1 if self.states else None
 
     def get(self, tier: KVTier) -> KVPool | None:
-        """Return the pool of a tier; None if the policy does not use it."""
         return self._pools.get(tier)
 
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:

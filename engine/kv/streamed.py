@@ -24,9 +24,9 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.pinned import kv_bytes
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kv.host_layer import give_back_pages
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
@@ -46,12 +46,7 @@ class StreamedPool(KVPool):
     """K and V of every block of a streamed tier.
 
     Args:
-        num_blocks: Number of blocks per layer.
-        block_size: Tokens per block.
-        dtype: Type of K and V.
         device: The device that attends.
-        kind: Memory layout on the device; None: the device's default.
-        sinks: See `KVPool`.
         num_resident: Number of layers that stay on the device, at least one.
     """
 
@@ -98,7 +93,6 @@ class StreamedPool(KVPool):
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """The layers in host memory, in order."""
         return tuple(self._turns)
 
     def turn(self, layer: int) -> int | None:
@@ -129,7 +123,7 @@ class StreamedPool(KVPool):
 
     def give_back(self, num_blocks: int) -> int:
         begin = num_blocks * self.block_size
-        return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
+        return super().give_back(num_blocks) + sum(give_back_pages(home, begin) for home in self.homes)
 
     def rows_at(self, slots: Tensor) -> "StreamedRows":
         return StreamedRows(self, slots)

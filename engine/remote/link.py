@@ -1,20 +1,20 @@
-"""The engine's connections to a worker."""
+"""The engine's connections to a worker, or to several that share a KV tier."""
 
 import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.transfer import HostBuffer
-from neo_desktop.engine.remote.greeting import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.trust import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
 
 DEFAULT_PORT = 7455
@@ -23,13 +23,7 @@ CPU = torch.device("cpu")
 
 
 class WorkerLostError(RuntimeError):
-    """A worker does not answer; its KV is lost.
-
-    Args:
-        worker: its name.
-        reason: without name and address.
-        address: its last address; empty: unknown.
-    """
+    """A worker does not answer; its KV is lost. The reason has neither name nor address."""
 
     def __init__(self, worker: str, reason: str, address: str = "") -> None:
         super().__init__(worker, reason, address)
@@ -82,9 +76,7 @@ class WorkerLink:
     other receives answers. The first failure closes both connections and wakes all waiting threads.
 
     Args:
-        name: of the worker, for messages.
-        find: returns its address; called at each `open`.
-        trust: credentials.
+        find: returns the worker's address; called at each `open`.
     """
 
     def __init__(self, name: str, find: Callable[[], Address], trust: Trust) -> None:
@@ -113,7 +105,6 @@ class WorkerLink:
         """Connect; `num_blocks` is known afterwards.
 
         Args:
-            shape: of the model's attention.
             sinks: [layers, heads] fp32; None: the model has none.
             most_blocks: upper limit on useful blocks.
 
@@ -247,3 +238,86 @@ class WorkerLink:
         for channel in (self._attention, self._rows):
             if channel is not None:
                 channel.close()
+
+
+def check_heads(num_kv_heads: int, num_workers: int) -> None:
+    """Raise ValueError if KV heads cannot be divided evenly."""
+    if num_kv_heads % num_workers:
+        raise ValueError(
+            f"{num_kv_heads} KV heads cannot be divided among {num_workers} workers: choose a number of "
+            "workers that divides them, or give each worker whole requests (worker_partition 'requests')"
+        )
+
+
+class HeadGroup:
+    """Several workers with the interface of one `WorkerLink`: each has some heads of every request.
+
+    Lamina, section 5. All workers attend for every request, so their load is always equal. Each has every
+    block, with its own KV heads. If one worker is lost, all KV is lost.
+
+    Args:
+        name: of the tier.
+        links: one per worker, in the order of their heads.
+    """
+
+    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
+        self.name = name
+        self._links = links
+        self._out, self._rows = HostBuffer(CPU), HostBuffer(CPU)
+
+    @property
+    def address(self) -> str | None:
+        """Addresses of the workers, for display; None: all are unknown."""
+        return ", ".join(str(each.address) for each in self._links if each.address is not None) or None
+
+    @property
+    def num_blocks(self) -> int:
+        return min(each.num_blocks for each in self._links)
+
+    def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
+        """Connect to all workers; raises the errors of `WorkerLink.open`."""
+        count = len(self._links)
+        check_heads(shape.num_kv_heads, count)
+        part = replace(shape, num_heads=shape.num_heads // count, num_kv_heads=shape.num_kv_heads // count)
+        try:
+            for number, link in enumerate(self._links):
+                heads = slice(number * part.num_heads, (number + 1) * part.num_heads)
+                link.open(part, None if sinks is None else sinks[:, heads], most_blocks)
+        except BaseException:
+            self.close()
+            raise
+
+    def _parts(self, *tensors: Tensor) -> Iterator[tuple[WorkerLink, Sequence[Tensor]]]:
+        """Yield each worker with its heads, the second to last dimension of every tensor."""
+        divided = (each.chunk(len(self._links), dim=-2) for each in tensors)
+        return zip(self._links, zip(*divided, strict=True), strict=True)
+
+    def ask(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
+    ) -> None:
+        for link, (part_q, part_k, part_v) in self._parts(q, k, v):
+            link.ask(layer, part_q, part_k, part_v, block_tables, context_lens)
+
+    def answer(self, out: Tensor) -> None:
+        for link, (target,) in self._parts(out):
+            part_out = self._out.view(tuple(target.shape), target.dtype)
+            link.answer(part_out)
+            target.copy_(part_out)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for link, (part_k, part_v) in self._parts(k, v):
+            link.store(layer, slots, part_k, part_v)
+
+    def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
+        for link, (target,) in self._parts(out):
+            rows = self._rows.view(tuple(target.shape), target.dtype)
+            link.read(layer, slots, rows)
+            target.copy_(rows)
+
+    def close(self) -> None:
+        """Close all connections; thread-safe, may be called again."""
+        for link in self._links:
+            link.close()
+
+
+AnyLink = WorkerLink | HeadGroup

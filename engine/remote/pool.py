@@ -8,16 +8,14 @@ from torch import Tensor
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.heads import HeadGroup
-from neo_desktop.engine.remote.link import WorkerLink
+from neo_desktop.engine.remote.link import AnyLink
 from neo_desktop.models.config import ModelConfig
 
 CPU = torch.device("cpu")
-AnyLink = WorkerLink | HeadGroup
 
 
 class RemoteLayer(KVLayer):
-    """One layer of a worker's memory. All tensors are in this computer's host memory.
+    """One layer of a worker's memory; all tensors are in this computer's host memory.
 
     All methods raise WorkerLostError if the worker no longer answers.
     """
@@ -76,9 +74,6 @@ class RemotePool(KVPool):
     """K and V in all blocks in a worker's memory, or of several workers that divide the heads.
 
     Args:
-        tier: the worker's.
-        config: the model's.
-        block_size: tokens per block.
         dtype: the model's.
         link: open.
     """

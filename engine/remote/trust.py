@@ -1,14 +1,110 @@
-"""Sources of the shared secret, and of TLS certificates."""
+"""Trust between engine and worker: the shared secret, TLS, and mutual authentication.
 
+    engine                                        worker
+    "NEO-WORK", version, nonce e    →
+                                    ←             "NEO-WORK", version, nonce w
+    HMAC(secret, "engine", e, w)    →
+                                    ←             1, HMAC(secret, "worker", e, w); or 0
+
+The engine proves itself first: a stranger at the worker's port learns nothing that helps to guess the secret.
+Later traffic is neither encrypted nor signed, unless the connection uses TLS.
+"""
+
+import hashlib
+import hmac
 import os
 import secrets
+import socket
 import ssl
+import struct
 from pathlib import Path
 
-from neo_desktop.engine.remote.greeting import check_secret
+from neo_desktop.engine.remote.wire import VERSION
 
 SECRET_VARIABLE = "NEO_DESKTOP_WORKER_SECRET"
 HOW = f"give both sides the same secret, with --worker-secret FILE or in the variable {SECRET_VARIABLE}"
+MAGIC = b"NEO-WORK"
+MIN_SECRET_BYTES = 16
+NONCE_BYTES = 32
+_HELLO = struct.Struct(f"<8sH{NONCE_BYTES}s")
+_YES, _NO = b"\x01", b"\x00"
+
+
+class RefusedError(ConnectionError):
+    """The peer is not trusted, or refuses the connection."""
+
+
+def check_secret(secret: bytes) -> bytes:
+    """Return the secret; raise ValueError if it is too short."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"the workers' secret must have at least {MIN_SECRET_BYTES} characters")
+    return secret
+
+
+def greet(connection: socket.socket, secret: bytes) -> None:
+    """Authenticate to a worker.
+
+    Raises:
+        RefusedError: the peer is no worker, has another version, or another secret.
+        OSError: the connection failed.
+    """
+    mine = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
+    theirs = _nonce(connection, "the worker")
+    connection.sendall(_proof(secret, b"engine", mine, theirs))
+    if _exactly(connection, 1) != _YES:
+        raise RefusedError("the worker has another secret")
+    proof = _exactly(connection, hashlib.sha256().digest_size)
+    if not hmac.compare_digest(proof, _proof(secret, b"worker", mine, theirs)):
+        raise RefusedError("the peer is no worker: it does not know the secret")
+
+
+def welcome(connection: socket.socket, secret: bytes) -> None:
+    """Authenticate an engine; raises the errors of `greet`."""
+    hello = _exactly(connection, _HELLO.size)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    if hello.startswith(MAGIC):  # so that the peer can report the error
+        connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
+    theirs = _checked(hello, "the engine")
+    proof = _exactly(connection, hashlib.sha256().digest_size)
+    if not hmac.compare_digest(proof, _proof(secret, b"engine", theirs, mine)):
+        connection.sendall(_NO)
+        raise RefusedError("the engine has another secret")
+    connection.sendall(_YES + _proof(secret, b"worker", theirs, mine))
+
+
+def _nonce(connection: socket.socket, who: str) -> bytes:
+    return _checked(_exactly(connection, _HELLO.size), who)
+
+
+def _checked(hello: bytes, who: str) -> bytes:
+    """Return the nonce."""
+    magic, version, nonce = _HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise RefusedError(f"{who} uses another protocol: is this the right port?")
+    if version != VERSION:
+        raise RefusedError(
+            f"{who} speaks version {version} of the workers' protocol, and this program version {VERSION}: "
+            "install the same version of neo-desktop on both computers"
+        )
+    return bytes(nonce)
+
+
+def _proof(secret: bytes, side: bytes, engine_nonce: bytes, worker_nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + engine_nonce + worker_nonce, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise RefusedError(
+                "the peer closed the connection before it authenticated; if it requires TLS, name the "
+                "authority that signed its certificate"
+            )
+        data += piece
+    return data
 
 
 def default_path() -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from neo_desktop.engine.remote.greeting import RefusedError, check_secret, welcome
 from neo_desktop.engine.remote.session import CPU, Session, fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.trust import RefusedError, check_secret, welcome
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tune
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,7 @@ class WorkerLimits:
 
 
 class AttentionWorker:
-    """Listens for engines.
-
-    Args:
-        listener: bound and listening.
-        secret: shared with engines.
-        limits: resources offered.
-        tls: of connections; None: they are neither encrypted nor signed.
+    """Listens for engines; connections without TLS are neither encrypted nor signed.
 
     Raises:
         ValueError: the secret is too short.

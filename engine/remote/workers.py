@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.greeting import RefusedError
-from neo_desktop.engine.remote.heads import HeadGroup, check_heads
-from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
-from neo_desktop.engine.remote.pool import AnyLink, RemotePool
+from neo_desktop.engine.remote.link import (
+    Address,
+    AnyLink,
+    HeadGroup,
+    Trust,
+    WorkerLink,
+    WorkerLostError,
+    check_heads,
+)
+from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.trust import RefusedError
 from neo_desktop.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -36,12 +43,8 @@ class Workers:
 
     Args:
         addresses: return each worker's current address.
-        trust: credentials.
-        config: of the model.
-        shape: of its attention.
         sinks: [layers, heads] fp32; None: the model has none.
         most_blocks: useful blocks per worker.
-        retries_s: see `RETRIES_S`.
         by_heads: all workers form one tier, each with some heads of every request; otherwise each worker is
             its own tier.
 
@@ -63,7 +66,12 @@ class Workers:
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
         self._retries_s = retries_s
-        self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
+        tiers = [KVTier.worker(1 if by_heads else number) for number in range(1, len(addresses) + 1)]
+        links = [WorkerLink(tier.name, find, trust) for tier, find in zip(tiers, addresses, strict=True)]
+        self._links: dict[KVTier, AnyLink] = dict(zip(tiers, links, strict=True))
+        if by_heads:
+            check_heads(shape.num_kv_heads, len(links))
+            self._links = {tiers[0]: HeadGroup(tiers[0].name, links)}
         self._reasons: dict[KVTier, str] = {}  # reasons of the current losses
         self._losses = dict.fromkeys(self._links, 0)
         self._returned: list[KVTier] = []  # not taken yet by `take_returned`
@@ -71,22 +79,6 @@ class Workers:
         self._changes = threading.Lock()
         self._news = threading.Event()  # set if a worker has returned since the last loss
         self._closing = threading.Event()
-
-    def _apart(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[KVTier, AnyLink]:
-        tiers = [KVTier.worker(number) for number in range(1, len(addresses) + 1)]
-        links = self._links_to(addresses, trust, [tier.name for tier in tiers])
-        return dict(zip(tiers, links, strict=True))
-
-    def _grouped(self, addresses: Sequence[Callable[[], Address]], trust: Trust) -> dict[KVTier, AnyLink]:
-        check_heads(self._shape.num_kv_heads, len(addresses))
-        tier = KVTier.worker(1)
-        links = self._links_to(addresses, trust, [tier.name] * len(addresses))
-        return {tier: HeadGroup(tier.name, links)}
-
-    def _links_to(
-        self, addresses: Sequence[Callable[[], Address]], trust: Trust, names: Sequence[str]
-    ) -> list[WorkerLink]:
-        return [WorkerLink(name, find, trust) for name, find in zip(names, addresses, strict=True)]
 
     def connect(self) -> None:
         """Connect to all workers; retry unreachable ones in the background.
@@ -110,7 +102,6 @@ class Workers:
 
     @property
     def pools(self) -> dict[KVTier, RemotePool]:
-        """Memory per worker, by tier."""
         shape = self._shape
         return {
             tier: RemotePool(tier, self._config, shape.block_size, shape.dtype, link)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv import disk
-from neo_desktop.engine.kv.disk import FORMAT, HEADER, SCANS, BlockStore, Key
+from neo_desktop.engine.kv.disk import HEADER, SCANS, BlockStore, Key
 
 KEYS = [Key(bytes([group] * 16), bytes([name] * 16)) for group in range(2) for name in range(6)]
 SIZE = 1000
@@ -79,15 +79,10 @@ def _flipped(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def _older(data: bytes) -> bytes:
-    return data[:6] + (FORMAT - 1).to_bytes(2, "little") + data[8:]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         _flipped,
-        _older,
         lambda data: data[:-1],
         lambda data: data[:9],
         lambda data: b"",
@@ -95,7 +90,7 @@ def _older(data: bytes) -> bytes:
         lambda data: b"GGUF" + data[4:],
         lambda data: data[: HEADER.size - 1] + b"x" + data[HEADER.size :],
     ],
-    ids=["damaged", "older", "truncated", "stump", "empty", "longer", "foreign", "of another block"],
+    ids=["damaged", "truncated", "stump", "empty", "longer", "foreign", "of another block"],
 )
 def test_an_unusable_file_is_dropped_with_one_sentence(
     tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
@@ -122,6 +117,14 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     for key in KEYS:
         assert write(store, key)
     assert all(path.exists() for path in others)
+
+
+def test_a_file_of_another_format_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(disk, "FORMAT", disk.FORMAT - 1)
+        assert write(BlockStore(tmp_path, BUDGET), KEYS[0])
+    assert read(BlockStore(tmp_path, BUDGET), KEYS[0]) is None
+    assert not files(tmp_path)
 
 
 def test_a_full_disk_ends_writing_with_one_sentence(

@@ -18,7 +18,7 @@ from neo_desktop.engine.cache_files import cache_folder, digest
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.disk import BlockStore
-from neo_desktop.engine.saved_kv import key_of
+from neo_desktop.engine.setup import key_of
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

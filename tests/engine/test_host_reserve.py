@@ -22,7 +22,7 @@ from neo_desktop.app.engines import loop
 from neo_desktop.app.engines.messages import Event, Status, Stop
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve, reserve_bytes
 from neo_desktop.engine.iterations import Iterations
-from neo_desktop.engine.kv import pages
+from neo_desktop.engine.kv import host_layer
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
@@ -159,7 +159,7 @@ def test_tokens_stay_the_same_while_memory_goes_and_comes(
 def test_a_system_that_takes_nothing_back_is_told_once_and_all_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages, "_madvise", lambda *_: -1)
+    monkeypatch.setattr(host_layer, "_madvise", lambda *_: -1)
     with tiny_engine("fastdecode", machine=Machine([0] * 1000)) as engine:
         for _ in range(2):
             assert [len(output.token_ids) for output in engine.generate(PROMPTS, PARAMS)] == [40] * 8

@@ -17,7 +17,7 @@ from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.gpu_layer import GpuLayer
+from neo_desktop.engine.remote.session import GpuLayer
 from neo_desktop.models.shapes import shape
 
 CPU = torch.device("cpu")

@@ -14,11 +14,10 @@ from pipeline_case import tiny_config, tiny_model
 from workers import SECRET, TRUST, running_worker, shape_of, sinks_of
 
 from neo_desktop.engine.remote import greeting
-from neo_desktop.engine.remote.greeting import RefusedError, greet
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.session import fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.trust import engine_tls, worker_tls
+from neo_desktop.engine.remote.trust import RefusedError, engine_tls, greet, worker_tls
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError
 from neo_desktop.models.decoder import Decoder
 

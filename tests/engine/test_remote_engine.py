@@ -14,8 +14,8 @@ from workers import running_worker
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote import session
-from neo_desktop.engine.remote.gpu_layer import GpuLayer
-from neo_desktop.engine.remote.greeting import RefusedError
+from neo_desktop.engine.remote.session import GpuLayer
+from neo_desktop.engine.remote.trust import RefusedError
 
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 

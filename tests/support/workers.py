@@ -11,8 +11,7 @@ import torch
 
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.heads import HeadGroup
-from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
+from neo_desktop.engine.remote.link import Address, HeadGroup, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits

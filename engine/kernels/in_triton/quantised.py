@@ -76,21 +76,35 @@ class Product:
         """Return the grid of programs that compute `rows` matrix rows each."""
         return triton.cdiv(self.rows, rows), 1 if self.pairs is None else len(self.pairs[1])
 
-    @property
-    def tensors(self) -> tuple[Tensor | int, ...]:
-        """The arguments of the kernels; they do not read the stand-ins for missing tensors."""
+    def launch(
+        self, kernel: Any, inputs: Sequence[Tensor], strides: tuple[int, ...], rows: int, **constants: Any
+    ) -> None:
+        """Launch a kernel whose programs compute `rows` matrix rows each.
+
+        It does not read the stand-ins for missing tensors.
+
+        Args:
+            strides: what follows the arguments that all kernels have.
+        """
         bias = self.out if self.bias is None else self.bias
         pairs = (self.out, self.out, 1) if self.pairs is None else self.pairs
-        return *_pointers(self.weight), bias, *pairs, self.out, self.count, self.rows
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {
+        kernel[self.grid(rows)](
+            *inputs,
+            *_pointers(self.weight),
+            bias,
+            *pairs,
+            self.out,
+            self.count,
+            self.rows,
+            *strides,
+            self.out.stride(0),
+            ROWS=rows,
+            HAS_BIAS=self.bias is not None,
+            IS_EXPERT=self.pairs is not None,
             **_constants(self.weight),
-            "HAS_BIAS": self.bias is not None,
-            "IS_EXPERT": self.pairs is not None,
-            "enable_fp_fusion": True,
-        }
+            **constants,
+            enable_fp_fusion=True,
+        )
 
 
 def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
@@ -184,51 +198,29 @@ def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
         step, num_warps = 128, 8
     elif most < MOST_ROWS and programs_per_sm <= 2:
         step, num_warps = 64, 8
-    _multiply_integers[grid](
-        x.codes.view(torch.int64),
-        x.factors.view(torch.int64),
-        *product.tensors,
-        x.codes.shape[1] // ROUNDED,
-        product.out.stride(0),
+    product.launch(
+        _multiply_integers,
+        (x.codes.view(torch.int64), x.factors.view(torch.int64)),
+        (x.codes.shape[1] // ROUNDED,),
+        ROWS,
         COUNT=most,
-        ROWS=ROWS,
         STEP=step,
         IS_INTERPRETED=product.out.device.type == "cpu",
-        **product.constants,
         num_warps=num_warps,
     )
 
 
 def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
-    weight = product.weight
-    _multiply_tiles[product.grid(TILES_ROWS)](
-        x,
-        *product.tensors,
-        weight.columns // weight.coding.group,
-        _stride(x),
-        product.out.stride(0),
-        COUNT=most,
-        ROWS=TILES_ROWS,
-        STEP=STEP_COLUMNS_TILES // weight.coding.group,
-        **product.constants,
-        num_stages=3,
-        num_warps=NUM_WARPS,
-    )
+    columns, group = product.weight.columns, product.weight.coding.group
+    sizes = columns // group, _stride(x)
+    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // group}
+    product.launch(_multiply_tiles, (x,), sizes, TILES_ROWS, **steps, num_stages=3, num_warps=NUM_WARPS)
 
 
 def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
-    _multiply_plain[product.grid(ROWS)](
-        x.view(torch.int64),
-        *product.tensors,
-        product.weight.words.shape[1],
-        _stride(x) * x.element_size() // 8,
-        product.out.stride(0),
-        COUNT=most,
-        ROWS=ROWS,
-        STEP=STEP_WORDS,
-        **product.constants,
-        num_warps=NUM_WARPS,
-    )
+    sizes = product.weight.words.shape[1], _stride(x) * x.element_size() // 8
+    inputs = (x.view(torch.int64),)
+    product.launch(_multiply_plain, inputs, sizes, ROWS, COUNT=most, STEP=STEP_WORDS, num_warps=NUM_WARPS)
 
 
 def _stride(x: Tensor) -> int:
