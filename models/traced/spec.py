@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from logging import ERROR
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -148,15 +149,12 @@ def conversions_of(source: Source) -> Conversions:
 @contextmanager
 def _steady(model: nn.Module) -> Iterator[None]:
     """Fix RoPE's frequencies, which some types change for long prompts; see `TracedSpec.most_tokens`."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
-    kept = [module.rope_type for module in modules]
-    for module in modules:
-        module.rope_type = _without_change(module.rope_type)
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if hasattr(module, "rope_type"):
+                steady = _without_change(module.rope_type)
+                stack.enter_context(patch.object(module, "rope_type", steady))
         yield
-    finally:
-        for module, before in zip(modules, kept, strict=True):
-            module.rope_type = before
 
 
 def _without_change(rope_type: Any) -> Any:
