@@ -208,8 +208,7 @@ class Weights:
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:
         """Rename tensors to weights, as transformers does when it loads them.
 
-        Raises:
-            ModelError: two tensors are the same weight, or a conversion fails.
+        Raise ModelError if two tensors are the same weight, or a conversion fails.
         """
         if isinstance(config, TracedConfig):
             from neo_desktop.models.traced.spec import conversions_of  # noqa: PLC0415 - large

@@ -54,9 +54,8 @@ class Entries(JsonFile):
     Args:
         varying: entries that may differ between layers.
 
-    Raises:
-        UnsupportedModelError: layers have different sizes.
-        ModelError: an array's length differs from the number of layers, or there is no embedding.
+    Raise UnsupportedModelError if layers have different sizes, and ModelError if an array's length differs
+    from the number of layers, or there is no embedding.
     """
 
     def __init__(

@@ -58,8 +58,7 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
     Args:
         type_name: quantisation type of matrices, for example "Q4_1"; None: the model's dtype.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raise OSError if the file cannot be written.
     """
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[decoder.config.architecture])
     try:

@@ -183,8 +183,7 @@ def attend(
     Returns:
         [1, heads, rows, head_dim], as torch's function.
 
-    Raises:
-        CannotCutError: the kernels do not support it.
+    Raise CannotCutError if the kernels do not support it.
     """
     if attn_mask is not None:
         windows = [mask_window for mask, mask_window in calls.masks if mask is attn_mask]
@@ -225,8 +224,7 @@ def first_matrix(module: Any) -> Tensor:
 def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Record a mixture of experts; the arguments are those of transformers.
 
-    Raises:
-        CannotCutError: its matrices are neither gate, up and down nor up and down.
+    Raise CannotCutError if its matrices are neither gate, up and down nor up and down.
     """
     is_usual = module.is_concatenated or not module.has_gate
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:

@@ -108,9 +108,8 @@ def read_config(path: Path) -> ModelConfig:
 def read_traced(path: Path) -> TracedConfig:
     """Read a folder's configuration for the code of `transformers`.
 
-    Raises:
-        ModelError: the folder is broken, transformers is not installed or does not know the model, or it
-            cannot cut the model into stages.
+    Raise ModelError if the folder is broken, transformers is not installed or does not know the model, or it
+    cannot cut the model into stages.
     """
     config_json = path / "config.json"
     file = JsonFile.read(config_json)

@@ -59,8 +59,7 @@ def quiet() -> Iterator[None]:
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
     """Return the described model, without numbers.
 
-    Raises:
-        ModelError: transformers is not installed, or does not know the model.
+    Raise ModelError if transformers is not installed, or does not know the model.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - as above
@@ -112,8 +111,7 @@ def _transpose(groups: int, heads: int, _: nn.Module, given: tuple[Tensor, ...])
 def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
     """Run a model and record its calls; return its scores [1, rows, vocab].
 
-    Raises:
-        CannotCutError: stages do not support a call.
+    Raise CannotCutError if stages do not support a call.
     """
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -135,8 +133,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
 def spec(source: Source, modified_ns: int) -> TracedSpec:
     """Return the sizes of a model.
 
-    Raises:
-        ModelError: transformers does not know it, or it cannot be cut into stages.
+    Raise ModelError if transformers does not know it, or it cannot be cut into stages.
     """
     return examined(source, modified_ns)[0]
 
@@ -347,8 +344,7 @@ def description(source: Source, _modified_ns: int) -> Description:
 
     Call `spec` first: the configuration is then known to be readable.
 
-    Raises:
-        ModelError: the context is out of range.
+    Raise ModelError if the context is out of range.
     """
     with quiet():
         config = source.config()

@@ -122,8 +122,7 @@ class ImageRows:
     def of(cls, images: Sequence[SeenImage], token_ids: Sequence[int]) -> Self:
         """Find the rows of images in a prompt.
 
-        Raises:
-            ValueError: the prompt has another number of rows for images.
+        Raise ValueError if the prompt has another number of rows for images.
         """
         found = np.flatnonzero(np.isin(token_ids, [image.token_id for image in images]))
         lengths = [len(image.embeddings) for image in images]
@@ -172,8 +171,7 @@ class ImageText(ChatText):
 def with_images(text: ChatText, images: Sequence[SeenImage]) -> ImageText:
     """Replace the marks of images in a chat by the text of their rows.
 
-    Raises:
-        ValueError: the chat has another number of marks.
+    Raise ValueError if the chat has another number of marks.
     """
     marks = {image.mark for image in images}
     count = sum(found in marks for found in text.pieces[1::2])
