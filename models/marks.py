@@ -166,7 +166,6 @@ class Shield:
             raise ValueError("the chat holds every private character of Unicode: remove them")
 
     def broken(self, value: Any) -> Any:
-        """Return the JSON value with all marks broken."""
         return self._broken(value, is_spoken=False)
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

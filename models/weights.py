@@ -188,7 +188,6 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the files."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
     @property
@@ -202,7 +201,6 @@ class Weights:
 
     @property
     def is_quantised(self) -> bool:
-        """True if some tensors have fewer than 16 bits per number."""
         return any(stored.is_quantised for stored in self.tensors.values())
 
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:

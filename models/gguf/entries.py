@@ -111,7 +111,6 @@ class Entries(JsonFile):
         return UnsupportedModelError(f"{self.path} has {what}, which is not supported.")
 
     def has(self, end: str) -> bool:
-        """Return True if the name of a tensor ends so."""
         return any(name.endswith(end) for name in self.shapes)
 
     def floats(self, name: str) -> list[float]:

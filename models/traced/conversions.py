@@ -109,7 +109,6 @@ class _Shapes:
     shapes: Mapping[str, torch.Size]
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter without data."""
         return torch.empty(self.shapes[name], device="meta")
 
 

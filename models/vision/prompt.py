@@ -59,7 +59,6 @@ class SeenImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.embeddings.nbytes
 
 
@@ -110,7 +109,6 @@ class ImageRows:
         return num_tokens
 
     def within(self, start: int, end: int) -> slice:
-        """Return the indices of the rows at positions from `start` to `end`."""
         first, last = np.searchsorted(self.positions, (start, end)).tolist()
         return slice(first, last)
 
