@@ -46,7 +46,8 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.gguf.writer import check_expressible, write_gguf
+from neo_desktop.models.gguf.writer import ARCHITECTURES, write_gguf
+from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import Packed
 
 PROGRAM = "LLAMA_SERVER"  # environment variable: path of llama.cpp's server, if not on the PATH
@@ -69,6 +70,28 @@ def gguf_checkpoint(model: Path) -> GGUFCheckpoint | None:
     """Return the checkpoint if llama.cpp can read it unchanged; raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(model)
     return checkpoint if isinstance(checkpoint, GGUFCheckpoint) else None
+
+
+def check_expressible(config: ModelConfig) -> None:
+    """Raise ValueError for a model that llama.cpp computes differently, or that this module cannot write."""
+    scaling, experts = config.rope.scaling, config.experts
+    reason = None
+    if config.architecture not in ARCHITECTURES:
+        reason = f"the architecture {config.architecture}"
+    elif config.attention_sinks:
+        reason = "attention sinks"
+    elif any(window is not None for window in config.layer_windows):
+        reason = "sliding windows"
+    elif experts is not None and len(experts.layers) < config.num_layers:
+        reason = "a mix of dense layers and layers with experts"
+    elif experts is not None and not experts.normalises:
+        reason = "weights of experts that are not normalised"
+    elif isinstance(scaling, Llama3Scaling | FactorScaling) and ARCHITECTURES[config.architecture] != "llama":
+        reason = f"Llama 3's rotation in {config.architecture}"
+    elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
+        reason = f"the rotation {type(scaling).__name__}"
+    if reason is not None:
+        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: leave --baseline out")
 
 
 def check_installed() -> None:

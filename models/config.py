@@ -8,21 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from neo_desktop.models import limits
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import described, experts_of, family_of, flag, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
-from neo_desktop.models.limits import (
-    HEAD_UNIT,
-    LARGEST_HEAD,
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN_SIZE,
-    MAX_INTERMEDIATE_SIZE,
-    MAX_LAYERS,
-    MAX_VOCAB_SIZE,
-    SAMPLING_BOUNDS,
-)
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rope import RopeConfig, YarnScaling
@@ -60,7 +49,7 @@ class GenerationDefaults:
         top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
         others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
         return cls.within_bounds(
-            {name: _number(file, name) for name in SAMPLING_BOUNDS},
+            {name: _number(file, name) for name in limits.SAMPLING_BOUNDS},
             do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
             top_k=top_k,
             ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
@@ -78,7 +67,8 @@ class GenerationDefaults:
         outside = [
             name
             for name, value in values.items()
-            if value is not None and not SAMPLING_BOUNDS[name][0] <= value <= SAMPLING_BOUNDS[name][1]
+            if value is not None
+            and not limits.SAMPLING_BOUNDS[name][0] <= value <= limits.SAMPLING_BOUNDS[name][1]
         ]
         return cls(
             do_sample=do_sample,
@@ -103,12 +93,10 @@ class Matrix(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Number of matrices with this name."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
     def weights(self) -> int:
-        """Parameters of one matrix, bias included."""
         return self.rows * (self.columns + self.has_bias)
 
 
@@ -162,11 +150,11 @@ class ModelConfig:
         family = family_of(file)
         file = described(file, family)
 
-        num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
-        num_heads = file.integer("num_attention_heads", maximum=MAX_HEADS)
-        head_dim = file.integer("head_dim", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
-        num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+        num_layers = file.integer("num_hidden_layers", maximum=limits.MAX_LAYERS)
+        hidden_size = file.integer("hidden_size", maximum=limits.MAX_HIDDEN_SIZE)
+        num_heads = file.integer("num_attention_heads", maximum=limits.MAX_HEADS)
+        head_dim = file.integer("head_dim", max(hidden_size // num_heads, 1), maximum=limits.MAX_HEAD_DIM)
+        num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=limits.MAX_HEADS)
         check_heads(file.path, num_heads, num_kv_heads, head_dim, unsupported)
         trained_tokens = file.integer("max_position_embeddings")
         rope = RopeConfig.from_config(file, trained_tokens)
@@ -174,9 +162,9 @@ class ModelConfig:
         attention_bias = flag(file, family, "attention_bias")
         return cls(
             architecture=family.architecture,
-            vocab_size=file.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
+            vocab_size=file.integer("vocab_size", maximum=limits.MAX_VOCAB_SIZE),
             hidden_size=hidden_size,
-            intermediate_size=file.integer("intermediate_size", maximum=MAX_INTERMEDIATE_SIZE),
+            intermediate_size=file.integer("intermediate_size", maximum=limits.MAX_INTERMEDIATE_SIZE),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -228,7 +216,6 @@ class ModelConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's recurrent states."""
         return sum(4 * prod(shape) for shape in self.state_shapes)
 
     @property
@@ -243,7 +230,6 @@ class ModelConfig:
 
     @property
     def matrices(self) -> dict[str, Matrix]:
-        """Matrices of the layers, and the head unless it is tied to the embedding."""
         hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
         table = {
             "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
@@ -323,10 +309,10 @@ def check_heads(
         raise ModelError(f"{path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
     if head_dim % 2:
         raise ModelError(f"{path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
-    if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
+    if head_dim % limits.HEAD_UNIT or head_dim > limits.LARGEST_HEAD:
         raise unsupported(
             f"{path}: heads of {head_dim} numbers are not supported; attention is computed for multiples "
-            f"of {HEAD_UNIT} up to {LARGEST_HEAD}."
+            f"of {limits.HEAD_UNIT} up to {limits.LARGEST_HEAD}."
         )
 
 
@@ -339,7 +325,7 @@ def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
     if not isinstance(rope.scaling, YarnScaling):
         return trained_tokens
     stretched = int(rope.scaling.factor * rope.scaling.original_max_tokens)
-    return min(max(trained_tokens, stretched), MAX_CONTEXT_TOKENS)
+    return min(max(trained_tokens, stretched), limits.MAX_CONTEXT_TOKENS)
 
 
 def generation_file(path: Path) -> JsonFile:

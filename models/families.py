@@ -227,9 +227,8 @@ def is_language_model(names: object) -> bool:
 def described(file: JsonFile, family: Family) -> JsonFile:
     """Return config.json, completed with the defaults of its configuration class.
 
-    Raises:
-            NotWrittenError: the decoder lacks a feature that the file asks for.
-            ModelError: the weights are quantised in an unsupported way.
+    Raise NotWrittenError if the decoder lacks a feature that the file asks for, and ModelError if the weights
+    are quantised in an unsupported way.
     """
     read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # raises for unsupported schemes
     whole = JsonFile(file.path, {**family.defaults, **file.values})

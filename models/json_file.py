@@ -108,7 +108,6 @@ class JsonFile:
     def integer(
         self, key: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1
     ) -> int:
-        """Return an integer from `minimum` to `maximum`."""
         value = self._present(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self._wrong(key, f"an integer from {minimum} to {maximum}")
@@ -138,7 +137,6 @@ class JsonFile:
         return value
 
     def section(self, key: str) -> "JsonFile | None":
-        """Return the object under the key, or None."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -154,8 +154,7 @@ class Shield:
     Args:
         values: JSON with all texts that will be broken.
 
-    Raises:
-        ValueError: the texts contain every possible sign, or nest too deep.
+    Raise ValueError if the texts contain every possible sign, or nest too deep.
     """
 
     def __init__(self, marks: Marks, *values: object) -> None:
@@ -167,7 +166,6 @@ class Shield:
             raise ValueError("the chat holds every private character of Unicode: remove them")
 
     def broken(self, value: Any) -> Any:
-        """Return the JSON value with all marks broken."""
         return self._broken(value, is_spoken=False)
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -190,8 +188,7 @@ class Shield:
         Args:
             is_cut: drop the text after an `ended` message.
 
-        Raises:
-            ValueError: the template has dropped the end of that message.
+        Raise ValueError if the template has dropped the end of that message.
         """
         for sign in (self._sign, self._end):
             text = text.replace(_escaped(sign), sign)

@@ -88,8 +88,7 @@ def stages_of(
         operators: None: the device's own.
         reduce: sums over the ranks; None: the decoder is whole, or its part is measured alone.
 
-    Raises:
-        ModelError: the model of transformers cannot be cut.
+    Raise ModelError if the model of transformers cannot be cut.
     """
     if isinstance(decoder, TracedDecoder):
         from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed

@@ -34,7 +34,6 @@ class StoredForm(Dense):
     name: str = ""
 
     def on_gpu(self, kernels: Kernels) -> "StoredForm":
-        """Return the format for a GPU with these kernels."""
         return replace(self, kernels=kernels)
 
     def named(self, name: str) -> "StoredForm":
@@ -58,7 +57,6 @@ class StoredForm(Dense):
 
     @property
     def kept_types(self) -> Set[str]:
-        """Types of matrices that stay packed."""
         return {part.type_name for name in self.stored for part in self.named(name).parts}
 
     @property

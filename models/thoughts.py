@@ -39,7 +39,6 @@ class ThoughtSplitter:
 
     @property
     def is_thinking(self) -> bool:
-        """True inside a thought."""
         return self._state == "thought"
 
     def feed(self, text: str) -> Iterator[Part]:

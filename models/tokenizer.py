@@ -80,7 +80,6 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that starts a text; None if the model has none."""
         return self._role_id("bos_token")
 
     @property

@@ -188,7 +188,6 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the files."""
         return sum(stored.nbytes for stored in self.tensors.values())
 
     @property
@@ -202,14 +201,12 @@ class Weights:
 
     @property
     def is_quantised(self) -> bool:
-        """True if some tensors have fewer than 16 bits per number."""
         return any(stored.is_quantised for stored in self.tensors.values())
 
     def rename(self, config: ModelConfig, expected: Container[str]) -> None:
         """Rename tensors to weights, as transformers does when it loads them.
 
-        Raises:
-            ModelError: two tensors are the same weight, or a conversion fails.
+        Raise ModelError if two tensors are the same weight, or a conversion fails.
         """
         if isinstance(config, TracedConfig):
             from neo_desktop.models.traced.spec import conversions_of  # noqa: PLC0415 - large

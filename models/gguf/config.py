@@ -14,7 +14,7 @@ from neo_desktop.models.families import written_family
 from neo_desktop.models.gguf import families, hybrids
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.entries import RMS_EPS, Entries
-from neo_desktop.models.gguf.families import Family, Values
+from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.names import TensorNames
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.gguf.vocabulary import Vocabulary
@@ -47,10 +47,8 @@ _SAMPLING = {
 def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Raises:
-        UnsupportedModelError: an architecture, entry or tensor is unknown, transformers is not installed, or
-            it cannot cut the model into stages.
-        ModelError: an entry is missing or out of range.
+    Raise UnsupportedModelError if an architecture, entry or tensor is unknown, transformers is not installed,
+    or it cannot cut the model into stages, and ModelError if an entry is missing or out of range.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))

@@ -118,7 +118,6 @@ class GGUFFile:
         self.read_ahead = ReadAhead(path)
 
     def raw(self, place: TensorPlace) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor as stored, a read-only view."""
         return np.frombuffer(self._bytes, np.uint8, place.nbytes, place.offset)
 
     def _alignment(self, reader: "_Reader") -> int:
@@ -169,7 +168,6 @@ class _Reader:
         return self._data[self.position - count : self.position]
 
     def integer(self, code: str) -> int:
-        """Read one integer of a `struct` format code."""
         return int(self._number(code))
 
     def text(self, most: int | None, what: str) -> str:

@@ -54,9 +54,8 @@ class Entries(JsonFile):
     Args:
         varying: entries that may differ between layers.
 
-    Raises:
-        UnsupportedModelError: layers have different sizes.
-        ModelError: an array's length differs from the number of layers, or there is no embedding.
+    Raise UnsupportedModelError if layers have different sizes, and ModelError if an array's length differs
+    from the number of layers, or there is no embedding.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Entries(JsonFile):
         return UnsupportedModelError(f"{self.path} has {what}, which is not supported.")
 
     def has(self, end: str) -> bool:
-        """Return True if the name of a tensor ends so."""
         return any(name.endswith(end) for name in self.shapes)
 
     def floats(self, name: str) -> list[float]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from neo_desktop.models import limits
 from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.entries import NORM_EPS, Entries
-from neo_desktop.models.gguf.families import (
+from neo_desktop.models.gguf.family import (
     FULL,
     ROUTER_BIAS,
     SIGMOID,

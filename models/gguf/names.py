@@ -14,7 +14,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
-from neo_desktop.models.gguf.families import Family, HeadPart, Values
+from neo_desktop.models.gguf.family import Family, HeadPart, Values
 from neo_desktop.models.gguf.tensors import GGUFTensor, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.stored_tensor import StoredTensor
@@ -40,11 +40,7 @@ def name_table(architecture: str, layers: int) -> Any:
 
 
 class TensorNames:
-    """The tensors of GGUF files by parameter name.
-
-    Raises:
-        ModelError: gguf has no name for a parameter.
-    """
+    """The tensors of GGUF files by parameter name. Raise ModelError if gguf has no name for a parameter."""
 
     def __init__(self, config: ModelConfig, architecture: str, family: Family) -> None:
         values: Values = {"num_hidden_layers": config.num_layers}
@@ -76,9 +72,8 @@ class TensorNames:
     def tensors(self, files: Iterable[GGUFFile]) -> dict[str, StoredTensor]:
         """Return the tensors of every part, by parameter name.
 
-        Raises:
-            UnsupportedModelError: the model lacks the tensor's parameter.
-            ModelError: a tensor is duplicate, or neither matrix nor vector.
+        Raise UnsupportedModelError if the model lacks the tensor's parameter, and ModelError if a tensor is
+        duplicate, or neither matrix nor vector.
         """
         found: dict[str, dict[int, GGUFTensor]] = {}
         for file in files:

@@ -62,7 +62,6 @@ class Vocabulary:
 
     @property
     def pre(self) -> str:
-        """Name of the pre-tokenizer, for "gpt2"."""
         return self.entries.text("pre", "default")
 
     @cached_property
@@ -87,7 +86,6 @@ class Vocabulary:
 
     @cached_property
     def types(self) -> list[int]:
-        """Token types, by token id."""
         numbers = self._numbers("token_type", "iu")
         types = [NORMAL] * len(self.tokens) if numbers is None else numbers
         for token in self.end_ids:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.models import families as written
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.config import FAMILIES
 from neo_desktop.models.gguf.names import EXPERTS, name_table
@@ -22,34 +22,13 @@ from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
-_ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
-_ARCHITECTURES["MistralForCausalLM"] = _ARCHITECTURES["MixtralForCausalLM"] = "llama"
+_WRITTEN = {family.architecture for family in written.FAMILIES}
+ARCHITECTURES = {
+    family.architecture: name for name, family in FAMILIES.items() if family.architecture in _WRITTEN
+}
+ARCHITECTURES["MistralForCausalLM"] = ARCHITECTURES["MixtralForCausalLM"] = "llama"
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # enum llama_ftype
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of tensors
-
-
-def check_expressible(config: ModelConfig) -> None:
-    """Raise ValueError for a model that llama.cpp computes differently, or that this module cannot write."""
-    scaling, experts = config.rope.scaling, config.experts
-    reason = None
-    if config.architecture not in _ARCHITECTURES:
-        reason = f"the architecture {config.architecture}"
-    elif config.attention_sinks:
-        reason = "attention sinks"
-    elif any(window is not None for window in config.layer_windows):
-        reason = "sliding windows"
-    elif experts is not None and len(experts.layers) < config.num_layers:
-        reason = "a mix of dense layers and layers with experts"
-    elif experts is not None and not experts.normalises:
-        reason = "weights of experts that are not normalised"
-    elif (
-        isinstance(scaling, Llama3Scaling | FactorScaling) and _ARCHITECTURES[config.architecture] != "llama"
-    ):
-        reason = f"Llama 3's rotation in {config.architecture}"
-    elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
-        reason = f"the rotation {type(scaling).__name__}"
-    if reason is not None:
-        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: leave --baseline out")
 
 
 def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = None) -> None:
@@ -58,10 +37,9 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
     Args:
         type_name: quantisation type of matrices, for example "Q4_1"; None: the model's dtype.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raise OSError if the file cannot be written.
     """
-    writer = gguf.GGUFWriter(path, _ARCHITECTURES[decoder.config.architecture])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[decoder.config.architecture])
     try:
         _add_metadata(writer, gguf, decoder)
         spec = Decoder(decoder.config, dtype=decoder.dtype, device=torch.device("meta"))
@@ -123,14 +101,14 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
 def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under their GGUF names, in GGUF's row order."""
     config = decoder.config
-    rotates_neighbours = _ARCHITECTURES[config.architecture] == "llama"
+    rotates_neighbours = ARCHITECTURES[config.architecture] == "llama"
     for index, layer in enumerate(decoder.layers):
         if isinstance(layer.mlp, Experts):
             assert config.experts is not None
             for kind, attribute in EXPERTS.items():
                 matrix = getattr(layer.mlp, attribute).dense()
                 yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
-    names = name_table(_ARCHITECTURES[config.architecture], config.num_layers)
+    names = name_table(ARCHITECTURES[config.architecture], config.num_layers)
     for weight in named_weights(decoder):
         if ".experts." in weight.name:
             continue

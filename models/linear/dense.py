@@ -27,7 +27,6 @@ class Dense:
 
     @property
     def parts(self) -> tuple[PartShape, ...]:
-        """Parts of the named matrix, if it is quantised."""
         return ()
 
     def embedding(

@@ -62,7 +62,6 @@ class Grouped:
         self.minimum_units = room(UNIT, torch.float16) if has_units and has_minima else None
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the layout."""
         every = (self.words, self.scales, self.minima, self.scale_units, self.minimum_units)
         return [tensor for tensor in every if tensor is not None]
 
@@ -71,7 +70,6 @@ class Grouped:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def to(self, device: torch.device) -> "Grouped":
-        """Return a copy on a device."""
         copy = Grouped(self.type_name, self.rows, self.columns, device)
         for target, source in zip(copy.tensors(), self.tensors(), strict=True):
             target.copy_(source)

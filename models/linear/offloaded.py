@@ -57,12 +57,10 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to copy."""
         return len(self.packed)
 
     @property
     def elements(self) -> int:
-        """Elements after unpacking."""
         rows: int = self.rows.stop - self.rows.start
         return rows * self.columns
 
@@ -145,7 +143,6 @@ class OffloadedLinear:
             self.unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
-        """Load a range of the bias from a checkpoint."""
         assert self.bias is not None
         self.bias[row : row + len(bias)].copy_(bias)
         if self.host.bias is not None and row + len(bias) > self.resident_rows:
@@ -169,7 +166,6 @@ class OffloadedLinear:
         return rows
 
     def pieces(self, streamed_rows: int) -> list[Piece]:
-        """Return the pieces to stream, in order."""
         row_bytes = self.columns * self._dtype.itemsize
         step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
         return self.pieces_of(slice(0, streamed_rows), step)
@@ -228,7 +224,6 @@ class OffloadedLinear:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
 
     def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
-        """Unpack tiles of a part on the device."""
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
             self._kernels.unpack_quantised(packed.type.name, staged, weight)

@@ -33,7 +33,6 @@ class PackedRows:
         packed[-self.tile_bytes :].zero_()  # padding rows of the last tile
 
     def tiles_of(self, rows: slice) -> Tensor:
-        """Return the bytes of some rows, which start at a tile."""
         first, last = rows.start // TILE_ROWS, -(-rows.stop // TILE_ROWS)
         return self.packed[first * self.tile_bytes : last * self.tile_bytes]
 
@@ -58,7 +57,6 @@ class PackedMatrix:
 
     @property
     def native(self) -> native.Matrix:
-        """The matrix in the form of `native.RowProgram` and `native.packed_linear`."""
         return self._native, self.bias
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:

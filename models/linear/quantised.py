@@ -53,7 +53,6 @@ class Part(PackedRows):
             raise ValueError("scales that are not finite")
 
     def rows_of(self, rows: Tensor) -> Tensor:
-        """Return rows `[n]` as float32 `[n, columns]`."""
         floats = torch.empty(len(rows), self.columns)
         native.unpack_quantised(self.type.name, self.packed, rows.tolist(), floats)
         return floats
@@ -79,7 +78,6 @@ class Quantised(PackedMatrix):
         return "+".join(sorted({part.type.name for part in self.parts}))
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Raise TypeError: the matrix loads rows by `load_stored`."""
         raise TypeError("this matrix loads rows only in the file's format")
 
     def load_stored(self, row: int, raw: Tensor) -> None:

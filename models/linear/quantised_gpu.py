@@ -68,7 +68,6 @@ class QuantisedOnGPU:
         return {self._device: nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Raise TypeError: the matrix loads rows by `load_stored`."""
         raise TypeError("this matrix loads rows only in the file's format")
 
     def load_stored(self, row: int, raw: Tensor) -> None:

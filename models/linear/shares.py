@@ -28,7 +28,6 @@ class StreamedShares:
             raise ValueError(f"shares must be between 0 and 1, got {list(self.shares)}")
 
     def of(self, rows: int) -> float:
-        """Return the share for a number of rows."""
         return self.shares[min(bisect_left(self.rows, rows), len(self.rows) - 1)]
 
 

@@ -71,5 +71,4 @@ class Tiles(PackedMatrix):
         return self._rows.reshape(-1, self._columns)[: self.rows]
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
-        """Write rows `[n]` to `out` `[n, columns]`."""
         out.copy_(self._rows[rows // TILE_ROWS, rows % TILE_ROWS].flatten(1))

@@ -43,7 +43,6 @@ class Layout:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of a unit's 16-bit scales and minima."""
         return 2 * TILE_ROWS * (1 + self.has_minima)
 
     @property
@@ -53,7 +52,6 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all rows of a tile."""
         return self.scale_bytes + 4 * TILE_ROWS * (self.groups + self.high_groups)
 
     @property
@@ -62,7 +60,6 @@ class Layout:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype of 16-bit scales."""
         return torch.bfloat16 if self.is_fp4 else torch.float16
 
 

@@ -61,7 +61,6 @@ class Builder:
         }
 
     def _found_patterns(self) -> list[list[Pattern]]:
-        """Return the patterns in each piece."""
         parts = Parts()
         nodes = [node for piece in self._cut.pieces for node in piece.nodes]
         for node in nodes:
@@ -337,7 +336,6 @@ class Builder:
         find: Callable[[fx.Node], Any],
         whole: Callable[[fx.Node], Any],
     ) -> None:
-        """Call an operator for a pattern; `whole` returns the output of a whole fused matrix."""
         module = self._attribute("operator", self._operator(pattern))
         if isinstance(pattern, GatePattern):
             known[pattern.root] = graph.call_module(module, (whole(pattern.gate),))

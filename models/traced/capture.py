@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -182,8 +183,7 @@ def attend(
     Returns:
         [1, heads, rows, head_dim], as torch's function.
 
-    Raises:
-        CannotCutError: the kernels do not support it.
+    Raise CannotCutError if the kernels do not support it.
     """
     if attn_mask is not None:
         windows = [mask_window for mask, mask_window in calls.masks if mask is attn_mask]
@@ -224,8 +224,7 @@ def first_matrix(module: Any) -> Tensor:
 def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Record a mixture of experts; the arguments are those of transformers.
 
-    Raises:
-        CannotCutError: its matrices are neither gate, up and down nor up and down.
+    Raise CannotCutError if its matrices are neither gate, up and down nor up and down.
     """
     is_usual = module.is_concatenated or not module.has_gate
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
@@ -285,31 +284,15 @@ def intercepted(calls: Calls) -> Iterator[None]:
         return calls.masks[-1][0]
 
     masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    functions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
-    kept = {name: masks.get(name) for name in (NAME, "sdpa")}
-    functions[NAME] = attention_of_layer
-    expert_functions: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
-    batched = expert_functions[EXPERTS]
-    expert_functions[EXPERTS] = partial(mix, calls)
-    masks |= dict.fromkeys(kept, no_mask)
-    of_torch: Any = functional
-    of_masks: Any = masking_utils
-    torchs, packed = functional.scaled_dot_product_attention, of_masks.find_packed_sequence_indices
-    of_torch.scaled_dot_product_attention = partial(attend, calls)
-    of_masks.find_packed_sequence_indices = lambda *_: None  # it would read values of positions
-    of_models: Any = PreTrainedModel
-    warns = PreTrainedModel.warn_if_padding_and_no_attention_mask
-    of_models.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read values of tokens
-    try:
+    attentions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
+    mixtures: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
+    with (
+        patch.dict(attentions, {NAME: attention_of_layer}),
+        patch.dict(masks, dict.fromkeys((NAME, "sdpa"), no_mask)),
+        patch.dict(mixtures, {EXPERTS: partial(mix, calls)}),
+        patch.object(functional, "scaled_dot_product_attention", partial(attend, calls)),
+        # These would read values of positions and tokens.
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
+        patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
+    ):
         yield
-    finally:
-        of_torch.scaled_dot_product_attention = torchs
-        of_masks.find_packed_sequence_indices = packed
-        of_models.warn_if_padding_and_no_attention_mask = warns
-        del functions[NAME]
-        expert_functions[EXPERTS] = batched
-        for name, before in kept.items():
-            if before is None:
-                del masks[name]
-            else:
-                masks[name] = before

@@ -8,16 +8,10 @@ from pathlib import Path
 
 import torch
 
+from neo_desktop.models import limits
 from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
 from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
-from neo_desktop.models.limits import (
-    MAX_CONTEXT_TOKENS,
-    MAX_HEADS,
-    MAX_HIDDEN_SIZE,
-    MAX_LAYERS,
-    MAX_VOCAB_SIZE,
-)
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, TracedSpec
@@ -108,9 +102,8 @@ def read_config(path: Path) -> ModelConfig:
 def read_traced(path: Path) -> TracedConfig:
     """Read a folder's configuration for the code of `transformers`.
 
-    Raises:
-        ModelError: the folder is broken, transformers is not installed or does not know the model, or it
-            cannot cut the model into stages.
+    Raise ModelError if the folder is broken, transformers is not installed or does not know the model, or it
+    cannot cut the model into stages.
     """
     config_json = path / "config.json"
     file = JsonFile.read(config_json)
@@ -118,11 +111,11 @@ def read_traced(path: Path) -> TracedConfig:
     text = file.section("text_config") or file
     # Check sizes before anything is allocated.
     for key, most in (
-        ("num_hidden_layers", MAX_LAYERS),
-        ("hidden_size", MAX_HIDDEN_SIZE),
-        ("num_attention_heads", MAX_HEADS),
-        ("vocab_size", MAX_VOCAB_SIZE),
-        ("max_position_embeddings", MAX_CONTEXT_TOKENS),
+        ("num_hidden_layers", limits.MAX_LAYERS),
+        ("hidden_size", limits.MAX_HIDDEN_SIZE),
+        ("num_attention_heads", limits.MAX_HEADS),
+        ("vocab_size", limits.MAX_VOCAB_SIZE),
+        ("max_position_embeddings", limits.MAX_CONTEXT_TOKENS),
     ):
         for section in (file, text):
             if key in section:

@@ -45,8 +45,7 @@ class Conversions:
         Args:
             moe_layers: their experts are named one by one.
 
-        Raises:
-            ModelError: two tensors become the same parameter, or a conversion fails.
+        Raise ModelError if two tensors become the same parameter, or a conversion fails.
         """
         from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415 - as above
 
@@ -110,7 +109,6 @@ class _Shapes:
     shapes: Mapping[str, torch.Size]
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter without data."""
         return torch.empty(self.shapes[name], device="meta")
 
 

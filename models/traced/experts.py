@@ -24,8 +24,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
     Args:
         names: id of a parameter -> its name.
 
-    Raises:
-        CannotCutError: the experts are not supported.
+    Raise CannotCutError if the experts are not supported.
     """
     module: Any = call.module
     kinds = ("gate", "up", "down") if module.has_gate else ("up", "down")
@@ -58,11 +57,7 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
 
 
 def _squared(function: Callable[[Tensor], Tensor]) -> Literal["relu"]:
-    """Return the name of a function without gate.
-
-    Raises:
-        CannotCutError: it is not a squared ReLU.
-    """
+    """Return the name of a function without gate. Raise CannotCutError if it is not a squared ReLU."""
     numbers = torch.linspace(-9, 9, 65, device="cpu")
     if not torch.allclose(function(numbers), gated(numbers, numbers, "relu"), rtol=1e-4, atol=1e-5):
         raise CannotCutError("its experts have no gates, and another function than a squared ReLU")
@@ -72,8 +67,7 @@ def _squared(function: Callable[[Tensor], Tensor]) -> Literal["relu"]:
 def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
     """Return the gate's function, compared for small and large inputs, so that clamps show.
 
-    Raises:
-        CannotCutError: it is another one.
+    Raise CannotCutError if it is another one.
     """
     sizes = torch.logspace(-3, 4, 65, device="cpu")
     numbers = torch.cat((-sizes, torch.zeros(1, device="cpu"), sizes))

@@ -39,7 +39,6 @@ class RMSNorm(nn.Module):
         self._nothing = torch.zeros(1, len(weight), dtype=self.weight.dtype, device=weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x [.., hidden]."""
         flat = x.reshape(-1, x.shape[-1])
         wide = flat if self._is_rounded_before else flat.float()
         if wide.device.type != "cpu":

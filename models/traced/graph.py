@@ -86,8 +86,7 @@ class _Scores(nn.Module):
 def exported(source: Source, dtype: torch.dtype, spec: TracedSpec) -> Exported:
     """Export a model that computes in a dtype.
 
-    Raises:
-        ModelError: torch cannot export it, or its rows depend on one another.
+    Raise ModelError if torch cannot export it, or its rows depend on one another.
     """
     aliases, shape = tuple(spec.aliases.items()), HeadShape(spec.kv_heads, spec.head_dim)
     with TRACING:

@@ -7,8 +7,9 @@ latent to a head's keys and values is multiplied with queries and with attention
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,11 @@ _EXPAND = "expand_kv"  # method of attention in transformers
 @contextmanager
 def kept_latent(model: nn.Module) -> Iterator[None]:
     """Make the model's attention hand on latents as keys and values, within the context."""
-    modules: list[Any] = [module for module in model.modules() if keeps_latent(module)]
-    for module in modules:
-        module.__dict__[_EXPAND] = _latents
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if keeps_latent(module):
+                stack.enter_context(patch.object(module, _EXPAND, _latents))
         yield
-    finally:
-        for module in modules:
-            del module.__dict__[_EXPAND]
 
 
 def keeps_latent(module: Any) -> bool:

@@ -48,8 +48,7 @@ def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> R
     Its buffers are those of `State.seen_by_native`. It leaves carried values in the residual, and queries,
     keys and values in qkv; the last stage leaves its result in x.
 
-    Raises:
-        NotRowsError: no step computes one of its operators.
+    Raise NotRowsError if no step computes one of its operators.
     """
     return _Lowering(piece, config, dtype).program()
 

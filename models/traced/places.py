@@ -49,11 +49,7 @@ class Value:
 
 
 def row_dim(at: Tensor) -> int:
-    """Return the dimension of addresses that counts rows.
-
-    Raises:
-        NotRowsError: no dimension does.
-    """
+    """Return the dimension of addresses that counts rows. Raise NotRowsError if no dimension does."""
     rows = at % _BUFFER // _ROW
     for dim, size in enumerate(at.shape):
         expected = torch.arange(ROWS).view(-1, *[1] * (at.dim() - 1 - dim)) if size == ROWS else None
@@ -65,8 +61,7 @@ def row_dim(at: Tensor) -> int:
 def of_row(at: Tensor) -> Tensor:
     """Return the addresses of one row, in the order of the other dimensions [width].
 
-    Raises:
-        NotRowsError: rows differ in more than the row number.
+    Raise NotRowsError if rows differ in more than the row number.
     """
     rows = at.movedim(row_dim(at), 0).reshape(ROWS, -1) % _TIME
     expected = rows[0] + torch.arange(ROWS)[:, None] * _ROW

@@ -6,9 +6,10 @@ delta rule and Mamba-2's scan. The last two are one operator here, see `models.r
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -144,19 +145,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def recurrences_recorded(calls: Calls, model: nn.Module) -> Iterator[None]:
     """Record the model's recurrent layers within the context."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    kept = [
-        (module, name, getattr(module, name))
-        for module in modules
-        for name in _FUNCTIONS
-        if hasattr(module, name)
-    ]
-    for module, name, _ in kept:
-        setattr(module, name, partial(_FUNCTIONS[name], calls))
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            for name, record in _FUNCTIONS.items():
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, partial(record, calls)))
         yield
-    finally:
-        for module, name, before in kept:
-            setattr(module, name, before)
 
 
 class Convolution(nn.Module):

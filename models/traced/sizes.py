@@ -34,11 +34,9 @@ class Mixed:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of matrices in an expert."""
         return ("gate", "up", "down")[3 - len(self.matrices) :]
 
     def named(self) -> dict[str, FusedSizes]:
-        """Return the matrices by kind."""
         return dict(zip(self.kinds, self.matrices, strict=True))
 
     def kinds_of(self, parameter: str) -> tuple[str, ...]:

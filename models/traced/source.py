@@ -26,7 +26,6 @@ class Source:
 
     @property
     def named(self) -> Path:
-        """Path for error messages."""
         return self.path / "config.json" if self.config_json is None else self.path
 
     def config(self) -> Any:

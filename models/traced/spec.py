@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from logging import ERROR
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,7 @@ def quiet() -> Iterator[None]:
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
     """Return the described model, without numbers.
 
-    Raises:
-        ModelError: transformers is not installed, or does not know the model.
+    Raise ModelError if transformers is not installed, or does not know the model.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - as above
@@ -111,8 +111,7 @@ def _transpose(groups: int, heads: int, _: nn.Module, given: tuple[Tensor, ...])
 def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
     """Run a model and record its calls; return its scores [1, rows, vocab].
 
-    Raises:
-        CannotCutError: stages do not support a call.
+    Raise CannotCutError if stages do not support a call.
     """
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -134,8 +133,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
 def spec(source: Source, modified_ns: int) -> TracedSpec:
     """Return the sizes of a model.
 
-    Raises:
-        ModelError: transformers does not know it, or it cannot be cut into stages.
+    Raise ModelError if transformers does not know it, or it cannot be cut into stages.
     """
     return examined(source, modified_ns)[0]
 
@@ -148,15 +146,12 @@ def conversions_of(source: Source) -> Conversions:
 @contextmanager
 def _steady(model: nn.Module) -> Iterator[None]:
     """Fix RoPE's frequencies, which some types change for long prompts; see `TracedSpec.most_tokens`."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
-    kept = [module.rope_type for module in modules]
-    for module in modules:
-        module.rope_type = _without_change(module.rope_type)
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if hasattr(module, "rope_type"):
+                steady = _without_change(module.rope_type)
+                stack.enter_context(patch.object(module, "rope_type", steady))
         yield
-    finally:
-        for module, before in zip(modules, kept, strict=True):
-            module.rope_type = before
 
 
 def _without_change(rope_type: Any) -> Any:
@@ -349,8 +344,7 @@ def description(source: Source, _modified_ns: int) -> Description:
 
     Call `spec` first: the configuration is then known to be readable.
 
-    Raises:
-        ModelError: the context is out of range.
+    Raise ModelError if the context is out of range.
     """
     with quiet():
         config = source.config()

@@ -17,8 +17,7 @@ def is_picture(data: bytes) -> bool:
 def open_picture(data: bytes) -> Any:
     """Open an image file and check its header; return a `PIL.Image`, not decoded yet.
 
-    Raises:
-        ValueError: it is no image of a supported format, or too large.
+    Raise ValueError if it is no image of a supported format, or too large.
     """
     from PIL import Image  # noqa: PLC0415 - only images need it
 

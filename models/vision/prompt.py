@@ -59,7 +59,6 @@ class SeenImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.embeddings.nbytes
 
 
@@ -110,7 +109,6 @@ class ImageRows:
         return num_tokens
 
     def within(self, start: int, end: int) -> slice:
-        """Return the indices of the rows at positions from `start` to `end`."""
         first, last = np.searchsorted(self.positions, (start, end)).tolist()
         return slice(first, last)
 
@@ -122,8 +120,7 @@ class ImageRows:
     def of(cls, images: Sequence[SeenImage], token_ids: Sequence[int]) -> Self:
         """Find the rows of images in a prompt.
 
-        Raises:
-            ValueError: the prompt has another number of rows for images.
+        Raise ValueError if the prompt has another number of rows for images.
         """
         found = np.flatnonzero(np.isin(token_ids, [image.token_id for image in images]))
         lengths = [len(image.embeddings) for image in images]
@@ -172,8 +169,7 @@ class ImageText(ChatText):
 def with_images(text: ChatText, images: Sequence[SeenImage]) -> ImageText:
     """Replace the marks of images in a chat by the text of their rows.
 
-    Raises:
-        ValueError: the chat has another number of marks.
+    Raise ValueError if the chat has another number of marks.
     """
     marks = {image.mark for image in images}
     count = sum(found in marks for found in text.pieces[1::2])

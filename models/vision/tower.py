@@ -43,9 +43,8 @@ class Vision:
     def see(self, data: bytes) -> SeenImage:
         """Read an image file.
 
-        Raises:
-            ModelError: the tower's weights or the image processor's settings cannot be used.
-            ValueError: the file cannot be used.
+        Raise ModelError if the tower's weights or the image processor's settings cannot be used, and
+        ValueError if the file cannot be used.
         """
         from neo_desktop.models.traced.capture import TRACING  # noqa: PLC0415 - rarely needed
 

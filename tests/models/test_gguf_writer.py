@@ -9,10 +9,11 @@ import torch
 from gguf_models import CONFIGS, LLAMA3, TINY, made
 from torch import Tensor
 
+from benchmarks.llama_cpp import check_expressible
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.gguf.writer import check_expressible, write_gguf
+from neo_desktop.models.gguf.writer import write_gguf
 from neo_desktop.models.rope import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from neo_desktop.models.weights import named_weights
 
