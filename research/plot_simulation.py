@@ -1,40 +1,28 @@
 """Simulate the experiments of NEO's section 5 and draw them; research/simulation.md discusses the results.
 
-    python research/plot_simulation.py load --trace osc.json
-    python research/plot_simulation.py output
-    python research/plot_simulation.py hosts
-    python research/plot_simulation.py ratios --trace osc.json --trace code.csv --trace conv.csv
+    python -m research.plot_simulation load --trace osc.json
+    python -m research.plot_simulation output
+    python -m research.plot_simulation hosts
+    python -m research.plot_simulation ratios --trace osc.json --trace code.csv --trace conv.csv
 
 Each command prints a Markdown table; the first three also write a picture to --out.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
-import torch
-from unmixed import simulate_unmixed
 
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.schedule.policies import POLICIES
-from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
-from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
-from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.presets import get_host
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
-from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.shapes import shape
+from research.cases import LIMITS, Case, at_once, header, row
+from research.unmixed import simulate_unmixed
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
-DTYPE = torch.float16
 UNMIXED = "prefill first"
 COLOURS = {
     "gpu-only": "#666666",
@@ -60,44 +48,17 @@ MACHINES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A GPU, a host and a model."""
+def run(case: Case, policy: str, requests: Sequence[WorkloadRequest]) -> SimulationResult:
+    """Simulate requests that fit the GPU-cache."""
+    case = case.with_requests(requests)
+    if policy == UNMIXED:
+        return simulate_unmixed(case.requests, case.cost, case.budget.gpu_tokens, LIMITS)
+    return case.run(policy)
 
-    cost: TableCostModel
-    budget: KVBudget
-    config: ModelConfig
 
-    @classmethod
-    def of(
-        cls, gpu_name: str, model: str, host_name: str | None = None, gpu_tokens: int | None = None
-    ) -> "Machine":
-        gpu, config = get_gpu(gpu_name), shape(model)
-        host = get_host(host_name or gpu.host)
-        budget = kv_budget(gpu, host, config, DTYPE, LIMITS)
-        if gpu_tokens is not None:
-            budget = KVBudget(gpu_tokens, budget.cpu_tokens)
-        return cls(analytic_cost_model(gpu, host, config, DTYPE), budget, config)
-
-    @property
-    def room(self) -> Room:
-        return Room(self.budget.gpu_tokens, self.budget.cpu_tokens, LIMITS.max_batch_requests)
-
-    def run(self, policy: str, requests: Sequence[WorkloadRequest]) -> SimulationResult:
-        # Requests beyond the GPU-cache's size are omitted, so that all policies get the same requests.
-        context = min(self.config.max_context_tokens, self.budget.gpu_tokens)
-        if policy == UNMIXED:
-            fitting = [request for request in requests if request.total_tokens <= context]
-            return simulate_unmixed(fitting, self.cost, self.budget.gpu_tokens, LIMITS)
-        return simulate(
-            requests,
-            POLICIES[policy],
-            self.cost,
-            self.budget.num_blocks(),
-            BLOCK_SIZE,
-            LIMITS,
-            max_context_tokens=context,
-        )
+def rate(case: Case, policy: str, requests: Sequence[WorkloadRequest]) -> float:
+    """Return output tokens/s."""
+    return run(case, policy, requests).output_tokens_per_s
 
 
 def draw_load(trace: Path, out: Path) -> None:
@@ -105,15 +66,14 @@ def draw_load(trace: Path, out: Path) -> None:
     requests = load_trace(trace)
     names = ("gpu-only", "fastdecode", "neo", "auto")
     figure, all_axes = plt.subplots(1, len(GPU_CACHES), figsize=(4 * len(GPU_CACHES), 3.6), sharey=True)
-    print("| GPU-cache | " + " | ".join(names) + " | neo / gpu-only | auto / gpu-only |")
-    print("|---" * (len(names) + 3) + "|")
+    header("GPU-cache", *names, "neo / gpu-only", "auto / gpu-only")
     for axes, gpu_tokens in zip(all_axes, GPU_CACHES, strict=True):
-        machine = Machine.of("t4", "llama-2-7b", gpu_tokens=gpu_tokens)
+        case = Case.of("t4", "llama-2-7b").with_cache(gpu_tokens)
         sustained = {}
         for name in names:
 
-            def latency_ms(rate: float, name: str = name, machine: Machine = machine) -> float:
-                return machine.run(name, with_rate(requests, rate)).latency_per_token_ms
+            def latency_ms(rate: float, name: str = name, case: Case = case) -> float:
+                return run(case, name, with_rate(requests, rate)).latency_per_token_ms
 
             points = [(rate, latency_ms(rate)) for rate in (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6)]
             sustained[name] = _highest_rate(latency_ms)
@@ -122,13 +82,8 @@ def draw_load(trace: Path, out: Path) -> None:
             axes.plot(*zip(*sorted(shown), strict=True), "o-", markersize=3, color=COLOURS[name], label=name)
         axes.axhline(LATENCY_LIMIT_MS / 1e3, color="black", linewidth=0.6, linestyle=":")
         axes.set(title=f"GPU-cache {gpu_tokens:,} tokens", xlabel="requests / s", ylim=(0, 3), xlim=(0, 6))
-        base = sustained["gpu-only"]
-        print(
-            f"| {gpu_tokens:,} | "
-            + " | ".join(f"{sustained[name]:.2f}" for name in names)
-            + f" | {sustained['neo'] / base:.1f}x | {sustained['auto'] / base:.1f}x |",
-            flush=True,
-        )
+        gains = [f"{sustained[name] / sustained['gpu-only']:.1f}x" for name in ("neo", "auto")]
+        row(f"{gpu_tokens:,}", *(f"{each:.2f}" for each in sustained.values()), *gains)
     all_axes[0].set_ylabel("mean latency per output token, s")
     all_axes[0].legend(frameon=False)
     _save(figure, out / "sim-load.png", "T4 + Llama-2-7B + OSC, Poisson arrivals")
@@ -145,24 +100,19 @@ def _highest_rate(latency_ms: Callable[[float], float]) -> float:
 
 def draw_output(out: Path, num_requests: int) -> None:
     """Draw NEO's figure 9b: throughput against output length on A10G + Llama-3.1-8B, g5.4xlarge."""
-    machine = Machine.of("a10g", "llama-3.1-8b")
+    case = Case.of("a10g", "llama-3.1-8b")
     names = (UNMIXED, "fastdecode", "neo", "auto")
     ratios: dict[str, list[float]] = {name: [] for name in (*names, "bound")}
-    print("| output | gpu-only, tokens/s | " + " | ".join(names) + " | bound | neo / prefill first |")
-    print("|---" * (len(names) + 4) + "|")
+    header("output", "gpu-only, tokens/s", *names, "bound", "neo / prefill first")
     for length in OUTPUT_LENGTHS:
         requests = synthetic(num_requests, INPUT_LENGTH, length)
-        base = machine.run("gpu-only", requests).output_tokens_per_s
+        base = rate(case, "gpu-only", requests)
         for name in names:
-            ratios[name].append(machine.run(name, requests).output_tokens_per_s / base)
-        bound = Bound(machine.cost, requests, machine.room).output_tokens_per_s()
-        ratios["bound"].append(bound / base)
-        print(
-            f"| {length} | {base:.0f} | "
-            + " | ".join(f"{ratios[name][-1]:.2f}" for name in (*names, "bound"))
-            + f" | {ratios['neo'][-1] / ratios[UNMIXED][-1]:.2f} |",
-            flush=True,
-        )
+            ratios[name].append(rate(case, name, requests) / base)
+        ratios["bound"].append(case.with_requests(requests).bound() / base)
+        newest = {name: values[-1] for name, values in ratios.items()}
+        shown = *newest.values(), newest["neo"] / newest[UNMIXED]
+        row(str(length), f"{base:.0f}", *(f"{ratio:.2f}" for ratio in shown))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for name in names:
         left.plot(OUTPUT_LENGTHS, ratios[name], "o-", markersize=3, color=COLOURS[name], label=name)
@@ -181,30 +131,21 @@ def draw_output(out: Path, num_requests: int) -> None:
 
 def draw_hosts(out: Path, num_requests: int) -> None:
     """Draw NEO's figure 10a: the same on instances with different CPU bandwidth."""
-    policies = ("neo", "auto")
+    pairs = [(policy, base) for policy in ("neo", "auto") for base in ("gpu-only", UNMIXED)]
     gains: dict[tuple[str, str, str], list[float]] = {}
     for length in OUTPUT_LENGTHS:
         requests = synthetic(num_requests, INPUT_LENGTH, length)
-        bases = {
-            name: Machine.of("a10g", "llama-3.1-8b").run(name, requests).output_tokens_per_s
-            for name in ("gpu-only", UNMIXED)
-        }
+        usual = Case.of("a10g", "llama-3.1-8b")
+        bases = {name: rate(usual, name, requests) for name in ("gpu-only", UNMIXED)}
         for host in HOST_NAMES:
-            machine = Machine.of("a10g", "llama-3.1-8b", host)
-            for policy in policies:
-                speed = machine.run(policy, requests).output_tokens_per_s
-                for base, value in bases.items():
-                    gains.setdefault((host, policy, base), []).append(speed / value)
-    print(
-        "| instance | CPU GB/s | "
-        + " | ".join(f"{p} / {b}" for p in policies for b in ("gpu-only", UNMIXED))
-        + " |"
-    )
-    print("|---" * (2 + 2 * len(policies)) + "|")
+            case = Case.of("a10g", "llama-3.1-8b", host)
+            speeds = {policy: rate(case, policy, requests) for policy in ("neo", "auto")}
+            for policy, base in pairs:
+                gains.setdefault((host, policy, base), []).append(speeds[policy] / bases[base])
+    header("instance", "CPU GB/s", *(f"{policy} / {base}" for policy, base in pairs))
     for host in HOST_NAMES:
-        peaks = [max(gains[host, p, b]) for p in policies for b in ("gpu-only", UNMIXED)]
-        bandwidth = get_host(host).memory_bytes_per_s / 1e9
-        print(f"| {host} | {bandwidth:.0f} | " + " | ".join(f"{(peak - 1):+.0%}" for peak in peaks) + " |")
+        peaks = [f"{max(gains[host, *pair]) - 1:+.0%}" for pair in pairs]
+        row(host, f"{get_host(host).memory_bytes_per_s / 1e9:.0f}", *peaks)
     figure, all_axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for axes, base in zip(all_axes, ("gpu-only", UNMIXED), strict=True):
         for shade, host in enumerate(HOST_NAMES):
@@ -220,28 +161,19 @@ def draw_hosts(out: Path, num_requests: int) -> None:
 
 def print_ratios(traces: Sequence[Path], num_requests: int) -> None:
     """Print the ratio of auto to gpu-only on every machine and trace, all requests at once."""
-    print("| GPU | model | trace | GPU-cache | gpu-only, tokens/s | fastdecode | neo | auto | bound |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    header(
+        *["GPU", "model", "trace", "GPU-cache", "gpu-only, tokens/s", "fastdecode", "neo", "auto", "bound"]
+    )
     lowest = float("inf")
     for gpu, model in MACHINES:
-        machine = Machine.of(gpu, model)
+        machine = Case.of(gpu, model)
         for trace in traces:
-            requests = with_rate(load_trace(trace)[:num_requests], float("inf"))
-            base, *others = (
-                machine.run(name, requests) for name in ("gpu-only", "fastdecode", "neo", "auto")
-            )
-            ratios = [other.output_tokens_per_s / base.output_tokens_per_s for other in others]
-            longest = min(machine.config.max_context_tokens, machine.budget.gpu_tokens)
-            fitting = [request for request in requests if request.total_tokens <= longest]
-            bound = Bound(machine.cost, fitting, machine.room).output_tokens_per_s()
-            lowest = min(lowest, ratios[-1])
-            print(
-                f"| {gpu} | {model} | {trace.stem} | {machine.budget.gpu_tokens:,} "
-                f"| {base.output_tokens_per_s:.0f} | "
-                + " | ".join(f"{ratio:.2f}" for ratio in ratios)
-                + f" | {bound / base.output_tokens_per_s:.2f} |",
-                flush=True,
-            )
+            case = machine.with_requests(at_once(trace, num_requests))
+            base, *others = map(case.rate, ("gpu-only", "fastdecode", "neo", "auto"))
+            ratios = [each / base for each in (*others, case.bound())]
+            lowest = min(lowest, others[-1] / base)
+            where = gpu, model, trace.stem, f"{case.budget.gpu_tokens:,}"
+            row(*where, f"{base:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
     print(f"\nLowest auto / gpu-only: {lowest:.3f}")
 
 

@@ -1,8 +1,8 @@
 """Draw the use of GPU and CPU in one iteration of a recorded trace, and over a simulated run.
 
     neo-desktop serve --policy neo --trace-timeline trace.json      # and some requests
-    python research/plot_timeline.py trace trace.json --iteration 40 --layers 4 8
-    python research/plot_timeline.py run
+    python -m research.plot_timeline trace trace.json --iteration 40 --layers 4 8
+    python -m research.plot_timeline run
 
 Pictures go to --out.
 """

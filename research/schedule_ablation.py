@@ -1,6 +1,6 @@
 """Simulate `auto` without one part of the scheduler at a time, on the machines and workloads of the sweep.
 
-    python research/schedule_ablation.py --data FOLDER --requests 120
+    python -m research.schedule_ablation --data FOLDER --requests 120
 
 `sweep_simulation` describes FOLDER. Prints a table of docs/scheduling.md: output tokens/s without a part,
 relative to those with it: minimum, maximum, and the number of cases that change by 2 % or more.
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from sweep_simulation import Case, cases
-
 from neo_desktop.engine.schedule import (
     iteration_builder,
     partition,
@@ -25,6 +23,8 @@ from neo_desktop.engine.schedule import (
 )
 from neo_desktop.engine.schedule.partition import CandidateGenerator
 from neo_desktop.engine.schedule.steady_state import Kind, SteadyStateFinder
+from research.cases import header, row
+from research.sweep_simulation import cases
 
 NOTICED = 0.02
 NEVER = 1 << 30
@@ -81,11 +81,6 @@ def without(part: str) -> Iterator[None]:
             each.stop()
 
 
-def rate(case: Case) -> float:
-    """Return `auto`'s output tokens/s."""
-    return case.run("auto").output_tokens_per_s
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -94,15 +89,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--part", choices=PARTS, action="append", help="One of them alone, or several.")
     options = parser.parse_args()
-    found = list(cases(options.data, options.requests, (1.0,)))
-    whole = [rate(case) for case in found]
-    print("| without | least | most | cases that change by 2 % or more |")
-    print("|---|---|---|---|")
+    found = [case for _, case in cases(options.data, options.requests, (1.0,))]
+    whole = [case.rate("auto") for case in found]
+    header("without", "least", "most", "cases that change by 2 % or more")
     for part in options.part or PARTS:
         with without(part):
-            shares = [rate(case) / all_of_it for case, all_of_it in zip(found, whole, strict=True)]
+            shares = [case.rate("auto") / all_of_it for case, all_of_it in zip(found, whole, strict=True)]
         changed = sum(abs(share - 1) >= NOTICED for share in shares)
-        print(f"| {part} | {min(shares):.1%} | {max(shares):.1%} | {changed} of {len(found)} |", flush=True)
+        row(part, f"{min(shares):.1%}", f"{max(shares):.1%}", f"{changed} of {len(found)}")
 
 
 if __name__ == "__main__":

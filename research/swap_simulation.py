@@ -1,8 +1,8 @@
 """Simulate Pie's experiments: throughput against the size of the GPU-cache, and against the expansion.
 
-    python research/swap_simulation.py cache --data FOLDER --requests 500
-    python research/swap_simulation.py expansion --data FOLDER --requests 500
-    python research/swap_simulation.py convergence --data FOLDER --out PICTURE
+    python -m research.swap_simulation cache --data FOLDER --requests 500
+    python -m research.swap_simulation expansion --data FOLDER --requests 500
+    python -m research.swap_simulation convergence --data FOLDER --out PICTURE
 
 FOLDER has osc-llama2-lengths.json and azure-llm-2023-conv.csv. Prints the tables of research/simulation.md
 line by line. `convergence` draws how the expansion settles if the bus differs from the tables.
@@ -10,172 +10,109 @@ line by line. `convergence` draws how the expansion settles if the bus differs f
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
-import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.iteration_builder import Decision
-from neo_desktop.engine.schedule.policies import POLICIES, Policy
-from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
-from neo_desktop.engine.simulation.metrics import SimulationResult
-from neo_desktop.engine.simulation.presets import GB, get_gpu, get_host
+from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget
+from neo_desktop.engine.simulation.presets import GB
 from neo_desktop.engine.simulation.reality import Mismatch
-from neo_desktop.engine.simulation.simulator import SimulatedRequest, simulate
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace
-from neo_desktop.models.shapes import shape
+from neo_desktop.engine.simulation.simulator import SimulatedRequest
+from research.cases import DTYPE, FILES, LIMITS, Case, at_once, header, row, waits
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
 MODEL = "llama-2-13b"
-FILES = {"OSC": "osc-llama2-lengths.json", "conversation": "azure-llm-2023-conv.csv"}
+WORKLOADS = ("OSC", "conversation")
 MACHINES = ("gh200", "h100", "a100-40gb")  # NVLink-C2C, PCIe 5, PCIe 4
 CACHES_GB = (3, 5, 7, 9, 12)
 EXPANSIONS = (1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0, 4.0)
 CONVERGENCE_GB = 5  # GPU-cache size
 BUSES = {0.5: "twice as fast", 1.0: "as the tables say", 2.0: "half as fast", 3.0: "a third as fast"}
+COLOURS = ("#1c8c4c", "#2f6fb0", "#d08700", "#b03a2e")
 NOISE = 0.05  # per iteration
 SETTLED = 0.1  # relative deviation that counts as settled
 SHOWN = 400  # iterations
 STATIC = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # always fills its memory
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A machine, its memory for KV, and the requests."""
-
-    cost: TableCostModel
-    budget: KVBudget
-    requests: Sequence[WorkloadRequest]
-
-    def run(self, policy: str) -> SimulationResult:
-        chosen, budget = POLICIES[policy], self.budget
-        if KVTier.STREAMED in chosen.tiers:
-            budget = budget.swapping(self.cost, LIMITS)
-        return self._run(chosen, budget)
-
-    def run_static(self, expansion: float) -> SimulationResult:
-        """Simulate KV memory of `expansion` times the GPU's, all in use, hidden or not."""
-        device = self.budget.gpu_tokens / (1 + (expansion - 1) * RESIDENT_LAYERS / self.cost.num_layers)
-        return self._run(STATIC, KVBudget(int(device), 0, int(device * (expansion - 1))))
-
-    def _run(self, policy: Policy, budget: KVBudget) -> SimulationResult:
-        longest = max(request.total_tokens for request in self.requests)
-        return simulate(
-            self.requests,
-            policy,
-            self.cost,
-            budget.num_blocks(),
-            BLOCK_SIZE,
-            LIMITS,
-            max_context_tokens=longest,
-        )
+def rate_of(case: Case, expansion: float) -> float:
+    """Return output tokens/s with KV memory of `expansion` times the GPU's, all in use, hidden or not."""
+    device = case.budget.gpu_tokens / (1 + (expansion - 1) * RESIDENT_LAYERS / case.cost.num_layers)
+    budget = KVBudget(int(device), 0, int(device * (expansion - 1)))
+    return replace(case, budget=budget).rate(STATIC)
 
 
 def cases(data: Path, count: int, machines: Sequence[str]) -> Iterator[tuple[str, Case]]:
-    config = shape(MODEL)
+    """Yield cases with their names."""
     for gpu_name in machines:
-        gpu = get_gpu(gpu_name)
-        host = get_host(gpu.host)
-        cost = analytic_cost_model(gpu, host, config, torch.float16)
-        full = kv_budget(gpu, host, config, torch.float16, LIMITS)
-        for name, file in FILES.items():
-            requests = [replace(r, arrival_ms=0.0) for r in load_trace(data / file)[:count]]
+        machine = Case.of(gpu_name, MODEL)
+        for name in WORKLOADS:
+            requests = at_once(data / FILES[name], count)
             for cache_gb in CACHES_GB:
-                tokens = int(cache_gb * GB) // config.kv_bytes_per_token(torch.float16)
+                tokens = int(cache_gb * GB) // machine.config.kv_bytes_per_token(DTYPE)
                 tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
-                if tokens > full.gpu_tokens:
-                    continue
-                # A longer request would need host memory at any cost.
-                fitting = [r for r in requests if r.total_tokens <= 0.6 * tokens]
-                title = f"{gpu.title} | {name} | {cache_gb} GB"
-                yield title, Case(cost, KVBudget(tokens, full.cpu_tokens), fitting)
+                if tokens <= machine.budget.gpu_tokens:
+                    # A longer request would need host memory at any cost.
+                    fitting = [r for r in requests if r.total_tokens <= 0.6 * tokens]
+                    case = replace(machine.with_cache(tokens), requests=fitting)
+                    yield f"{case.title} | {name} | {cache_gb} GB", case
 
 
 def print_caches(data: Path, count: int, machines: Sequence[str]) -> None:
     """Print Pie's figure 7."""
     policies = ("gpu-only", "pie", "neo", "auto")
-    print(f"| GPU | requests | GPU-cache | {' | '.join(policies)} | `pie` / `gpu-only` | expansion | waits |")
-    print("|---" * 10 + "|")
+    header("GPU", "requests", "GPU-cache", *policies, "`pie` / `gpu-only`", "expansion", "waits")
     for title, case in cases(data, count, machines):
         results = [case.run(policy) for policy in policies]
-        alone, pie = results[0].output_tokens_per_s, results[1]
+        alone, pie, *_ = rates = [result.output_tokens_per_s for result in results]
         budget = case.budget.swapping(case.cost, LIMITS)
         expansion = (budget.gpu_tokens + budget.streamed_tokens) / case.budget.gpu_tokens
-        rates = " | ".join(f"{result.output_tokens_per_s:.0f}" for result in results)
-        waits = pie.totals.copy_wait_ms / pie.totals.iterating_ms
-        gain = pie.output_tokens_per_s / alone
-        print(f"| {title} | {rates} | {gain:.2f} | {expansion:.2f} | {waits:.1%} |", flush=True)
+        shown = [f"{rate:.0f}" for rate in rates]
+        row(title, *shown, f"{pie / alone:.2f}", f"{expansion:.2f}", waits(results[1]))
 
 
 def print_expansions(data: Path, count: int, machines: Sequence[str]) -> None:
     """Print Pie's figures 6 and 9b."""
-    print(f"| GPU | requests | GPU-cache | {' | '.join(map(str, EXPANSIONS))} | adaptive | / best |")
-    print("|---" * (len(EXPANSIONS) + 5) + "|")
+    header("GPU", "requests", "GPU-cache", *map(str, EXPANSIONS), "adaptive", "/ best")
     for title, case in cases(data, count, machines):
-        alone = case.run("gpu-only").output_tokens_per_s
-        rates = [case.run_static(expansion).output_tokens_per_s / alone for expansion in EXPANSIONS]
-        adaptive = case.run("pie").output_tokens_per_s / alone
-        shown = " | ".join(f"{rate:.2f}" for rate in rates)
-        print(f"| {title} | {shown} | {adaptive:.2f} | {adaptive / max(rates):.1%} |", flush=True)
+        alone = case.rate("gpu-only")
+        rates = [rate_of(case, expansion) / alone for expansion in EXPANSIONS]
+        adaptive = case.rate("pie") / alone
+        row(title, *(f"{rate:.2f}" for rate in (*rates, adaptive)), f"{adaptive / max(rates):.1%}")
 
 
 def draw_convergence(data: Path, count: int, machine: str, out: Path) -> None:
     """Draw the scheduler's estimate of the bus, and the streamed KV, from the start."""
     wanted = f"| OSC | {CONVERGENCE_GB} GB"
     case = next(case for title, case in cases(data, count, (machine,)) if title.endswith(wanted))
-    budget = case.budget.swapping(case.cost, LIMITS)
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5), sharex=True)
-    print("| bus | settled within | factor then | waits |\n" + "|---" * 4 + "|")
-    for (slowdown, title), colour in zip(
-        BUSES.items(), ("#1c8c4c", "#2f6fb0", "#d08700", "#b03a2e"), strict=True
-    ):
-        factors: list[float] = []
-        tokens: list[int] = []
+    header("bus", "settled within", "factor then", "waits")
+    for (slowdown, title), colour in zip(BUSES.items(), COLOURS, strict=True):
+        seen: list[tuple[float, int]] = []  # believed factor of copies, streamed tokens
 
         def observe(
             decision: Decision[SimulatedRequest],
             cost: TableCostModel,
-            factors: list[float] = factors,
-            tokens: list[int] = tokens,
+            seen: list[tuple[float, int]] = seen,
         ) -> None:
-            assert isinstance(cost, CorrectedCostModel)
-            streamed = [
-                load.decodes[tier]
-                for load in decision.shape.batches
-                for tier in load.decodes
-                if tier.is_streamed
-            ]
-            factors.append(cost.correction.bus)
-            tokens.append(sum(each.context_tokens for each in streamed))
+            shapes = [each.decodes.items() for each in decision.shape.batches]
+            tokens = sum(d.context_tokens for items in shapes for tier, d in items if tier.is_streamed)
+            seen.append((cost.correction.bus, tokens))
 
-        result = simulate(
-            case.requests,
-            POLICIES["pie"],
-            case.cost,
-            budget.num_blocks(),
-            BLOCK_SIZE,
-            LIMITS,
-            max_context_tokens=max(request.total_tokens for request in case.requests),
-            mismatch=Mismatch(bus_slowdown=slowdown, noise=NOISE),
-            observe=observe,
-        )
+        result = case.run("pie", Mismatch(bus_slowdown=slowdown, noise=NOISE), observe)
+        factors, tokens = zip(*seen, strict=True)
         begun = next(index for index, count in enumerate(tokens) if count)
         off = [index for index, factor in enumerate(factors) if abs(factor / slowdown - 1) > SETTLED]
         settled = max((index + 1 - begun for index in off if index < len(factors) // 2), default=0)
-        waits = result.totals.copy_wait_ms / result.totals.iterating_ms
-        print(
-            f"| {title} | {settled} iterations | {factors[-1]:.2f} | {waits:.1%} |",
-            flush=True,
-        )
+        row(title, f"{settled} iterations", f"{factors[-1]:.2f}", waits(result))
         shown = slice(begun, begun + SHOWN)
         above.plot(factors[shown], color=colour, label=title)
         above.axhline(slowdown, color=colour, linewidth=0.5, linestyle=":")

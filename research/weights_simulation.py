@@ -1,9 +1,10 @@
 """Simulate models larger than the card: divided weights against streaming and a layer split.
 
-    python research/weights_simulation.py sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
-    python research/weights_simulation.py ablation   the gain of each part (HeteGen, table 3)
-    python research/weights_simulation.py cards      fit and speed on cards of 8 to 32 GB
-    python research/weights_simulation.py plot       the sweep as a picture
+    python -m research.weights_simulation sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
+    python -m research.weights_simulation ablation   the gain of each part (HeteGen, table 3)
+    python -m research.weights_simulation cards      fit and speed on cards of 8 to 32 GB
+    python -m research.weights_simulation hybrids    hybrids beside published speeds of llama.cpp
+    python -m research.weights_simulation plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
 same machine, kernels and GPU memory for weights. They differ in the placement of computation:
@@ -29,6 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import Curve
@@ -44,9 +46,15 @@ from neo_desktop.engine.predict.weight_plan import (
     plan_weights,
     weight_times,
 )
-from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.budget import FreeMemory, limits_of
 from neo_desktop.engine.profiling.weight_memory import plan_memory
-from neo_desktop.engine.simulation.analytic import KERNEL_MS, LINEAR_KERNELS, analytic_cost_model, bytes_read
+from neo_desktop.engine.simulation.analytic import (
+    KERNEL_MS,
+    LINEAR_KERNELS,
+    analytic_cost_model,
+    bytes_read,
+    kv_budget,
+)
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
@@ -57,6 +65,7 @@ from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
 from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
+from research.cases import header, row
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -66,6 +75,15 @@ CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
 CARD_HOST_GIB = 64  # of main memory, instead of the card's usual host
 CHAT_TOKENS = 4096
 OFFLOADED_ROWS = 32  # from this size on a layer split copies the CPU's layers to the GPU
+
+# card, its stand-in here, model in Q4_K, context -> published tokens per second of llama.cpp
+PUBLISHED: tuple[tuple[str, str, str, dict[int, float]], ...] = (
+    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.8-27b", {4096: 4.2, 32_768: 2.3, 65_536: 1.4, 131_072: 0.9}),
+    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.6-35b-a3b", {8192: 51.8, 32_768: 47, 65_536: 42, 131_072: 35}),
+    ("RTX 4060 Ti 8 GB", "rtx-4060", "qwen3.6-35b-a3b", {16_384: 41.6, 65_536: 34, 131_072: 28}),
+    ("RTX 5080 16 GB", "rtx-5080", "qwen3.6-35b-a3b", {4096: 69.6, 65_536: 65.7}),
+    ("RTX 5060 Ti 16 GB", "rtx-5060-ti-16gb", "qwen3.6-35b-a3b", {4096: 40}),
+)
 
 LEVELS = ("accelerate", "streaming", "layer split", "divided")
 COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
@@ -258,25 +276,16 @@ def cases(share: float) -> Iterator[tuple[str, str, Case]]:
 
 
 def sweep() -> None:
-    print(
-        "| GPU | model | weights on the GPU | GB | " + " | ".join(LEVELS) + " | bound | "
-        "/ accelerate | / streaming | / layer split |"
-    )
-    print("|---" * (8 + len(LEVELS)) + "|")
-    for gpu, model in product(MACHINES, MODELS):
-        for share in SHARES:
-            case = Case.of(gpu, model, share)
-            if case.gpu_bytes < least_gpu_bytes(case.config, case.form, DTYPE):
-                continue
-            rates = {name: case.level(name) for name in LEVELS}
-            ours = rates["divided"]
-            print(
-                f"| {get_gpu(gpu).title} | {model} | {share:.0%} | {case.gpu_bytes / 1e9:.1f} | "
-                + " | ".join(f"{rates[name]:.2f}" for name in LEVELS)
-                + f" | {case.bound():.2f} | {ours / rates['accelerate']:.1f}x "
-                f"| {ours / rates['streaming']:.1f}x | {ours / rates['layer split']:.2f}x |",
-                flush=True,
-            )
+    over = ("/ accelerate", "/ streaming", "/ layer split")
+    header("GPU", "model", "weights on the GPU", "GB", *LEVELS, "bound", *over)
+    for gpu, model, share in product(MACHINES, MODELS, SHARES):
+        case = Case.of(gpu, model, share)
+        if case.gpu_bytes < least_gpu_bytes(case.config, case.form, DTYPE):
+            continue
+        *others, divided = rates = [case.level(name) for name in LEVELS]
+        where = get_gpu(gpu).title, model, f"{share:.0%}", f"{case.gpu_bytes / 1e9:.1f}"
+        gains = [f"{divided / rate:.{digits}f}x" for rate, digits in zip(others, (1, 1, 2), strict=True)]
+        row(*where, *(f"{rate:.2f}" for rate in (*rates, case.bound())), *gains)
 
 
 def ablated(case: Case) -> dict[str, float]:
@@ -309,41 +318,65 @@ def ablation() -> None:
     share = 0.5
     found = {(gpu, model): ablated(case) for gpu, model, case in cases(share)}
     print(f"At {share:.0%} of the weights on the GPU:\n")
-    print("| | " + " | ".join(f"{get_gpu(gpu).title}, {model}" for gpu, model in found) + " |")
-    print("|---" * (1 + len(found)) + "|")
+    header("", *(f"{get_gpu(gpu).title}, {model}" for gpu, model in found))
     for name in next(iter(found.values())):
-        print(
-            f"| {name} | " + " | ".join(f"{each[name] / each['all']:.0%}" for each in found.values()) + " |"
-        )
+        row(name, *(f"{each[name] / each['all']:.0%}" for each in found.values()))
 
 
 def cards() -> None:
-    print("| model | " + " | ".join(f"{get_gpu(card).title}" for card in CARDS) + " |")
-    print("|---" * (1 + len(CARDS)) + "|")
+    header("model", *(get_gpu(card).title for card in CARDS))
     for model, make in CARD_MODELS.items():
-        print(f"| {model} | " + " | ".join(on_card(card, *make()) for card in CARDS) + " |", flush=True)
+        row(model, *(on_card(card, *make()) for card in CARDS))
 
 
 def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     """Return tokens per second of one chat, and the weights in host memory."""
-    gpu = get_gpu(name)
-    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
-    rates = machine_rates(gpu, host)
-    dtype = config.dtype
-    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
-    try:
-        plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
-    except MemoryError:
+    found = chat_rate(name, config, form, CHAT_TOKENS)
+    if found is None:
         return "does not fit"
+    rate, plan = found
     if isinstance(config, TracedShape) and divides_experts(config, plan):
         return "does not fit"  # the engine does not divide them
+    return f"{rate:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
+
+
+def chat_rate(
+    name: str, config: ModelConfig, form: WeightFormat, context: int, gpu_tokens: int | None = None
+) -> tuple[float, WeightPlan | None] | None:
+    """Return the decodes per second of one chat, and the placement of the weights; None: it does not fit.
+
+    Args:
+        gpu_tokens: of KV on the GPU; None: as planned.
+    """
+    gpu = get_gpu(name)
+    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
+    rates, dtype, device = machine_rates(gpu, host), config.dtype, torch.device("cuda")
+    options = EngineOptions(gpu_cache_tokens=gpu_tokens)
+    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
+    try:
+        plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
+        budget = kv_budget(gpu, host, config, dtype, limits_of(options, device), form, plan)
+    except MemoryError:
+        return None
     divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
+    blocks = budget.num_blocks()
     ms = min(
-        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, CHAT_TOKENS)}),)))
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
         for tier in MEASURED_TIERS
+        if blocks[tier] * BLOCK_SIZE >= context
     )
-    return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
+    return 1e3 / ms, plan
+
+
+def hybrids() -> None:
+    header("card", "model", "context", "published", "simulated", "with --gpu-cache-tokens")
+    for card, gpu, model, speeds in PUBLISHED:
+        config, form = traced(model)
+        for context, published in speeds.items():
+            found = [chat_rate(gpu, config, form, context, tokens) for tokens in (None, context)]
+            rates = [f"{each[0]:.3g}" if each else "does not fit" for each in found]
+            row(card, model, f"{context:,}", f"{published:g}", *rates)
 
 
 def plot(out: Path) -> None:
@@ -375,18 +408,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("sweep", "ablation", "cards", "plot"))
+    parts: dict[str, Callable[[Path], object]] = {
+        "sweep": lambda _: sweep(),
+        "ablation": lambda _: ablation(),
+        "cards": lambda _: cards(),
+        "hybrids": lambda _: hybrids(),
+        "plot": plot,
+    }
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()
-    match arguments.part:
-        case "sweep":
-            sweep()
-        case "ablation":
-            ablation()
-        case "cards":
-            cards()
-        case "plot":
-            plot(arguments.out)
+    parts[arguments.part](arguments.out)
 
 
 if __name__ == "__main__":

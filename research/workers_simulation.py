@@ -1,7 +1,7 @@
 """Simulate attention workers: throughput by number, workers per GPU, price of tokens.
 
-    python research/workers_simulation.py efficiency --out research/images
-    python research/workers_simulation.py sizing
+    python -m research.workers_simulation efficiency --out research/images
+    python -m research.workers_simulation sizing
 
 `efficiency` is FastDecode's figure 7: all KV is on one to eight workers. Prints the tables of
 research/simulation.md; `efficiency` also draws a picture.
@@ -14,15 +14,6 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
-from worker_machines import (
-    WORKERS,
-    Link,
-    SteadyLoad,
-    Workers,
-    in_turn,
-    with_workers,
-    workers_wanted,
-)
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import KVTier
@@ -36,6 +27,16 @@ from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import synthetic
 from neo_desktop.models.shapes import shape
+from research.cases import header, row
+from research.worker_machines import (
+    WORKERS,
+    Link,
+    SteadyLoad,
+    Workers,
+    in_turn,
+    with_workers,
+    workers_wanted,
+)
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -131,11 +132,8 @@ def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
 
 
 def print_efficiency(out: Path) -> None:
-    print(
-        "| model | sequences | link | 1 | 2 | 4 | 8 | efficiency at 8 | begun at different times "
-        "| not sent ahead | wanted |"
-    )
-    print("|---" * 11 + "|")
+    ways = ("efficiency at 8", "begun at different times", "not sent ahead")
+    header("model", "sequences", "link", *map(str, COUNTS), *ways, "wanted")
     drawn: dict[str, Scaling] = {}
     for model in ("llama-2-7b", "llama-2-13b"):
         base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
@@ -146,13 +144,9 @@ def print_efficiency(out: Path) -> None:
                 lasting = steady(model, link, sequences, length)
                 load = SteadyLoad(sequences, 16, length - 16)
                 wanted = workers_wanted(base, SOCKET, link, shape(model), DTYPE, load) or "none is enough"
-                rates = " | ".join(f"{rate:,.0f}" for rate in found.tokens_per_s)
-                print(
-                    f"| {model} | {sequences} of {length} | {name} | {rates} | "
-                    f"{found.efficiencies[-1]:.0%} | {lasting.efficiencies[-1]:.0%} | "
-                    f"{behind.efficiencies[-1]:.0%} | {wanted} |",
-                    flush=True,
-                )
+                rates = [f"{rate:,.0f}" for rate in found.tokens_per_s]
+                shares = [f"{each.efficiencies[-1]:.0%}" for each in (found, lasting, behind)]
+                row(model, f"{sequences} of {length}", name, *rates, *shares, str(wanted))
                 if (model, sequences, length) == ("llama-2-13b", *SEQUENCES[0]):
                     drawn[name] = found
     _draw(drawn, out / "sim-workers.png")
@@ -172,11 +166,8 @@ def _draw(scalings: dict[str, Scaling], path: Path) -> None:
 
 def print_sizing() -> None:
     """Print a typical office: one GPU, machines with free memory, 400 chats."""
-    print(
-        "| GPU | model | worker | link | wanted | `gpu-only` | `auto`, own CPU | `auto`, wanted | "
-        "per price, relative |"
-    )
-    print("|---" * 9 + "|")
+    rates = ("`gpu-only`", "`auto`, own CPU", "`auto`, wanted")
+    header("GPU", "model", "worker", "link", "wanted", *rates, "per price, relative")
     limits = replace(LIMITS, max_batch_requests=CHATS.requests)
     requests = synthetic(400, round(CHATS.prompt_tokens), round(CHATS.output_tokens))
     for gpu_name, model in MACHINES:
@@ -195,16 +186,16 @@ def print_sizing() -> None:
             kind = replace(get_host(kind_name), memory_bytes=64 * GIB)
             for link_name, link in list(LINKS.items())[:3]:
                 wanted = workers_wanted(base, kind, link, config, DTYPE, CHATS)
-                if wanted is None:
-                    shown = "none is enough | " + f"{alone:,.0f} | {own:,.0f} | - | -"
-                else:
+                count, found, gain = "none is enough", "-", "-"
+                if wanted is not None:
                     workers = Workers(wanted, kind, link)
                     tokens = workers.kv_tokens(config, DTYPE)
                     cost = with_workers(base, workers, config, DTYPE)
-                    found = rate("auto", cost, KVBudget(budget.gpu_tokens, tokens), WORKERS)
-                    gain = found / alone / (1 + price * wanted)
-                    shown = f"{wanted} | {alone:,.0f} | {own:,.0f} | {found:,.0f} | {gain:.2f}"
-                print(f"| {gpu.title} | {model} | {kind_name} | {link_name} | {shown} |", flush=True)
+                    speed = rate("auto", cost, KVBudget(budget.gpu_tokens, tokens), WORKERS)
+                    count, found = str(wanted), f"{speed:,.0f}"
+                    gain = f"{speed / alone / (1 + price * wanted):.2f}"
+                where = gpu.title, model, kind_name, link_name
+                row(*where, count, f"{alone:,.0f}", f"{own:,.0f}", found, gain)
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""Machines with their models and requests, simulated from datasheets; tables of the results."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.schedule.iteration_builder import Decision
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.bound import Bound, Room
+from neo_desktop.engine.simulation.metrics import SimulationResult
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.engine.simulation.reality import Mismatch
+from neo_desktop.engine.simulation.simulator import SimulatedRequest, simulate
+from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.shapes import shape
+
+DTYPE = torch.float16
+LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
+FILES = {
+    "OSC": "osc-llama2-lengths.json",
+    "conversation": "azure-llm-2023-conv.csv",
+    "code": "azure-llm-2023-code.csv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A machine, a model, its memory for KV and the requests."""
+
+    title: str  # of the GPU
+    config: ModelConfig
+    cost: TableCostModel
+    budget: KVBudget
+    requests: Sequence[WorkloadRequest] = ()
+
+    @classmethod
+    def of(cls, gpu_name: str, model: str, host_name: str | None = None) -> "Case":
+        """Return a machine with all of its memory."""
+        gpu, config = get_gpu(gpu_name), shape(model)
+        host = get_host(host_name or gpu.host)
+        budget = kv_budget(gpu, host, config, DTYPE, LIMITS)
+        return cls(gpu.title, config, analytic_cost_model(gpu, host, config, DTYPE), budget)
+
+    def with_cache(self, gpu_tokens: int) -> "Case":
+        """Return the case with a GPU-cache of this size."""
+        return replace(self, budget=KVBudget(gpu_tokens, self.budget.cpu_tokens))
+
+    def with_requests(self, requests: Sequence[WorkloadRequest]) -> "Case":
+        """Return the case with those requests that fit the GPU-cache: all policies get the same."""
+        longest = min(self.config.max_context_tokens, self.budget.gpu_tokens)
+        return replace(self, requests=[r for r in requests if r.total_tokens <= longest])
+
+    def bound(self, *, swaps: bool = False) -> float:
+        """Return output tokens/s; with `swaps`, streamed KV is counted, too."""
+        attended = self.budget.gpu_tokens
+        if swaps:
+            shared = self.budget.swapping(self.cost, LIMITS)
+            attended = max(attended, shared.gpu_tokens + shared.streamed_tokens)
+        room = Room(attended, self.budget.cpu_tokens, LIMITS.max_batch_requests)
+        return Bound(self.cost, self.requests, room).output_tokens_per_s()
+
+    def run(
+        self,
+        policy: str | Policy,
+        mismatch: Mismatch | None = None,
+        observe: Callable[[Decision[SimulatedRequest], TableCostModel], None] | None = None,
+    ) -> SimulationResult:
+        chosen, budget = POLICIES[policy] if isinstance(policy, str) else policy, self.budget
+        if chosen.swaps and not budget.streamed_tokens:
+            budget = budget.swapping(self.cost, LIMITS)
+        return simulate(
+            self.requests,
+            chosen,
+            self.cost,
+            budget.num_blocks(),
+            BLOCK_SIZE,
+            LIMITS,
+            max_context_tokens=max(r.total_tokens for r in self.requests),
+            mismatch=mismatch,
+            observe=observe,
+        )
+
+    def rate(self, policy: str | Policy, mismatch: Mismatch | None = None) -> float:
+        """Return output tokens/s."""
+        return self.run(policy, mismatch).output_tokens_per_s
+
+
+def at_once(file: Path, count: int) -> list[WorkloadRequest]:
+    """Return the first requests of a trace, arriving together."""
+    return [replace(request, arrival_ms=0.0) for request in load_trace(file)[:count]]
+
+
+def waits(result: SimulationResult) -> str:
+    """Return the share of time in which the device waited for copies."""
+    return f"{result.totals.copy_wait_ms / result.totals.iterating_ms:.1%}"
+
+
+def header(*names: str) -> None:
+    """Print the first lines of a table."""
+    row(*names)
+    print("|---" * len(names) + "|")
+
+
+def row(*cells: str) -> None:
+    """Print a line of a table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
