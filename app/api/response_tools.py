@@ -89,7 +89,7 @@ ResponseTool = Annotated[
 class Route(NamedTuple):
     """The form of a tool's calls for the client."""
 
-    kind: Literal["function_call", "custom_tool_call"]
+    kind: str  # of the item
     name: str
     namespace: str | None = None
 

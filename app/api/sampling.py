@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from neo_desktop.app.api.fields import Json, Model, described
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.sampling import sampling_params
-from neo_desktop.app.generate.structure import Kind, Source, Structure, one_of
+from neo_desktop.app.generate.structure import Kind, Source, Structure
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -129,7 +129,12 @@ class GenerationRequest(Model):
         ]
         asked = [Structure(field, kind, source) for field, kind, source in sources if source is not None]
         form = None if self.response_format is None else _structure_of(self.response_format)
-        return one_of(asked if form is None else [*asked, form])
+        asked += [form] if form is not None else []
+        if len(asked) > 1:
+            fields = " and ".join(one.field for one in asked)
+            message = f"{fields} each ask for a form of the answer: give one of them"
+            raise ApiError(400, message, param=asked[1].field)
+        return asked[0] if asked else None
 
     def _sampling_params(
         self, defaults: GenerationDefaults, max_tokens: int | None, **more: Any

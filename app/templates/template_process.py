@@ -13,6 +13,7 @@ itself twice never ends, and neither can be interrupted within this process. The
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ import jinja2
 import markupsafe
 
 from neo_desktop.app.templates import chat_template
-from neo_desktop.app.templates.chat_template import FRAME_HEAD, MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
+from neo_desktop.app.templates.chat_template import MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
 
 MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_template.main()"
@@ -40,7 +41,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._first_frame = chat_template.pack({"source": source, "special_tokens": dict(special_tokens)})
+        self._first_line = _line([source, dict(special_tokens)])
         self._has_source = source is not None
         self._process: asyncio.subprocess.Process | None = None
         self._is_free = asyncio.Lock()
@@ -61,34 +62,34 @@ class TemplateProcess:
         """Return the prompt for the assistant's next message; both arguments are JSON."""
         if not self._has_source:
             return chat_template.ChatTemplate(None, {}).render(messages)
-        frame = chat_template.pack([messages, extra])
+        line = _line([messages, extra])
         async with self._is_free:
-            answer = await self._ask(frame)
+            answer = await self._ask(line)
         if "error" in answer:
             raise ChatTemplateError(answer["error"])
-        return str(answer["text"])
+        return answer["text"]
 
-    async def _ask(self, frame: bytes) -> dict[str, Any]:
+    async def _ask(self, line: bytes) -> dict[str, str]:
         process = await self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        answer: dict[str, Any] | None = None
+        answer = b""
         try:
             async with asyncio.timeout(MAX_WAIT_S):
-                process.stdin.write(frame)
-                await process.stdin.drain()
-                head = await process.stdout.readexactly(FRAME_HEAD.size)
-                body = await process.stdout.readexactly(FRAME_HEAD.unpack(head)[0])
-            answer = chat_template.unpack(body)
-            return answer
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(line)
+                    await process.stdin.drain()
+                answer = await process.stdout.readline()
         except TimeoutError:
             raise _refused(f"it takes more than {MAX_WAIT_S:g} s") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            limit = f"{MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
-            raise _refused(f"it takes more than {limit}") from None
         finally:
-            if answer is None:
+            if not answer.endswith(b"\n"):
                 await self._end()
+        if not answer.endswith(b"\n"):
+            limit = f"{MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
+            raise _refused(f"it takes more than {limit}")
+        parsed: dict[str, str] = json.loads(answer)
+        return parsed
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
@@ -101,11 +102,12 @@ class TemplateProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
+                limit=MAX_MEMORY_BYTES,  # of a line
                 env={name: value for name, value in os.environ.items() if "NEO_DESKTOP" not in name},
                 start_new_session=True,  # Ctrl-C is for the server
             )
             assert self._process.stdin is not None
-            self._process.stdin.write(self._first_frame)
+            self._process.stdin.write(self._first_line)
         return self._process
 
     async def _end(self) -> None:
@@ -114,6 +116,10 @@ class TemplateProcess:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _refused(reason: str) -> ChatTemplateError:
