@@ -41,10 +41,7 @@ class ResponseEvents:
         item added ──→ part added ──→ deltas ──→ part done ──→ item done      (messages and thoughts)
         item added ──────────────────→ deltas ────────────────→ item done      (calls)
 
-    Args:
-        response: as long as nothing has come; it is filled in place.
-        tools: the request's, which name the kinds of calls.
-        with_logprobs: add the log-probabilities of tokens.
+    `response`, which has no items yet, is filled in place.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class ResponseEvents:
         is_cut = self._end == "length"
         status = "incomplete" if is_cut else "completed"
         if not self._item and not self.response["output"]:
-            self._begin("message", role="assistant", content=[])
+            self._begin(type="message", role="assistant", content=[])
         self._end_item(status)
         self.response |= {
             "status": status,
@@ -103,10 +100,9 @@ class ResponseEvents:
     def _add_piece(self, piece: Piece, logprobs: list[Json]) -> None:
         match piece:
             case CallStart(_, call_id, full_name):
-                kind, name, namespace = self._tools.route(full_name)
-                more = {"namespace": namespace} if namespace else {}
+                item = self._tools.item(full_name)
                 self._arguments = ""
-                self._begin(kind, call_id=call_id, **{_KINDS[kind].field: ""}, name=name, **more)
+                self._begin(**item, call_id=call_id, **{_KINDS[item["type"]].field: ""})
             case CallArguments(_, text):
                 self._arguments += text
                 if "input" in self._holder:
@@ -115,18 +111,18 @@ class ResponseEvents:
                     self._grow(text)
             case Thought(text):
                 if self._item.get("type") != "reasoning":
-                    self._begin("reasoning", summary=[], content=[])
+                    self._begin(type="reasoning", summary=[], content=[])
                 self._grow(text)
             case Text(text):
                 if self._item.get("type") != "message":
-                    self._begin("message", role="assistant", content=[])
+                    self._begin(type="message", role="assistant", content=[])
                 self._holder["logprobs"] += logprobs
                 self._grow(text, logprobs=logprobs)
 
-    def _begin(self, kind: str, **fields: Any) -> None:
+    def _begin(self, **item: Any) -> None:
         self._end_item("completed")
-        prefix, _, _, part = _KINDS[kind]
-        self._item = self._holder = {"type": kind, "id": new_id(prefix), "status": "in_progress"} | fields
+        prefix, _, _, part = _KINDS[item["type"]]
+        self._item = self._holder = item | {"id": new_id(prefix), "status": "in_progress"}
         self._write("output_item.added", output_index=self._index, item=dict(self._item))
         if part is not None:
             self._holder = copy.deepcopy(part)

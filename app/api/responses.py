@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Skipped, Tagged
+from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, SchemaFormat, Skipped, Tagged
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, for_template
@@ -48,14 +48,6 @@ class TextFormat(Model):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Model):
-    type: Literal["json_schema"]
-    name: Any = None
-    description: Any = None
-    schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # a schema that cannot be enforced in full is refused
-
-
 class TextConfig(Model):
     format: Annotated[TextFormat | SchemaFormat, Tagged()] | None = None
 
@@ -66,10 +58,6 @@ class Reasoning(Model):
     # A hint; not all models know levels of thought.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Any = None
-
-
-class ResponseStreamOptions(Model):
-    pass
 
 
 def _as_items(value: object) -> object:
@@ -83,7 +71,6 @@ class ResponsesRequest(Model):
     previous_response_id: str | None = None  # whose conversation continues
     store: bool | None = None  # unless false, a later request may ask for the response or continue it
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None  # the rest is of items that never come
 
     max_output_tokens: int | None = None

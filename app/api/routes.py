@@ -27,11 +27,7 @@ ANTHROPICS = "claude-*"  # names that Anthropic's programs ask for by themselves
 
 
 class ModelNames:
-    """The names under which requests may ask for the model that is loaded.
-
-    Args:
-        aliases: beside its own; `*` in one stands for any text.
-    """
+    """The names under which requests may ask for the model that is loaded; `*` stands for any text."""
 
     def __init__(self, aliases: Collection[str]) -> None:
         self._aliases = tuple(dict.fromkeys(aliases))
@@ -80,12 +76,7 @@ def create_api(
     max_messages: int = DEFAULT_LIMITS.max_messages,
     model_aliases: Collection[str] = (),
 ) -> FastAPI:
-    """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded.
-
-    Args:
-        max_messages: of a chat.
-        model_aliases: further names of that model; `*` in one stands for any text.
-    """
+    """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded."""
     names = ModelNames(model_aliases)
     anthropics_names = ModelNames([*model_aliases, ANTHROPICS])
     app = FastAPI(

@@ -93,11 +93,7 @@ class CallReader:
             yield piece
 
     def flush(self, *, is_cut: bool = False) -> Iterator[Piece]:
-        """End the text: yields what was held back.
-
-        Args:
-            is_cut: the model would have written more; half a mark and half a call are no text then.
-        """
+        """End the text: yields what was held back, but no half of a mark or call in a cut text."""
         self._source.is_ended, self._is_cut = True, is_cut
         return self.feed("")
 
@@ -246,9 +242,7 @@ class CallReader:
 class _Call(JsonValue):
     """One JSON object like {"name": "f", "arguments": {"a": 1}}, or the arguments alone after a name.
 
-    Args:
-        name: that stands before the object.
-        names: it must have one of them, and no keys but those of a call; None: any.
+    With `names`, it must have one of them, and no keys but those of a call.
     """
 
     def __init__(self, source: Source, name: str | None, names: Collection[str] | None) -> None:

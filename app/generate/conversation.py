@@ -123,9 +123,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
 def as_written(begun: Begun, is_thinking: bool, *, on_channels: bool = False) -> str:
     """Return the text of a model that reads as this thought and answer.
 
-    Args:
-        is_thinking: the prompt ends within a thought.
-        on_channels: the model ends a thought before its text.
+    The prompt may end within a thought; on channels, a thought ends even if no text follows.
     """
     thought, text = begun
     if not thought:
@@ -148,12 +146,9 @@ def _on_channels(begun: Begun) -> ChatText:
 def thinking_fields(
     template: str | None, effort: str | None, is_on: bool | None = None, *, is_hint: bool = False
 ) -> Json:
-    """Return the template's fields about thoughts.
+    """Return the template's fields about thoughts; None: the model's default.
 
-    Args:
-        effort: a level of thought; None: the default of the model.
-        is_on: False: do not think; None: the model's default.
-        is_hint: agents always send it; a template that knows no levels takes no notice.
+    Agents always send an effort as a hint, of which a template without levels takes no notice.
     """
     template = template or ""
     if effort is not None and is_on is None and "enable_thinking" in template:
@@ -199,51 +194,30 @@ def _grammar(
     is_thinking: bool,
 ) -> tuple[str | None, str | None]:
     """Return the answer's grammar, or None; and the text before it, None: it holds from the beginning."""
-    if tool_format.on_channels:
-        return _grammar_on_channels(tokenizer, conversation, tool_format, tools)
-    structure, after = conversation.structure, CLOSING if is_thinking else None
-    if conversation.choice is not None and conversation.choice.is_required:
-        mark = _in_lark(tokenizer, "[ARGS]")
-        calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
-        opening = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n"' if is_thinking else ""
-        return grammar.from_lark(f"start: {opening} calls\n{calls}"), after
-    if structure is None:
-        return None, None
-    if not tools:
-        return structure.grammar(), after
-    schema = _schema(structure)
-    mark = _in_lark(tokenizer, "[ARGS]")
-    calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
-    opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
-    opening += ' "\\n"' if tool_format.closing else ""
-    return grammar.from_lark(f"start: answer | {opening} calls\nanswer: %json {schema}\n{calls}"), after
-
-
-def _grammar_on_channels(
-    tokenizer: Tokenizer,
-    conversation: Conversation,
-    tool_format: ToolFormat,
-    tools: Sequence[Tool],
-) -> tuple[str | None, str | None]:
-    """Do the same as `_grammar` for a model that thinks in a message of its own and writes headers."""
-    structure = conversation.structure
-    start, channel, message = (
-        _in_lark(tokenizer, mark) for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
-    )
+    structure, on_channels = conversation.structure, tool_format.on_channels
     must_call = conversation.choice is not None and conversation.choice.is_required
-    if not must_call:
-        if structure is None:
-            return None, None
-        if not tools:
-            return structure.grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}"
-    calls = tool_format.grammar(tools, is_parallel=False, arguments_mark=message)
-    called = json.dumps(f"commentary {harmony.TO_FUNCTION}")
-    forms = f"{called} calls"
+    after = CLOSING if is_thinking else None
+    if not must_call and structure is None:
+        return None, None
+    if not must_call and structure is not None and not tools:
+        return structure.grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}" if on_channels else after
+    mark = _in_lark(tokenizer, harmony.MESSAGE if on_channels else "[ARGS]")
+    is_parallel = conversation.is_parallel and not on_channels
+    rules = tool_format.grammar(tools, is_parallel=is_parallel, arguments_mark=mark)
     if not must_call and structure is not None:
-        calls += f"\nanswer: %json {_schema(structure)}"
-        forms += f' | "final" {message} answer'
-    lark = f'start: {start} "assistant" {channel} ({forms})\n{calls}'
-    return grammar.from_lark(lark), harmony.END
+        rules += f"\nanswer: %json {_schema(structure)}"
+    if on_channels:  # the model thinks in a message of its own, and writes headers
+        header = f'{_in_lark(tokenizer, harmony.START)} "assistant" {_in_lark(tokenizer, harmony.CHANNEL)}'
+        calls = f"{json.dumps(f'commentary {harmony.TO_FUNCTION}')} calls"
+        start = f"{header} {calls}" if must_call else f'{header} ({calls} | "final" {mark} answer)'
+        after = harmony.END
+    elif must_call:
+        start = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n" calls' if is_thinking else "calls"
+    else:
+        opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
+        line_break = '"\\n"' if tool_format.closing else ""
+        start = f"answer | {opening} {line_break} calls"
+    return grammar.from_lark(f"start: {start}\n{rules}"), after
 
 
 def _schema(structure: Structure) -> str:

@@ -84,6 +84,7 @@ class Outputs:
         self._mark = "" if prepared is None else prepared.tool_format.opening
         self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
         self._readers: defaultdict[int, _Reader] = defaultdict(lambda: _Reader(self._prepared))
+        self._callers: set[int] = set()  # outputs with calls
         # The answer so far, without the beginning of a mark at its end.
         self.begun = self._readers[0].feed(prepared.begun) if prepared and prepared.begun else []
 
@@ -125,7 +126,10 @@ class Outputs:
         end = None if output.finish_reason is None else str(output.finish_reason)
         if end is not None:
             pieces += reader.flush(is_cut=end == "length")
-            end = "tool_calls" if reader.has_calls and end == "stop" else end
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._callers.add(index)
+        if end == "stop" and index in self._callers:
+            end = "tool_calls"
         return Step(index, pieces, output.tokens, end, text, output.stopped_by)
 
 
@@ -135,7 +139,6 @@ class _Reader:
     def __init__(self, prepared: Prepared | None) -> None:
         self._thoughts = ThoughtSplitter(prepared.is_thinking) if prepared else None
         self._calls: CallReader | None = None
-        self.has_calls = False
         if prepared and prepared.tools:
             max_calls = None if prepared.is_parallel else 1
             names = {tool.name for tool in prepared.tools}
@@ -144,27 +147,23 @@ class _Reader:
             )
 
     def feed(self, text: str) -> list[Piece]:
-        """Take in the next piece of text."""
         if self._thoughts is None:
             return [Text(text)] if text else []
-        return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
+        return self._pieces(self._thoughts.feed(text))
 
     def flush(self, *, is_cut: bool) -> list[Piece]:
         """End the text; `is_cut`: the model would have written more."""
-        if self._thoughts is None:
-            return []
-        pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
-        return pieces + (self._told(self._calls.flush(is_cut=is_cut)) if self._calls else [])
+        pieces = self._pieces(self._thoughts.flush()) if self._thoughts else []
+        return pieces + (list(self._calls.flush(is_cut=is_cut)) if self._calls else [])
 
-    def _read(self, kind: str, text: str) -> list[Piece]:
-        if kind == "thought":
-            return [Thought(text)]
-        return self._told(self._calls.feed(text)) if self._calls else [Text(text)]
-
-    def _told(self, pieces: Iterable[Piece]) -> list[Piece]:
-        told = list(pieces)
-        self.has_calls |= any(isinstance(piece, CallStart) for piece in told)
-        return told
+    def _pieces(self, parts: Iterable[tuple[str, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for kind, text in parts:
+            if kind == "thought":
+                pieces.append(Thought(text))
+            else:
+                pieces += self._calls.feed(text) if self._calls else [Text(text)]
+        return pieces
 
 
 @dataclass(slots=True)

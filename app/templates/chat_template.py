@@ -1,6 +1,6 @@
 """A chat to the text that its model was trained on.
 
-This file also is the program of a process of its own, see template_process.py: it imports nothing of ours, so
+This file also is the program of a process of its own, see chat_templates.py: it imports nothing of ours, so
 that it starts in an instant.
 """
 
@@ -33,11 +33,8 @@ class ChatTemplate:
     """The Jinja template of a checkpoint, rendered as `transformers` does it.
 
     It runs in Jinja's sandbox: it reaches no files and no objects but its own. Its time and memory are not
-    bounded here; templates that come with downloaded models belong into a `TemplateProcess`.
-
-    Args:
-        source: Jinja source; None where the model has none.
-        special_tokens: texts that the template may name, like "bos_token".
+    bounded here; templates that come with downloaded models belong into a `TemplateProcess`. It may name the
+    special tokens, like "bos_token"; a model without template has no source.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:

@@ -83,12 +83,8 @@ class AccessGuard:
     sends that name. Origin: a page of another site can post here without reading the answer. Both end in 403.
     The key, when there is one, is needed for everything but /health: 401. Programs send it as
     `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
-
-    Args:
-        api_key: the key; with one, the server may also be addressed by any numeric address, since rebinding
-            needs a name.
-        allowed_hosts: names and addresses, without port, that count like loopback ones.
-        allowed_origins: sites whose pages may use the server, see `origins_pattern`.
+    With a key, the server may also be addressed by any numeric address, since rebinding needs a name. Allowed
+    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from neo_desktop.app.web import open_files
+from neo_desktop.app.web import server as web_server
 from neo_desktop.app.web.server import PortError, claim_port
 
 from .conftest import RunningServer, eventually, running
@@ -198,9 +198,9 @@ def test_a_message_of_one_kind_is_logged_once_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(open_files.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(web_server.time, "monotonic", lambda: now_s)
     logger = logging.getLogger("a flood")
-    logger.addFilter(open_files.OncePerSecond())
+    logger.addFilter(web_server.OncePerSecond())
     for now_s in (0.0, 0.1, 0.9, 1.0, 1.5):
         for error in (OSError("too many open files"), KeyError("x")):
             logger.error("accepting failed", exc_info=error)
