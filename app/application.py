@@ -43,17 +43,11 @@ def create_app(
 
     Args:
         host: not started yet.
-        api_key: needed for /v1 and /stats when given.
         allowed_hosts: names, beside those of loopback, under which the server may be addressed.
         allowed_origins: sites whose pages may use the server, see `origins_pattern`.
-        model_aliases: further names of the loaded model, see `create_api`.
-        limits: what requests may take; those of the service are its own.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
         trouble: what keeps this computer's GPU from being used, for the page to show.
-
-    Raises:
-        StoreError: chats cannot be kept there.
     """
     page = None
     if data_folder is not None:

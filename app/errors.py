@@ -18,14 +18,7 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200.
-
-    Args:
-        status: HTTP status.
-        message: the reason, and a way out.
-        param: the field of the body that is to blame.
-        code: for programs.
-    """
+    """An answer other than 200: its message says why and what to do; `param` is the field to blame."""
 
     def __init__(
         self,

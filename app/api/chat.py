@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Tagged, given
+from neo_desktop.app.api.fields import MAX_TOOLS, Content, Function, Json, Model, Tagged, given
 from neo_desktop.app.api.pictures import ContentWithImages
 from neo_desktop.app.api.replies import Reply, token_logprobs
 from neo_desktop.app.api.sampling import GenerationRequest
@@ -17,7 +17,7 @@ from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.history import arguments_of
 from neo_desktop.app.generate.outputs import Answer, Call, Outputs, Step, begin
-from neo_desktop.app.generate.tools import AUTO, REQUIRED, Tool, ToolChoice
+from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -56,7 +56,6 @@ class Message(Model):
     tool_call_id: str | None = None
     tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM, default="function")]] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name
 
     @field_validator("content")
     @classmethod
@@ -73,37 +72,17 @@ class Message(Model):
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": self.reasoning_content,
         }
         return given(fields)
-
-
-class Function(Model):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Json | None = None  # JSON schema
-    strict: bool | None = None  # a call that must come always follows the schema
 
 
 class FunctionTool(Model):
     type: Literal["function"]
     function: Function
 
-    def tool(self) -> Tool:
-        function = self.function
-        return Tool(function.name, function.description, function.parameters or {}, bool(function.strict))
-
 
 ChatTool = Annotated[FunctionTool, Tagged(refused=CUSTOM)]
-
-
-class FunctionName(Model):
-    name: str
-
-
-class NamedChoice(Model):
-    type: Literal["function"]
-    function: FunctionName
 
 
 class Prediction(Model):
@@ -115,13 +94,12 @@ class Prediction(Model):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None  # OpenAI's newer name for max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: (
-        Annotated[Literal["none", "auto", "required"] | NamedChoice, Tagged(refused=ALLOWED)] | None
+        Annotated[Literal["none", "auto", "required"] | FunctionTool, Tagged(refused=ALLOWED)] | None
     ) = None
     parallel_tool_calls: bool | None = None
 
@@ -144,7 +122,7 @@ class ChatCompletionRequest(GenerationRequest):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         return self._sampling_params(
             defaults,
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction=None if self.prediction is None else self.prediction.content,
         )
@@ -167,7 +145,7 @@ class ChatCompletionRequest(GenerationRequest):
         budget = None if self.reasoning_budget == -1 else self.reasoning_budget
         return Conversation(
             messages=[message.for_template() for message in self.messages],
-            tools=[tool.tool() for tool in self.tools or ()],
+            tools=[tool.function.tool(tool.function.name) for tool in self.tools or ()],
             choice=self._choice(),
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=fields,
@@ -177,7 +155,7 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
     def _choice(self) -> ToolChoice | None:
-        if isinstance(self.tool_choice, NamedChoice):
+        if isinstance(self.tool_choice, FunctionTool):
             return ToolChoice(is_required=True, name=self.tool_choice.function.name)
         return {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
 

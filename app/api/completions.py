@@ -11,7 +11,7 @@ from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import special_id
-from neo_desktop.app.generate.outputs import Answer, Outputs, Step, submit, with_grammar
+from neo_desktop.app.generate.outputs import Answer, Outputs, Step, complete
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -45,15 +45,14 @@ async def answer(service: EngineService, body: CompletionRequest) -> Response:
     if body.echo and body.logprobs is not None:
         message = "echo cannot go with logprobs: this server does not rate prompts; leave one of them out"
         raise ApiError(400, message, param="echo")
-    params = body.sampling_params(service.sampling_defaults)
-    params, grammar_field = with_grammar(body.structure(), params)
-    prompts = [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt]
-    field = "suffix" if body.suffix else "prompt"
-    with_special = body.add_special_tokens is not False and not body.suffix
-    generation = await submit(
-        service, prompts, params, field, add_special_tokens=with_special, grammar_field=grammar_field
+    outputs = await complete(
+        service,
+        [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt],
+        body.sampling_params(service.sampling_defaults),
+        body.structure(),
+        "suffix" if body.suffix else "prompt",
+        add_special_tokens=body.add_special_tokens is not False and not body.suffix,
     )
-    outputs = Outputs(generation, service.tokenizer, None, grammar_field)
     return await CompletionReply(service, body, outputs).response()
 
 

@@ -26,9 +26,7 @@ td { vertical-align: top; padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px
 <h2><code>{{ method.upper() }} {{ api.servers[0].url }}{{ path }}</code></h2><p>{{ operation.summary }}</p>
 {% if operation.requestBody %}
 {% set body = operation.requestBody.content["application/json"] %}
-{% for name, example in body.examples.items() %}
-<p>{{ name }}:</p><pre>{{ example.value | tojson(indent=2) }}</pre>
-{% endfor %}
+<pre>{{ body.examples.example.value | tojson(indent=2) }}</pre>
 {% set schema = resolved(body.schema) %}
 <table>
 {% for name, field in schema.properties.items() %}

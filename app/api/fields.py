@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     PlainValidator,
     TypeAdapter,
@@ -28,42 +29,30 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from neo_desktop.app.generate.images import joined, text_part
+from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.web.warnings import warn
 
 MAX_TOOLS = 256
 
 Json = dict[str, Any]
 
+# Other names of a field.
+SYNONYMS = {
+    "max_completion_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "reasoning": "reasoning_content",
+}
 HINTS = frozenset(
     [
         *("client_metadata", "metadata", "request_id", "safety_identifier", "service_tier", "user"),
-        *(
-            "user_profile_id",
-            "workspace_id",
-            "anthropic_beta",
-            "anthropic_version",
-            "betas",
-            "billing_policy",
-        ),
+        *("user_profile_id", "workspace_id", "anthropic_beta", "anthropic_version", "betas"),
         *("cache_control", "cache_prompt", "prompt_cache_breakpoint", "prompt_cache_key"),
-        *(
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "diagnostics",
-            "fallbacks",
-            "fallback_credit_token",
-        ),
-        *(
-            "annotations",
-            "citations",
-            "detail",
-            "display",
-            "generate_summary",
-            "include_obfuscation",
-            "index",
-        ),
-        *("max_tool_calls", "phase", "signature", "speed", "status", "task_budget", "truncation"),
-        *("defer_loading", "eager_input_streaming", "output_schema"),
+        *("prompt_cache_options", "prompt_cache_retention", "billing_policy", "diagnostics", "fallbacks"),
+        *("fallback_credit_token", "annotations", "citations", "detail", "display", "generate_summary"),
+        *("include_obfuscation", "index", "max_tool_calls", "phase", "signature", "speed", "status"),
+        *("stream_options", "task_budget", "truncation", "defer_loading", "eager_input_streaming"),
+        "output_schema",
     ]
 )
 _KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents send it; nothing is cleared
@@ -117,11 +106,19 @@ class Model(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_known(cls, fields: object) -> object:
+    def _declared(cls, fields: object) -> object:
+        """Leave the fields that the model declares, and those that are unknown."""
         if not isinstance(fields, dict):
             return fields
-        own = names(cls)
-        return {name: value for name, value in fields.items() if name in own or not _is_known(name, value)}
+        own, left = names(cls), dict[str, Any]()
+        for name, value in fields.items():
+            field = name if name in own else SYNONYMS.get(name, name)
+            if field not in own and _is_known(name, value):
+                continue
+            if None not in (value, left.get(field)):
+                raise _refused(name, "is given under two names: leave one of them out")
+            left[field] = left.get(field) if value is None else value
+        return left
 
 
 @cache
@@ -131,25 +128,23 @@ def names(model: type[Model]) -> frozenset[str]:
 
 
 def _is_known(name: str, value: object) -> bool:
-    """Return whether the answer is the same without a field.
-
-    Raises:
-        ValidationError: it would not be.
-    """
+    """Return whether a field is in the tables; raise an error if it asks for what is not there."""
     if name in LEFT_OUT:
         warning, silent = LEFT_OUT[name]
         if value and value not in silent:
             warn(warning)
-        return True
-    if name in ABSENT or name in DEFAULTS:
-        defaults = DEFAULTS.get(name, [value] if not value else [])
-        if not any(value is None or (type(value) is type(one) and value == one) for one in [None, *defaults]):
-            reason = PydanticCustomError("unsupported", "is not supported by this server; leave it out")
-            raise ValidationError.from_exception_data(
-                name, [{"type": reason, "loc": (name,), "input": value}]
-            )
-        return True
-    return name in HINTS
+    elif name in ABSENT or name in DEFAULTS:
+        is_default = any(type(value) is type(one) and value == one for one in DEFAULTS.get(name, ()))
+        if not (value is None or is_default or (name in ABSENT and not value)):
+            raise _refused(name, "is not supported by this server; leave it out")
+    else:
+        return name in HINTS
+    return True
+
+
+def _refused(name: str, reason: str) -> ValidationError:
+    error = PydanticCustomError("field", "{reason}", {"reason": reason})
+    return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": None}])
 
 
 def described(what: str) -> WrapValidator:
@@ -282,6 +277,31 @@ class RefusalPart(Model):
 
 
 Content = Annotated[str, content(Annotated[TextPart | RefusalPart, Tagged(refused=NOT_TEXT)])]
+
+
+ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Function(Model):
+    """A tool as OpenAI's clients describe it."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Json | None = None  # JSON schema
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
+
+    def tool(self, name: str) -> Tool:
+        return Tool(name, self.description, self.parameters or {}, bool(self.strict))
+
+
+class SchemaFormat(Model):
+    """The form of an answer."""
+
+    type: Literal["json_schema"] = "json_schema"
+    name: Any = None
+    description: Any = None
+    schema_: Json = Field(alias="schema")
+    strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

@@ -4,9 +4,19 @@ import json
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from neo_desktop.app.api.fields import NOT_TEXT, Json, Model, Skipped, Tagged, TextPart, content, given
+from neo_desktop.app.api.fields import (
+    NOT_TEXT,
+    Json,
+    Model,
+    Skipped,
+    Tagged,
+    TextPart,
+    ToolName,
+    content,
+    given,
+)
 from neo_desktop.app.api.pictures import ImageBlock
 from neo_desktop.app.generate.images import joined, text_part
 from neo_desktop.app.generate.tools import Tool
@@ -133,7 +143,7 @@ class AnthropicMessage(Model):
 
 
 class ToolDefinition(Model):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: ToolName
     description: str | None = None
     input_schema: Json  # JSON schema of an object
     type: Literal["custom"] = "custom"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Tagged
+from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, SchemaFormat, Tagged
 from neo_desktop.app.api.message_blocks import (
     AnthropicMessage,
     AnthropicTool,
@@ -19,7 +19,7 @@ from neo_desktop.app.api.message_blocks import (
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.calls import CallArguments, CallStart, Text, Thought
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
 from neo_desktop.app.generate.json_stream import complete_members
 from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed, begin, collect
@@ -47,15 +47,10 @@ class Thinking(Model):
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
-class OutputFormat(Model):
-    type: Literal["json_schema"]
-    schema_: Json = Field(alias="schema")
-
-
 class OutputConfig(Model):
     """The answer's form, and how much thought goes into it."""
 
-    format: OutputFormat | None = None
+    format: SchemaFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a hint; not all models know it
 
 
@@ -148,31 +143,26 @@ async def count_tokens(service: EngineService, body: CountTokensRequest) -> Resp
 
 
 async def _events(outputs: Outputs, model: str) -> AsyncIterator[bytes]:
-    """Yield the answer while it grows; an error is the last event."""
-    blocks = _GrowingBlocks()
-    is_begun = False
+    """Yield the answer while it grows, block after block; an error is the last event."""
+    index, open_type = -1, None  # of the last block
     try:
         async for step in outputs:
-            if not is_begun:
-                is_begun = True
+            if index < 0:
+                index = 0
                 yield _event("message_start", message=_body(model, outputs.usage))
                 yield _event("ping")
             for piece in step.pieces:
-                match piece:
-                    case Text(text):
-                        events = blocks.add({"type": "text_delta", "text": text}, _text(""))
-                    case Thought(text):
-                        events = blocks.add({"type": "thinking_delta", "thinking": text}, _thinking(""))
-                    case CallStart(_, call_id, name):
-                        delta = {"type": "input_json_delta", "partial_json": ""}
-                        events = blocks.add(delta, _tool_use(call_id, name))
-                    case CallArguments(_, text):
-                        events = blocks.add({"type": "input_json_delta", "partial_json": text})
-                for body in events:
-                    yield body
+                block, delta = _block_of(piece)
+                if block is not None and (block["type"] != open_type or open_type == "tool_use"):
+                    if open_type is not None:
+                        yield _event("content_block_stop", index=index)
+                        index += 1
+                    open_type = block["type"]
+                    yield _event("content_block_start", index=index, content_block=block)
+                yield _event("content_block_delta", index=index, delta=delta)
             if step.end is not None:
-                for body in blocks.end():
-                    yield body
+                if open_type is not None:
+                    yield _event("content_block_stop", index=index)
                 usage = {"output_tokens": outputs.usage.num_output_tokens}
                 yield _event("message_delta", delta=_stop_reason(step.end, step.stopped_by), usage=usage)
                 yield _event("message_stop")
@@ -180,27 +170,17 @@ async def _events(outputs: Outputs, model: str) -> AsyncIterator[bytes]:
         yield event(error.anthropic_body, "error")
 
 
-class _GrowingBlocks:
-    """The open block of the answer, and the events that open and close it."""
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._type: str | None = None  # of the open block
-
-    def add(self, delta: Json, block: Json | None = None) -> list[bytes]:
-        """More of the answer; `block`: the empty block that it belongs to, None for the open one."""
-        events = []
-        if block is not None and (block["type"] != self._type or block["type"] == "tool_use"):
-            events += self.end()
-            self._index += 1
-            self._type = block["type"]
-            events.append(_event("content_block_start", index=self._index, content_block=block))
-        return [*events, _event("content_block_delta", index=self._index, delta=delta)]
-
-    def end(self) -> list[bytes]:
-        """Close the open block, if there is one."""
-        is_open, self._type = self._type is not None, None
-        return [_event("content_block_stop", index=self._index)] if is_open else []
+def _block_of(piece: Piece) -> tuple[Json | None, Json]:
+    """Return the empty block that a piece belongs to (None: the open one), and the change."""
+    match piece:
+        case Text(text):
+            return _text(""), {"type": "text_delta", "text": text}
+        case Thought(text):
+            return _thinking(""), {"type": "thinking_delta", "thinking": text}
+        case CallStart(_, call_id, name):
+            return _tool_use(call_id, name), {"type": "input_json_delta", "partial_json": ""}
+        case CallArguments(_, text):
+            return None, {"type": "input_json_delta", "partial_json": text}
 
 
 def _event(name: str, **fields: Any) -> bytes:

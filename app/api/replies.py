@@ -67,7 +67,7 @@ def new_id(prefix: str) -> str:
 
 def usage_body(usage: TokensUsed) -> Json:
     """The usage object of chats and completions."""
-    accepted, rejected = (sum(counts) for counts in zip((0, 0), *usage.predicted.values(), strict=True))
+    accepted, rejected = usage.predicted
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,

@@ -1,5 +1,6 @@
 """A growing response: its items and their events."""
 
+import copy
 import time
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.replies import new_id, token_logprobs
 from neo_desktop.app.api.response_tools import ResponseTools
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.outputs import Step, TokensUsed
 from neo_desktop.models.tokenizer import Tokenizer
 
@@ -35,15 +36,12 @@ _KINDS = {
 
 
 class ResponseEvents:
-    """Puts a response together; each call returns the events of what has changed.
+    """Puts a response together, and writes an event for each change.
 
         item added ──→ part added ──→ deltas ──→ part done ──→ item done      (messages and thoughts)
         item added ──────────────────→ deltas ────────────────→ item done      (calls)
 
-    Args:
-        response: as long as nothing has come; it is filled in place.
-        tools: the request's, which name the kinds of calls.
-        with_logprobs: add the log-probabilities of tokens.
+    `response`, which has no items yet, is filled in place.
     """
 
     def __init__(
@@ -53,30 +51,32 @@ class ResponseEvents:
         self._tools = tools
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
-        self._item: Json | None = None  # the one that grows
+        self._item: Json = {}  # the one that grows
         self._holder: Json = {}  # of its text
         self._arguments = ""  # of the call that grows, as the model writes them
-        self._number = 0
         self._end: str | None = None
+        self._events: list[Json] = []
+        self._number = 0
+        self._write_response("created")
+        self._write_response("in_progress")
 
-    def begin(self) -> list[Json]:
-        """The first events."""
-        return [self._of_response("created"), self._of_response("in_progress")]
-
-    def add(self, step: Step) -> list[Json]:
-        self._end = step.end
-        logprobs = token_logprobs(self._tokenizer, step.tokens) if self._with_logprobs else []
-        events = []
-        for number, piece in enumerate(step.pieces):
-            events += self._add_piece(piece, [] if number else logprobs)
+    def take(self) -> list[Json]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
         return events
 
-    def end(self, usage: TokensUsed) -> list[Json]:
-        """The last events."""
+    def add(self, step: Step) -> None:
+        self._end = step.end
+        logprobs = token_logprobs(self._tokenizer, step.tokens) if self._with_logprobs else []
+        for number, piece in enumerate(step.pieces):
+            self._add_piece(piece, [] if number else logprobs)
+
+    def end(self, usage: TokensUsed) -> None:
         is_cut = self._end == "length"
         status = "incomplete" if is_cut else "completed"
-        events = [] if self._item or self.response["output"] else self._begin_text("message")
-        events += self._end_item(status)
+        if not self._item and not self.response["output"]:
+            self._begin(type="message", role="assistant", content=[])
+        self._end_item(status)
         self.response |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -89,100 +89,90 @@ class ResponseEvents:
                 "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
             },
         }
-        return [*events, self._of_response(status)]
+        self._write_response(status)
 
-    def fail(self, error: ApiError) -> list[Json]:
-        """The last events when nothing more will come."""
-        events = self._end_item("incomplete")
+    def fail(self, error: ApiError) -> None:
+        self._end_item("incomplete")
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return [*events, self._of_response("failed")]
+        self._write_response("failed")
 
-    def _add_piece(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
-        if isinstance(piece, CallStart):
-            return self._end_item() + self._begin_call(piece)
-        if isinstance(piece, CallArguments):
-            self._arguments += piece.text
-            if "input" in self._holder:
-                return self._grow_input(_input_so_far(self._arguments) or "")
-            return self._grow(piece.text)
-        kind = "message" if isinstance(piece, Text) else "reasoning"
-        events = []
-        if self._item is None or self._item["type"] != kind:
-            events = self._end_item() + self._begin_text(kind)
-        if kind == "reasoning":
-            return [*events, *self._grow(piece.text)]
-        self._holder["logprobs"] += logprobs
-        return [*events, *self._grow(piece.text, logprobs=logprobs)]
+    def _add_piece(self, piece: Piece, logprobs: list[Json]) -> None:
+        match piece:
+            case CallStart(_, call_id, full_name):
+                item = self._tools.item(full_name)
+                self._arguments = ""
+                self._begin(**item, call_id=call_id, **{_KINDS[item["type"]].field: ""})
+            case CallArguments(_, text):
+                self._arguments += text
+                if "input" in self._holder:
+                    self._grow_input(_input_so_far(self._arguments) or "")
+                else:
+                    self._grow(text)
+            case Thought(text):
+                if self._item.get("type") != "reasoning":
+                    self._begin(type="reasoning", summary=[], content=[])
+                self._grow(text)
+            case Text(text):
+                if self._item.get("type") != "message":
+                    self._begin(type="message", role="assistant", content=[])
+                self._holder["logprobs"] += logprobs
+                self._grow(text, logprobs=logprobs)
 
-    def _begin_call(self, call: CallStart) -> list[Json]:
-        kind, name, namespace = self._tools.route(call.name)
-        fields = {"call_id": call.call_id, _KINDS[kind].field: "", "name": name}
-        self._arguments = ""
-        return self._begin(kind, fields | ({"namespace": namespace} if namespace else {}))
-
-    def _begin_text(self, kind: str) -> list[Json]:
-        fields: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-        return self._begin(kind, fields | {"content": []})
-
-    def _begin(self, kind: str, fields: Json) -> list[Json]:
-        prefix, _, _, part = _KINDS[kind]
-        self._item = {"type": kind, "id": new_id(prefix), "status": "in_progress"} | fields
-        events = [self._event("output_item.added", output_index=self._index, item=dict(self._item))]
-        self._holder = self._item
+    def _begin(self, **item: Any) -> None:
+        self._end_item("completed")
+        prefix, _, _, part = _KINDS[item["type"]]
+        self._item = self._holder = item | {"id": new_id(prefix), "status": "in_progress"}
+        self._write("output_item.added", output_index=self._index, item=dict(self._item))
         if part is not None:
-            self._holder = part | ({"logprobs": []} if kind == "message" else {})
+            self._holder = copy.deepcopy(part)
             self._item["content"] = [self._holder]
-            events.append(self._of_item("content_part.added", part=dict(part)))
-        return events
+            self._write_of_item("content_part.added", part=part)
 
-    def _grow(self, text: str, **more: Any) -> list[Json]:
-        assert self._item is not None
+    def _grow(self, text: str, **more: Any) -> None:
         kind = _KINDS[self._item["type"]]
         self._holder[kind.field] += text
-        return [self._of_item(f"{kind.text}.delta", delta=text, **more)]
+        self._write_of_item(f"{kind.text}.delta", delta=text, **more)
 
-    def _grow_input(self, text: str) -> list[Json]:
+    def _grow_input(self, text: str) -> None:
         """Add what is new of the input of a custom tool."""
         so_far = self._holder["input"]
-        return self._grow(text.removeprefix(so_far)) if text != so_far and text.startswith(so_far) else []
+        if text != so_far and text.startswith(so_far):
+            self._grow(text.removeprefix(so_far))
 
-    def _end_item(self, status: str = "completed") -> list[Json]:
-        if self._item is None:
-            return []
+    def _end_item(self, status: str) -> None:
         item = self._item
+        if not item:
+            return
         kind = _KINDS[item["type"]]
-        events = []
         if item["type"] == "custom_tool_call":
             whole = _input_so_far(self._arguments)
-            events += self._grow_input(self._arguments if whole is None else whole)
+            self._grow_input(self._arguments if whole is None else whole)
         item["status"] = status
         done = {name: self._holder[name] for name in (kind.field, "name", "logprobs") if name in self._holder}
-        events.append(self._of_item(f"{kind.text}.done", **done))
+        self._write_of_item(f"{kind.text}.done", **done)
         if kind.part is not None:
-            events.append(self._of_item("content_part.done", part=dict(self._holder)))
-        events.append(self._event("output_item.done", output_index=self._index, item=dict(item)))
+            self._write_of_item("content_part.done", part=self._holder)
+        self._write("output_item.done", output_index=self._index, item=item)
         self.response["output"].append(item)
-        self._item = None
-        return events
+        self._item = {}
 
     @property
     def _index(self) -> int:
         return len(self.response["output"])
 
-    def _of_item(self, kind: str, **fields: Any) -> Json:
-        assert self._item is not None
+    def _write_of_item(self, kind: str, **fields: Any) -> None:
         place: Json = {"output_index": self._index, "item_id": self._item["id"]}
         place |= {} if self._holder is self._item else {"content_index": 0}
-        return self._event(kind, **place, **fields)
+        self._write(kind, **place, **fields)
 
-    def _of_response(self, kind: str) -> Json:
-        return self._event(kind, response=dict(self.response, output=list(self.response["output"])))
+    def _write_response(self, kind: str) -> None:
+        self._write(kind, response=dict(self.response, output=list(self.response["output"])))
 
-    def _event(self, kind: str, **fields: Any) -> Json:
-        body = {"type": f"response.{kind}", "sequence_number": self._number} | fields
+    def _write(self, kind: str, **fields: Any) -> None:
+        event = {"type": f"response.{kind}", "sequence_number": self._number} | fields
         self._number += 1
-        return body
+        self._events.append(event)
 
 
 def _input_so_far(arguments: str) -> str | None:

@@ -43,14 +43,20 @@ class CallItem(Model):
     namespace: str | None = None
     id: str | None = None
 
-    def for_template(self, arguments: object) -> Json:
-        function = {"name": full_name(self.name, self.namespace), "arguments": arguments}
+    def for_template(self) -> Json:
+        function = {"name": full_name(self.name, self.namespace), "arguments": self.parsed()}
         return {"id": self.call_id, "type": "function", "function": function}
+
+    def parsed(self) -> Any:
+        raise NotImplementedError
 
 
 class FunctionCallItem(CallItem):
     type: Literal["function_call"]
     arguments: str  # JSON
+
+    def parsed(self) -> Any:
+        return arguments_of(self.arguments)
 
 
 class CustomCallItem(CallItem):
@@ -58,6 +64,9 @@ class CustomCallItem(CallItem):
 
     type: Literal["custom_tool_call"]
     input: str
+
+    def parsed(self) -> Any:
+        return {"input": self.input}
 
 
 class OutputItem(Model):
@@ -121,12 +130,10 @@ def for_template(items: Sequence[Any]) -> list[Json]:
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": item.content})
-            case FunctionCallItem() | CustomCallItem():
+            case CallItem():
                 if not is_assistants:
                     messages.append({"role": "assistant", "content": ""})
-                is_text = isinstance(item, CustomCallItem)
-                arguments = {"input": item.input} if is_text else arguments_of(item.arguments)
-                messages[-1].setdefault("tool_calls", []).append(item.for_template(arguments))
+                messages[-1].setdefault("tool_calls", []).append(item.for_template())
         is_assistants = messages[-1]["role"] == "assistant"
         if is_assistants and thought:
             messages[-1]["reasoning_content"] = thought

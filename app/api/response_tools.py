@@ -1,11 +1,9 @@
 """The tools of a response: functions, and what OpenAI's agents send beside them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
-from neo_desktop.app.api.fields import Json, Model, Skipped, Tagged
+from neo_desktop.app.api.fields import Function, Json, Model, Skipped, Tagged, ToolName
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.web.warnings import warn
@@ -14,20 +12,8 @@ _HOSTED = "is left out: this server has no tools of its own"
 _AS_FUNCTION = "is left out: describe it as a function"
 
 
-class _Callable(Model):
-    """The common fields of tools that the client runs."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-
-
-class FunctionTool(_Callable):
+class FunctionTool(Function):
     type: Literal["function"]
-    parameters: Json | None = None  # JSON schema
-    strict: bool | None = None  # a schema that cannot be enforced in full is refused
-
-    def tool(self, name: str) -> Tool:
-        return Tool(name, self.description, self.parameters or {}, bool(self.strict))
 
 
 class TextInput(Model):
@@ -40,8 +26,10 @@ class GrammarInput(Model):
     definition: str
 
 
-class CustomTool(_Callable):
+class CustomTool(Model):
     type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
     format: Annotated[TextInput | GrammarInput, Tagged()] | None = None
 
     def tool(self, name: str) -> Tool:
@@ -67,10 +55,12 @@ class CustomTool(_Callable):
 _ClientTool = Annotated[FunctionTool | CustomTool, Tagged()]
 
 
-class NamespaceTool(_Callable):
+class NamespaceTool(Model):
     """Tools whose names begin with one word."""
 
     type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
     tools: list[_ClientTool]
 
 
@@ -86,35 +76,30 @@ ResponseTool = Annotated[
 ]
 
 
-class Route(NamedTuple):
-    """The form of a tool's calls for the client."""
-
-    kind: Literal["function_call", "custom_tool_call"]
-    name: str
-    namespace: str | None = None
-
-
 class ResponseTools:
     """The tools as the model sees them, each with a name of its own."""
 
     def __init__(self, tools: Sequence[Any]) -> None:
         self.tools: list[Tool] = []
-        self._routes: dict[str, Route] = {}
+        self._own: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}  # tool and namespace, by name
         for tool, namespace in _flat(tools):
             name = full_name(tool.name, namespace)
-            if name in self._routes:
+            if name in self._own:
                 raise ApiError(400, f"tools holds two tools of the name {name!r}: rename one", param="tools")
             self.tools.append(tool.tool(name))
-            kind = "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
-            self._routes[name] = Route(kind, tool.name, namespace)
+            self._own[name] = tool, namespace
 
     def full_name(self, name: str) -> str:
         """The name under which the model sees a tool that a client calls by its own name."""
-        return next((full for full, route in self._routes.items() if route.name == name), name)
+        return next((full for full, (tool, _) in self._own.items() if tool.name == name), name)
 
-    def route(self, name: str) -> Route:
-        """Return the form of a call; models may call unknown tools."""
-        return self._routes.get(name, Route("function_call", name))
+    def item(self, name: str) -> Json:
+        """Return the first fields of the item of a call; models may call unknown tools."""
+        tool, namespace = self._own.get(name, (None, None))
+        item: Json = {"type": "function_call", "name": tool.name if tool else name}
+        if isinstance(tool, CustomTool):
+            item["type"] = "custom_tool_call"
+        return item | ({"namespace": namespace} if namespace else {})
 
 
 def _flat(tools: Sequence[Any]) -> Iterator[tuple[FunctionTool | CustomTool, str | None]]:

@@ -1,17 +1,18 @@
 """POST /v1/responses: OpenAI's newer form: answers are lists of items, which a later request continues."""
 
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Skipped, Tagged
+from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, SchemaFormat, Skipped, Tagged
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, for_template
-from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.api.response_tools import ResponseTool, ResponseTools
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
@@ -24,6 +25,9 @@ from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
+
+MAX_RESPONSES = 1000  # that are stored
+MAX_STORED_BYTES = 64 * 2**20
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _LOGPROBS = "message.output_text.logprobs"
@@ -44,14 +48,6 @@ class TextFormat(Model):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Model):
-    type: Literal["json_schema"]
-    name: Any = None
-    description: Any = None
-    schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # a schema that cannot be enforced in full is refused
-
-
 class TextConfig(Model):
     format: Annotated[TextFormat | SchemaFormat, Tagged()] | None = None
 
@@ -62,10 +58,6 @@ class Reasoning(Model):
     # A hint; not all models know levels of thought.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Any = None
-
-
-class ResponseStreamOptions(Model):
-    pass
 
 
 def _as_items(value: object) -> object:
@@ -79,7 +71,6 @@ class ResponsesRequest(Model):
     previous_response_id: str | None = None  # whose conversation continues
     store: bool | None = None  # unless false, a later request may ask for the response or continue it
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None  # the rest is of items that never come
 
     max_output_tokens: int | None = None
@@ -188,6 +179,51 @@ class ResponsesRequest(Model):
         }
 
 
+class StoredResponse(NamedTuple):
+    """A response with the whole conversation that led to it."""
+
+    body: Json
+    items: Sequence[Item]  # from the conversation's beginning to this answer
+
+
+class ResponseStore:
+    """In memory: the oldest ones make room, and all end with the server."""
+
+    def __init__(self) -> None:
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_bytes: dict[str, int] = {}  # about what each takes
+
+    def add(self, response: StoredResponse) -> None:
+        response_id = response.body["id"]
+        self._responses[response_id] = response
+        num_bytes = len(json.dumps(response.body)) + sum(len(repr(item)) for item in response.items)
+        self._num_bytes[response_id] = num_bytes
+        while len(self._responses) > MAX_RESPONSES or sum(self._num_bytes.values()) > MAX_STORED_BYTES:
+            self.remove(next(iter(self._responses)))
+
+    def get(self, response_id: str, field: str | None = None) -> StoredResponse:
+        """Return a response; `field` of the body names it."""
+        if response_id not in self._responses:
+            kept = f"the last {MAX_RESPONSES} are kept until the server ends, if there is room"
+            message = f"there is no response {response_id!r}: {kept}"
+            raise ApiError(404, message, param=field, code="response_not_found")
+        self._responses.move_to_end(response_id)
+        return self._responses[response_id]
+
+    def item(self, item_id: str) -> Item:
+        """Return an item of an answer by its id."""
+        for response in reversed(self._responses.values()):
+            for item in reversed(response.items):
+                if getattr(item, "id", None) == item_id:
+                    return item
+        message = f"there is no item {item_id[:100]!r} in the responses that are stored: send the item itself"
+        raise ApiError(400, message, param="input")
+
+    def remove(self, response_id: str) -> None:
+        self.get(response_id)
+        del self._responses[response_id], self._num_bytes[response_id]
+
+
 async def answer(service: EngineService, store: ResponseStore, body: ResponsesRequest) -> Response:
     params = body.sampling_params(service.sampling_defaults)
     earlier: Sequence[Item] = ()
@@ -221,15 +257,20 @@ async def _streamed(
     outputs: Outputs, events: ResponseEvents, keep: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Yield the response while it grows; an error is the last event."""
-    for body in events.begin():
-        yield event(body, body["type"])
+
+    def written() -> Iterator[bytes]:
+        return (event(body, body["type"]) for body in events.take())
+
+    for one in written():
+        yield one
     try:
         async for step in outputs:
-            for body in events.add(step):
-                yield event(body, body["type"])
-        last = events.end(outputs.usage)
+            events.add(step)
+            for one in written():
+                yield one
+        events.end(outputs.usage)
         keep()
     except ApiError as error:
-        last = events.fail(error)
-    for body in last:
-        yield event(body, body["type"])
+        events.fail(error)
+    for one in written():
+        yield one

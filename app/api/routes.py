@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from neo_desktop.app.api import chat, completions, embeddings, messages, responses
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.response_store import MAX_RESPONSES, ResponseStore
+from neo_desktop.app.api.responses import MAX_RESPONSES, ResponseStore
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
@@ -27,11 +27,7 @@ ANTHROPICS = "claude-*"  # names that Anthropic's programs ask for by themselves
 
 
 class ModelNames:
-    """The names under which requests may ask for the model that is loaded.
-
-    Args:
-        aliases: beside its own; `*` in one stands for any text.
-    """
+    """The names under which requests may ask for the model that is loaded; `*` stands for any text."""
 
     def __init__(self, aliases: Collection[str]) -> None:
         self._aliases = tuple(dict.fromkeys(aliases))
@@ -71,11 +67,7 @@ class BodyRoute(APIRoute):
         return answer
 
 
-_QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
-_PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-_PLACE_FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": _PLACE}}
-_WEATHER = {"name": "weather", "description": "The weather of a place.", "parameters": _PLACE}
-_CHAT = {"messages": _QUESTION, "max_tokens": 64}
+_CHAT: Json = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}
 
 
 def create_api(
@@ -84,12 +76,7 @@ def create_api(
     max_messages: int = DEFAULT_LIMITS.max_messages,
     model_aliases: Collection[str] = (),
 ) -> FastAPI:
-    """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded.
-
-    Args:
-        max_messages: of a chat.
-        model_aliases: further names of that model; `*` in one stands for any text.
-    """
+    """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded."""
     names = ModelNames(model_aliases)
     anthropics_names = ModelNames([*model_aliases, ANTHROPICS])
     app = FastAPI(
@@ -118,62 +105,52 @@ def create_api(
         summary: str,
         schema: type[Any],
         answer: Callable[[EngineService, Any], Awaitable[Response]],
+        example: Json,
         *,
-        names: ModelNames = names,
         messages: str | None = None,
-        **examples: Json,
     ) -> None:
         """Add a route; `messages` is the field whose length is limited."""
+        known = anthropics_names if path.startswith("/messages") else names
 
         async def endpoint(body: Any) -> Response:
-            service = names.check(host.service, body.model)
+            service = known.check(host.service, body.model)
             if messages is not None and (num := len(getattr(body, messages))) > max_messages:
                 message = f"{messages} holds {num} messages, more than the {max_messages} that it may hold"
                 raise ApiError(400, message, param=messages)
             return await answer(service, body)
 
-        shown = {name.replace("_", " "): {"value": value} for name, value in examples.items()}
-        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=cast("Any", shown))]
+        examples: Any = {"example": {"value": example}}
+        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=examples)]
         app.post(path, summary=summary)(endpoint)
 
     async def respond(service: EngineService, body: responses.ResponsesRequest) -> Response:
         return await responses.answer(service, store, body)
 
     post(
-        *("/chat/completions", "Answer a chat (OpenAI)", chat.ChatCompletionRequest, chat.answer),
+        *("/chat/completions", "Answer a chat (OpenAI)"),
+        *(chat.ChatCompletionRequest, chat.answer, _CHAT),
         messages="messages",
-        A_question=_CHAT,
-        A_question_with_a_tool=_CHAT | {"tools": [{"type": "function", "function": _WEATHER}]},
-        An_answer_of_this_form=_CHAT | {"response_format": _PLACE_FORM},
     )
+    text = {"prompt": "A KV cache is", "max_tokens": 32}
+    post("/completions", "Continue texts", completions.CompletionRequest, completions.answer, text)
     post(
-        *("/completions", "Continue texts", completions.CompletionRequest, completions.answer),
-        A_text={"prompt": "A KV cache is", "max_tokens": 32},
-    )
-    post(
-        *("/messages", "Answer a chat (Anthropic)", messages.MessagesRequest, messages.answer),
-        names=anthropics_names,
+        *("/messages", "Answer a chat (Anthropic)"),
+        *(messages.MessagesRequest, messages.answer, _CHAT | {"model": "claude-any"}),
         messages="messages",
-        A_question=_CHAT | {"model": "claude-any"},
     )
+    counted = {"model": "claude-any", "messages": _CHAT["messages"]}
     post(
         *("/messages/count_tokens", "Count the tokens of a chat (Anthropic)"),
-        *(messages.CountTokensRequest, messages.count_tokens),
-        names=anthropics_names,
+        *(messages.CountTokensRequest, messages.count_tokens, counted),
         messages="messages",
-        A_question={"model": "claude-any", "messages": _QUESTION},
     )
+    kept = f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued"
     post(
-        "/responses",
-        f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued",
-        *(responses.ResponsesRequest, respond),
+        *("/responses", kept, responses.ResponsesRequest, respond, {"input": "What is a KV cache?"}),
         messages="input",
-        A_question={"input": "What is a KV cache?", "max_output_tokens": 64},
     )
-    post(
-        *("/embeddings", "Texts as vectors", embeddings.EmbeddingRequest, embeddings.answer),
-        Two_texts={"input": ["a cat", "a dog"]},
-    )
+    texts = {"input": ["a cat", "a dog"]}
+    post("/embeddings", "Texts as vectors", embeddings.EmbeddingRequest, embeddings.answer, texts)
 
     @app.get("/responses/{response_id}", summary="A stored response")
     async def stored_response(response_id: str) -> Response:

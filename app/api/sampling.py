@@ -1,29 +1,22 @@
 """The settings that all ways to generate have in common, under OpenAI's, vLLM's and llama.cpp's names."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from neo_desktop.app.api.fields import Json, Model, described
+from neo_desktop.app.api.fields import Json, Model, SchemaFormat, described
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.sampling import sampling_params
-from neo_desktop.app.generate.structure import Kind, Source, Structure, one_of
+from neo_desktop.app.generate.structure import Kind, Source, Structure
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
-# Two names of one setting: (the one used here, the other one).
-SYNONYMS = (
-    ("max_tokens", "max_completion_tokens"),
-    ("max_tokens", "n_predict"),
-    ("repetition_penalty", "repeat_penalty"),
-)
 # Settings that have the engine's names.
 SAME = (
     *("n", "seed", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p"),
-    *("stop_token_ids", "ignore_eos"),
+    *("repetition_penalty", "stop_token_ids", "ignore_eos"),
 )
-TokenId = Annotated[int, Field(strict=False, ge=0)]  # JSON writes it as text
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]  # JSON writes it as text
 
 
 class StructuredOutputs(Model):
@@ -41,18 +34,11 @@ class StreamOptions(Model):
     include_usage: bool | None = None
 
 
-class JsonSchemaFormat(Model):
-    name: Any = None
-    description: Any = None
-    schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # a schema that cannot be enforced in full is refused
-
-
 class ResponseFormat(Model):
     """OpenAI's `response_format`; llama.cpp puts the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    json_schema: SchemaFormat | None = None
     schema_: Json | None = Field(default=None, alias="schema")
 
 
@@ -63,7 +49,7 @@ class GenerationRequest(Model):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # -1: until the context is full
     n: int | None = None
     seed: int | None = None
     stop: Annotated[str | list[str] | None, described("a string or a list of strings")] = None
@@ -79,8 +65,6 @@ class GenerationRequest(Model):
     top_k: int | None = None  # 0 or -1: all tokens
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
-    n_predict: int | None = None  # -1: until the context is full
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
 
@@ -97,14 +81,6 @@ class GenerationRequest(Model):
     speculation: Literal["auto", "off"] | None = None  # off: verify no drafts, see docs/dev/speculation.md
 
     return_token_ids: bool | None = None  # vLLM's: beside the text, those of prompt and output
-
-    @model_validator(mode="after")
-    def _check_synonyms(self) -> Self:
-        for one, other in SYNONYMS:
-            if None not in (getattr(self, one), getattr(self, other, None)):
-                message = "has {one} and {other}: give one of them"
-                raise PydanticCustomError("pair", message, {"one": one, "other": other})
-        return self
 
     @property
     def include_usage(self) -> bool:
@@ -129,20 +105,21 @@ class GenerationRequest(Model):
         ]
         asked = [Structure(field, kind, source) for field, kind, source in sources if source is not None]
         form = None if self.response_format is None else _structure_of(self.response_format)
-        return one_of(asked if form is None else [*asked, form])
+        asked += [form] if form is not None else []
+        if len(asked) > 1:
+            fields = " and ".join(one.field for one in asked)
+            message = f"{fields} each ask for a form of the answer: give one of them"
+            raise ApiError(400, message, param=asked[1].field)
+        return asked[0] if asked else None
 
     def _sampling_params(
         self, defaults: GenerationDefaults, max_tokens: int | None, **more: Any
     ) -> SamplingParams:
         """Return the settings; what is null is the model's own recommendation."""
-        if self.n_predict is not None:
-            max_tokens = None if self.n_predict == -1 else self.n_predict
-        penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         return sampling_params(
             defaults,
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens == -1 else max_tokens,
             top_k=0 if self.top_k == -1 else self.top_k,
-            repetition_penalty=penalty,
             logit_bias=self.logit_bias or None,
             speculation=self.speculation != "off",
             **{name: getattr(self, name) for name in SAME},

@@ -93,11 +93,7 @@ class CallReader:
             yield piece
 
     def flush(self, *, is_cut: bool = False) -> Iterator[Piece]:
-        """End the text: yields what was held back.
-
-        Args:
-            is_cut: the model would have written more; half a mark and half a call are no text then.
-        """
+        """End the text: yields what was held back, but no half of a mark or call in a cut text."""
         self._source.is_ended, self._is_cut = True, is_cut
         return self.feed("")
 
@@ -210,15 +206,18 @@ class CallReader:
         self._source.taken.clear()
         needs_name = self._format.is_bare and not self._has_mark
         call = self._call = _Call(self._source, name, self._names if needs_name else None)
-        is_whole = yield from call.read()
+        is_whole = yield from call.read_call()
         is_cut_off = not is_whole and self._source.is_over
         yield from self._progress(is_last=is_cut_off and (self._is_cut or call.is_begun))
         self._call = None
         if not call.is_told:
             self._gap.append("".join(self._source.taken))
             return False
-        rest = "" if is_whole else call.uncertain()
-        if end := rest if is_cut_off and not call.has_arguments else call.closing():
+        rest = "" if is_whole else call.arguments.uncertain()
+        end = call.arguments.closing()
+        if is_cut_off:
+            end = rest if call.is_begun and not call.arguments.is_complete else ""
+        if end:
             yield CallArguments(self._num_calls, end)
         self._num_calls += 1
         self._has_mark = False
@@ -231,7 +230,7 @@ class CallReader:
         if call is not None and call.name and not call.is_told and (call.is_object or is_last):
             call.is_told = True
             yield CallStart(self._num_calls, _new_id(self._format), call.name)
-        if call is not None and call.is_told and (text := call.hand_on()):
+        if call is not None and call.is_told and (text := call.hand_on_arguments()):
             yield CallArguments(self._num_calls, text)
 
     def _as_text(self) -> Iterator[Piece]:
@@ -240,72 +239,59 @@ class CallReader:
             yield Text(text)
 
 
-class _Call:
+class _Call(JsonValue):
     """One JSON object like {"name": "f", "arguments": {"a": 1}}, or the arguments alone after a name.
 
-    Args:
-        name: that stands before the object.
-        names: it must have one of them, and no keys but those of a call; None: any.
+    With `names`, it must have one of them, and no keys but those of a call.
     """
 
     def __init__(self, source: Source, name: str | None, names: Collection[str] | None) -> None:
+        super().__init__(source)
         self.name = name
         self.is_told = False
-        self._source = source
+        self.arguments = JsonValue(source)
         self._names = names
-        self._arguments: JsonValue | None = None
         self._text: str | None = None  # of the arguments, where they are not written as an object
 
     @property
     def is_begun(self) -> bool:
         """True once the arguments have begun as an object."""
-        return self._arguments is not None and self._arguments.first == "{"
+        return self.arguments.first == "{"
 
     @property
     def is_object(self) -> bool:
         """True once the arguments are known to be an object with a member, or an empty one."""
-        has_member = self._arguments is not None and self._arguments.has_member
-        return self._text is not None or (self.is_begun and has_member)
+        return self._text is not None or (self.is_begun and self.arguments.has_member)
 
-    @property
-    def has_arguments(self) -> bool:
-        return self._arguments is not None and self._arguments.is_complete
-
-    def read(self) -> Reading[bool]:
+    def read_call(self) -> Reading[bool]:
         """Return False if the text is no call, or ends within it."""
         if self.name is not None:
-            self._arguments = JsonValue(self._source)
-            return (yield from self._arguments.read()) and self.is_object
-        self._source.take()
-        while (char := (yield from self._next())) != "}":
-            if char != '"' or not (yield from self._member()):
-                return False
-            if (char := (yield from self._next())) == ",":
-                self._source.take()
-            elif char != "}":
-                return False
-        self._source.take()
-        self._text = "{}" if self._arguments is None else self._text
-        return True
+            return (yield from self.arguments.read()) and self.is_object
+        is_whole = yield from self.read()
+        if is_whole and not self.arguments.first:
+            self._text = "{}"
+        return is_whole
 
-    def _next(self) -> Reading[str]:
-        yield from self._source.run(SPACE)
-        return (yield from self._source.ahead())
+    def hand_on_arguments(self) -> str:
+        """Return what became certain of the arguments since the last call."""
+        if self._text is not None:
+            text, self._text = self._text, ""
+            return text
+        return self.arguments.hand_on() if self.is_begun else ""
 
     def _member(self) -> Reading[bool]:
+        """Read a key and its value; of several values of a key, the first counts."""
         written = JsonValue(self._source)
         if not (yield from written.read()):
             return False
         key = json.loads(written.hand_on())
-        if (self._names is not None and key not in _KEYS) or (yield from self._next()) != ":":
+        if (self._names is not None and key not in _KEYS) or not (yield from self._colon()):
             return False
-        self._source.take()
-        value = JsonValue(self._source)
-        if key in _ARGUMENTS and self._arguments is None:
-            self._arguments = value
+        are_arguments = key in _ARGUMENTS and not self.arguments.first
+        value = self.arguments if are_arguments else JsonValue(self._source)
         if not (yield from value.read()):
             return False
-        if value is self._arguments and not self.is_object:
+        if are_arguments and not self.is_object:
             given = json.loads(value.hand_on())
             text = given if isinstance(given, str) else json.dumps(given)
             # Some models write the arguments as a text that holds JSON, or none at all.
@@ -317,22 +303,6 @@ class _Call:
                 return False
             self.name = name
         return True
-
-    def hand_on(self) -> str:
-        """Return what became certain of the arguments since the last call."""
-        if self._text is not None:
-            text, self._text = self._text, ""
-            return text
-        return self._arguments.hand_on() if self._arguments is not None and self.is_begun else ""
-
-    def uncertain(self) -> str:
-        """Return what was read after the certain part of the arguments."""
-        is_there = self.is_begun or self.has_arguments
-        return self._arguments.uncertain() if self._arguments is not None and is_there else ""
-
-    def closing(self) -> str:
-        """Return what closes the arguments."""
-        return self._arguments.closing() if self._arguments is not None else ""
 
 
 def _new_id(tool_format: ToolFormat) -> str:

@@ -16,7 +16,7 @@ from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
 from neo_desktop.app.generate.images import check_images, put_back, taken_out, with_rows
-from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.structure import Structure, not_enforceable
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
@@ -26,7 +26,6 @@ from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.thoughts import CLOSING, OPENING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}  # of thoughts; more effort has no limit.
 
 
@@ -39,31 +38,18 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The input of the model.
+    """The input of the model."""
 
-    Args:
-        begun: the answer so far; the model writes the rest.
-        messages: as chat templates expect them, at least one; content may be a list of parts (`images`).
-        tools: that may be called.
-        choice: None: no tool is to be called.
-        is_parallel: several calls may come in one answer.
-        template_fields: for the template alone, like {"enable_thinking": False}.
-        structure: the form of the answer.
-        continues_last: continue the last message rather than answer it.
-        thought_tokens: limit on tokens of thoughts; None: no limit.
-        field: of the body, that holds the messages.
-    """
-
-    messages: Sequence[Json]
-    tools: Sequence[Tool] = ()
-    choice: ToolChoice | None = AUTO
-    is_parallel: bool = True
-    template_fields: Mapping[str, Any] = field(default_factory=dict)
-    structure: Structure | None = None
-    continues_last: bool = False
-    thought_tokens: int | None = None
-    begun: Begun | None = None
-    field: str = "messages"
+    messages: Sequence[Json]  # as chat templates expect them, at least one; content may be parts (`images`)
+    tools: Sequence[Tool] = ()  # that may be called
+    choice: ToolChoice | None = AUTO  # None: no tool is to be called
+    is_parallel: bool = True  # several calls may come in one answer
+    template_fields: Mapping[str, Any] = field(default_factory=dict)  # like {"enable_thinking": False}
+    structure: Structure | None = None  # the form of the answer
+    continues_last: bool = False  # continue the last message rather than answer it
+    thought_tokens: int | None = None  # limit on tokens of thoughts; None: no limit
+    begun: Begun | None = None  # the answer so far; the model writes the rest
+    field: str = "messages"  # of the body, that holds the messages
 
 
 class Prepared(NamedTuple):
@@ -71,21 +57,17 @@ class Prepared(NamedTuple):
 
     prompt: ChatText
     tool_format: ToolFormat
-    tools: Sequence[Tool]  # those that may be called.
-    is_thinking: bool  # the template has begun a thought.
-    begun: str  # the model's text after the prompt.
-    is_calling: bool  # the prompt has begun a call, which must come.
+    tools: Sequence[Tool]  # those that may be called
+    is_thinking: bool  # the template has begun a thought
+    begun: str  # the model's text after the prompt
+    is_calling: bool  # the prompt has begun a call, which must come
     is_parallel: bool
     grammar: str | None
-    grammar_after: str | None  # text that precedes the grammar's.
+    grammar_after: str | None  # text that precedes the grammar's
 
 
 async def prepare(service: EngineService, conversation: Conversation) -> Prepared:
-    """Write a conversation as its model's template does it.
-
-    Raises:
-        ApiError: it cannot be written, or what it asks for contradicts itself.
-    """
+    """Write a conversation as its model's template does it."""
     if conversation.continues_last:
         _check_continued(conversation)
     texts, images, sign = taken_out(conversation.messages)
@@ -132,7 +114,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         )
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
-        raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
+        raise not_enforceable(blamed, error) from error
     prompt = await with_rows(service, prompt, images, conversation.field)
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
@@ -141,9 +123,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
 def as_written(begun: Begun, is_thinking: bool, *, on_channels: bool = False) -> str:
     """Return the text of a model that reads as this thought and answer.
 
-    Args:
-        is_thinking: the prompt ends within a thought.
-        on_channels: the model ends a thought before its text.
+    The prompt may end within a thought; on channels, a thought ends even if no text follows.
     """
     thought, text = begun
     if not thought:
@@ -166,15 +146,9 @@ def _on_channels(begun: Begun) -> ChatText:
 def thinking_fields(
     template: str | None, effort: str | None, is_on: bool | None = None, *, is_hint: bool = False
 ) -> Json:
-    """Return the template's fields about thoughts.
+    """Return the template's fields about thoughts; None: the model's default.
 
-    Args:
-        effort: one of `EFFORTS`; None: the model's default.
-        is_on: False: do not think; None: the model's default.
-        is_hint: agents always send it; a template that knows no levels takes no notice.
-
-    Raises:
-        ApiError: the template cannot do it.
+    Agents always send an effort as a hint, of which a template without levels takes no notice.
     """
     template = template or ""
     if effort is not None and is_on is None and "enable_thinking" in template:
@@ -220,51 +194,30 @@ def _grammar(
     is_thinking: bool,
 ) -> tuple[str | None, str | None]:
     """Return the answer's grammar, or None; and the text before it, None: it holds from the beginning."""
-    if tool_format.on_channels:
-        return _grammar_on_channels(tokenizer, conversation, tool_format, tools)
-    structure, after = conversation.structure, CLOSING if is_thinking else None
-    if conversation.choice is not None and conversation.choice.is_required:
-        mark = _in_lark(tokenizer, "[ARGS]")
-        calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
-        opening = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n"' if is_thinking else ""
-        return grammar.from_lark(f"start: {opening} calls\n{calls}"), after
-    if structure is None:
-        return None, None
-    if not tools:
-        return structure.grammar(), after
-    schema = _schema(structure)
-    mark = _in_lark(tokenizer, "[ARGS]")
-    calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
-    opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
-    opening += ' "\\n"' if tool_format.closing else ""
-    return grammar.from_lark(f"start: answer | {opening} calls\nanswer: %json {schema}\n{calls}"), after
-
-
-def _grammar_on_channels(
-    tokenizer: Tokenizer,
-    conversation: Conversation,
-    tool_format: ToolFormat,
-    tools: Sequence[Tool],
-) -> tuple[str | None, str | None]:
-    """Do the same as `_grammar` for a model that thinks in a message of its own and writes headers."""
-    structure = conversation.structure
-    start, channel, message = (
-        _in_lark(tokenizer, mark) for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
-    )
+    structure, on_channels = conversation.structure, tool_format.on_channels
     must_call = conversation.choice is not None and conversation.choice.is_required
-    if not must_call:
-        if structure is None:
-            return None, None
-        if not tools:
-            return structure.grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}"
-    calls = tool_format.grammar(tools, is_parallel=False, arguments_mark=message)
-    called = json.dumps(f"commentary {harmony.TO_FUNCTION}")
-    forms = f"{called} calls"
+    after = CLOSING if is_thinking else None
+    if not must_call and structure is None:
+        return None, None
+    if not must_call and structure is not None and not tools:
+        return structure.grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}" if on_channels else after
+    mark = _in_lark(tokenizer, harmony.MESSAGE if on_channels else "[ARGS]")
+    is_parallel = conversation.is_parallel and not on_channels
+    rules = tool_format.grammar(tools, is_parallel=is_parallel, arguments_mark=mark)
     if not must_call and structure is not None:
-        calls += f"\nanswer: %json {_schema(structure)}"
-        forms += f' | "final" {message} answer'
-    lark = f'start: {start} "assistant" {channel} ({forms})\n{calls}'
-    return grammar.from_lark(lark), harmony.END
+        rules += f"\nanswer: %json {_schema(structure)}"
+    if on_channels:  # the model thinks in a message of its own, and writes headers
+        header = f'{_in_lark(tokenizer, harmony.START)} "assistant" {_in_lark(tokenizer, harmony.CHANNEL)}'
+        calls = f"{json.dumps(f'commentary {harmony.TO_FUNCTION}')} calls"
+        start = f"{header} {calls}" if must_call else f'{header} ({calls} | "final" {mark} answer)'
+        after = harmony.END
+    elif must_call:
+        start = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n" calls' if is_thinking else "calls"
+    else:
+        opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
+        line_break = '"\\n"' if tool_format.closing else ""
+        start = f"answer | {opening} {line_break} calls"
+    return grammar.from_lark(f"start: {start}\n{rules}"), after
 
 
 def _schema(structure: Structure) -> str:

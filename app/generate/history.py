@@ -22,8 +22,7 @@ def paired(messages: Sequence[Json], *, single_calls: bool = False) -> list[Json
     Results belong to the calls of the last message that has any: many servers use the same ids in each
     turn. Within it they are matched by id, without ids by order. What answers no call follows the others.
 
-    Args:
-        single_calls: put each call in a message of its own, before its result.
+    With `single_calls`, each call is in a message of its own, before its result.
     """
     result: list[Json] = []
     for head, rest in _turns(messages):

@@ -145,9 +145,11 @@ class JsonValue:
         if len(self._closers) == 1:
             self._complete = (1, closer)
         while (char := (yield from self._next())) != closer:
-            if closer == "}" and (char != '"' or not (yield from self._key())):
-                return False
-            if not (yield from self._value()):
+            if closer == "]":
+                is_read = yield from self._value()
+            else:
+                is_read = char == '"' and (yield from self._member())
+            if not is_read:
                 return False
             if (char := (yield from self._next())) == ",":
                 self._pending.append(self._source.take())
@@ -159,12 +161,17 @@ class JsonValue:
         self._closers.pop()
         return True
 
-    def _key(self) -> Reading[bool]:
+    def _member(self) -> Reading[bool]:
         self._pending.append(self._source.take())
-        if not (yield from self._string(self._pending.append)) or (yield from self._next()) != ":":
+        if not (yield from self._string(self._pending.append)) or not (yield from self._colon()):
+            return False
+        yield from self._next()
+        return (yield from self._value())
+
+    def _colon(self) -> Reading[bool]:
+        if (yield from self._next()) != ":":
             return False
         self._pending.append(self._source.take())
-        yield from self._next()
         return True
 
     def _string(self, write: Callable[[str], None]) -> Reading[bool]:

@@ -11,7 +11,7 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, DeadEndError
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
-from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.structure import Structure, not_enforceable
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
@@ -35,44 +35,40 @@ class Step:
     stopped_by: str | None = None  # the stop string that ended it
 
 
-@dataclass(slots=True)
 class TokensUsed:
     """Tokens over all outputs of a request; a prompt counts once, however many outputs it has."""
 
-    prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> tokens, cached ones
-    outputs: dict[int, int] = field(default_factory=dict)
-    num_thought_tokens: int = 0
-    # per output: tokens of the client's `prediction` that were drafted and right, and wrong
-    predicted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.num_thought_tokens = 0
+        self._outputs: dict[int, RequestOutput] = {}  # the last one of each, with totals
+        self._prompts: dict[str, RequestOutput] = {}  # by request
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._outputs[index] = self._prompts[output.request_id] = output
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens in total."""
-        return sum(tokens for tokens, _ in self.prompts.values())
+        return sum(output.num_prompt_tokens for output in self._prompts.values())
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was reused."""
-        return sum(cached for _, cached in self.prompts.values())
+        return sum(output.num_cached_tokens for output in self._prompts.values())
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens in total."""
-        return sum(self.outputs.values())
+        return sum(output.num_output_tokens for output in self._outputs.values())
 
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Take in an output; its counts are totals."""
-        self.prompts[output.request_id] = (output.num_prompt_tokens, output.num_cached_tokens)
-        self.outputs[index] = output.num_output_tokens
-        self.predicted[index] = (output.num_accepted_predicted, output.num_rejected_predicted)
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of the client's `prediction` that were drafted and right, and wrong."""
+        outputs = self._outputs.values()
+        accepted = sum(output.num_accepted_predicted for output in outputs)
+        return accepted, sum(output.num_rejected_predicted for output in outputs)
 
 
 class Outputs:
-    """The outputs of a request, read; leaving the `async with` aborts the open ones.
-
-    Raises:
-        ServiceError, ApiError: while iterating, when the rest will not come.
-    """
+    """The outputs of a request, read; leaving the `async with` aborts the open ones."""
 
     def __init__(
         self,
@@ -88,6 +84,7 @@ class Outputs:
         self._mark = "" if prepared is None else prepared.tool_format.opening
         self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
         self._readers: defaultdict[int, _Reader] = defaultdict(lambda: _Reader(self._prepared))
+        self._callers: set[int] = set()  # outputs with calls
         # The answer so far, without the beginning of a mark at its end.
         self.begun = self._readers[0].feed(prepared.begun) if prepared and prepared.begun else []
 
@@ -129,7 +126,10 @@ class Outputs:
         end = None if output.finish_reason is None else str(output.finish_reason)
         if end is not None:
             pieces += reader.flush(is_cut=end == "length")
-            end = "tool_calls" if reader.has_calls and end == "stop" else end
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._callers.add(index)
+        if end == "stop" and index in self._callers:
+            end = "tool_calls"
         return Step(index, pieces, output.tokens, end, text, output.stopped_by)
 
 
@@ -139,7 +139,6 @@ class _Reader:
     def __init__(self, prepared: Prepared | None) -> None:
         self._thoughts = ThoughtSplitter(prepared.is_thinking) if prepared else None
         self._calls: CallReader | None = None
-        self.has_calls = False
         if prepared and prepared.tools:
             max_calls = None if prepared.is_parallel else 1
             names = {tool.name for tool in prepared.tools}
@@ -148,27 +147,23 @@ class _Reader:
             )
 
     def feed(self, text: str) -> list[Piece]:
-        """Take in the next piece of text."""
         if self._thoughts is None:
             return [Text(text)] if text else []
-        return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
+        return self._pieces(self._thoughts.feed(text))
 
     def flush(self, *, is_cut: bool) -> list[Piece]:
         """End the text; `is_cut`: the model would have written more."""
-        if self._thoughts is None:
-            return []
-        pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
-        return pieces + (self._told(self._calls.flush(is_cut=is_cut)) if self._calls else [])
+        pieces = self._pieces(self._thoughts.flush()) if self._thoughts else []
+        return pieces + (list(self._calls.flush(is_cut=is_cut)) if self._calls else [])
 
-    def _read(self, kind: str, text: str) -> list[Piece]:
-        if kind == "thought":
-            return [Thought(text)]
-        return self._told(self._calls.feed(text)) if self._calls else [Text(text)]
-
-    def _told(self, pieces: Iterable[Piece]) -> list[Piece]:
-        told = list(pieces)
-        self.has_calls |= any(isinstance(piece, CallStart) for piece in told)
-        return told
+    def _pieces(self, parts: Iterable[tuple[str, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for kind, text in parts:
+            if kind == "thought":
+                pieces.append(Thought(text))
+            else:
+                pieces += self._calls.feed(text) if self._calls else [Text(text)]
+        return pieces
 
 
 @dataclass(slots=True)
@@ -207,41 +202,11 @@ class Answer:
 
 
 async def collect(outputs: Outputs) -> list[Answer]:
-    """Wait for all outputs.
-
-    Raises:
-        ServiceError, ApiError: they will not come.
-    """
     answers: defaultdict[int, Answer] = defaultdict(Answer)
     async with outputs:
         async for step in outputs:
             answers[step.index].add(step)
     return [answers[index] for index in sorted(answers)]
-
-
-def with_grammar(structure: Structure | None, params: SamplingParams) -> tuple[SamplingParams, str]:
-    """Settings with the form that the text must have, and the field that asks for it.
-
-    Raises:
-        ApiError: it cannot be enforced.
-    """
-    if structure is None:
-        return params, ""
-    field = structure.field
-    try:
-        grammar = structure.grammar()
-    except ValueError as error:
-        raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
-    return _with_grammar(params, grammar, field), field
-
-
-def _with_grammar(
-    params: SamplingParams, grammar: str, field: str, after: str | None = None
-) -> SamplingParams:
-    try:
-        return dataclasses.replace(params, grammar=grammar, grammar_after=after)
-    except ValueError as error:
-        raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
 
 
 async def begin(
@@ -251,56 +216,62 @@ async def begin(
     *,
     cuts_max_tokens: bool = False,
 ) -> Outputs:
-    """Queue the next message of a conversation.
-
-    Args:
-        cuts_max_tokens: see `InputProcessor.prepare`.
-
-    Raises:
-        ApiError: the template, the grammar or the engine cannot take it.
-        ServiceError: the service takes no requests.
-    """
+    """Queue the next message of a conversation; `cuts_max_tokens`: see `InputProcessor.prepare`."""
     prepared = await prepare(service, conversation)
-    forms = conversation.structure.field if conversation.structure else "tools"
-    if prepared.grammar is not None:
-        params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)
-    params = dataclasses.replace(params, thoughts="open" if is_thinking else "possible")
-    params = dataclasses.replace(params, thought_tokens=conversation.thought_tokens)
-    generation = await submit(
-        service,
-        [prepared.prompt],
+    params = dataclasses.replace(
         params,
-        conversation.field,
-        add_special_tokens=False,
-        cuts_max_tokens=cuts_max_tokens,
-        grammar_field=forms,
-        tools=prepared.tools,
+        thoughts="open" if is_thinking else "possible",
+        thought_tokens=conversation.thought_tokens,
     )
+    forms = conversation.structure.field if conversation.structure else "tools"
+    params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
+    options = {"add_special_tokens": False, "cuts_max_tokens": cuts_max_tokens}
+    field = conversation.field
+    generation = await _submit(service, [prepared.prompt], params, field, forms, prepared.tools, **options)
     return Outputs(generation, service.tokenizer, prepared, forms)
 
 
-async def submit(
+async def complete(
+    service: EngineService,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    structure: Structure | None,
+    field: str,
+    *,
+    add_special_tokens: bool,
+) -> Outputs:
+    """Queue the continuation of prompts, which `field` of the body holds."""
+    form = ""
+    if structure is not None:
+        form = structure.field
+        params = _with_grammar(params, structure.enforced(), form)
+    options = {"add_special_tokens": add_special_tokens}
+    generation = await _submit(service, prompts, params, field, form, **options)
+    return Outputs(generation, service.tokenizer, None, form)
+
+
+def _with_grammar(
+    params: SamplingParams, grammar: str | None, field: str, after: str | None = None
+) -> SamplingParams:
+    try:
+        return dataclasses.replace(params, grammar=grammar, grammar_after=after)
+    except ValueError as error:
+        raise not_enforceable(field, error) from error
+
+
+async def _submit(
     service: EngineService,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     field: str,
-    *,
-    add_special_tokens: bool,
     grammar_field: str,
-    cuts_max_tokens: bool = False,
     tools: Sequence[Tool] = (),
+    **options: bool,
 ) -> Generation:
-    """Queue prompts; `field` of the body holds them, calls of the tools are part of the grammar.
-
-    Raises:
-        ApiError: the engine cannot take them.
-        ServiceError: the service takes no requests.
-    """
+    """Queue prompts; calls of the tools are part of the grammar."""
     try:
-        return await service.submit(
-            prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
-        )
+        return await service.submit(prompts, params, **options)
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:

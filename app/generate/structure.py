@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,11 +31,7 @@ class Structure:
     is_strict: bool = False  # refused rather than enforced in part
 
     def schema(self) -> str | None:
-        """JSON text of the enforceable part of the schema, for `%json` in Lark; None: the form is not JSON.
-
-        Raises:
-            ValueError: it cannot be enforced.
-        """
+        """JSON text of the enforceable schema, for `%json` in Lark; None: the form is not JSON."""
         if self.kind not in ("json", "json_schema"):
             return None
         source = {"type": "object"} if self.kind == "json" else self.source
@@ -44,12 +39,15 @@ class Structure:
         schema = enforced(source, "", self.is_strict)
         return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
-    def grammar(self) -> str:
-        """Return it as the engine enforces it.
+    def enforced(self) -> str:
+        """Return it as the engine enforces it, or raise an error for the client."""
+        try:
+            return self.grammar()
+        except ValueError as error:
+            raise not_enforceable(self.field, error) from error
 
-        Raises:
-            ValueError: it cannot be enforced; the message says why.
-        """
+    def grammar(self) -> str:
+        """Return it as the engine enforces it, or raise ValueError."""
         if self.kind == "json":
             return grammar.any_json()
         if isinstance(self.source, list):
@@ -64,28 +62,12 @@ class Structure:
         return grammar.from_lark(_lark(self.source))
 
 
-def one_of(asked: Sequence[Structure]) -> Structure | None:
-    """Return the only form.
-
-    Raises:
-        ApiError: the client asked for more than one.
-    """
-    if len(asked) > 1:
-        fields = " and ".join(one.field for one in asked)
-        message = f"{fields} each ask for a form of the answer: give one of them"
-        raise ApiError(400, message, param=asked[1].field)
-    return asked[0] if asked else None
+def not_enforceable(field: str, error: ValueError) -> ApiError:
+    return ApiError(400, f"{field} cannot be enforced: {error}", param=field)
 
 
 def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:
-    """Return the enforceable part of a schema; a warning names the rest.
-
-    Args:
-        whose: schema it is, for messages.
-
-    Raises:
-        ValueError: it cannot be enforced.
-    """
+    """Return the enforceable part of a schema; a warning names the rest, and `whose` schema it is."""
     where = f"{whose}, " if whose else ""
     try:
         found = grammar.parsed_schema(schema, is_strict=is_strict)

@@ -21,11 +21,7 @@ class Tool:
     is_strict: bool = False  # a schema that cannot be enforced in full is refused
 
     def enforced(self) -> Json:
-        """The enforceable part of the schema of its arguments: an empty object where there is none.
-
-        Raises:
-            ValueError: it cannot be.
-        """
+        """The enforceable part of the schema of its arguments, an empty object where there is none."""
         whose = f"tool {self.name!r}"
         types = self.parameters.get("type", "object")
         if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -75,16 +71,7 @@ class ToolFormat:
         return "" if self.is_bare else self.opening + ("\n" if self.closing else "")
 
     def grammar(self, tools: Sequence[Tool], *, is_parallel: bool, arguments_mark: str = '"[ARGS]"') -> str:
-        """Lark rules of `calls`: calls of these tools, after `prompt_end`.
-
-        Args:
-            tools: which may be called, at least one.
-            is_parallel: more than one call may be made.
-            arguments_mark: `[ARGS]` in Lark, for names that stand before their arguments.
-
-        Raises:
-            ValueError: a tool's schema cannot be enforced.
-        """
+        """Lark rules of `calls`, after `prompt_end`; `arguments_mark` follows a name."""
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             if self.has_names:

@@ -38,15 +38,14 @@ class EngineView:
 
 
 class EngineFeed:
-    """The engine's view of itself; belongs to the event loop.
-
-    Args:
-        host: whose engine it is.
-    """
+    """The engine's view of itself; belongs to the event loop."""
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
-        self._service: EngineService | None = None  # whom `_asked` and `_seen` are of
+        self._forget(None)
+
+    def _forget(self, service: EngineService | None) -> None:
+        self._service = service  # whom the rest is of
         self._asked: asyncio.Task[LiveView] | None = None
         self._seen: LiveView | None = None
         self._seen_s = float("-inf")
@@ -59,8 +58,8 @@ class EngineFeed:
             return EngineView(EngineState.NO_MODEL, _sentence(reason))
         if self._host.is_resting:
             return EngineView(EngineState.RESTING, RESTING)
-        if service is not self._service:  # another model
-            self._service, self._asked, self._seen, self._seen_s = service, None, None, float("-inf")
+        if service is not self._service:
+            self._forget(service)
         try:
             await self._look(service)
         except ServiceError as reason:
@@ -78,18 +77,13 @@ class EngineFeed:
             if time.monotonic() - self._seen_s < PERIOD_S / 2:
                 return
             self._asked = asyncio.create_task(service.live_view())
-            self._asked.add_done_callback(_take_note)
+            # asyncio logs an error that is never read: the engine may have ended meanwhile.
+            self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         asked = self._asked
         await asyncio.wait([asked], timeout=TIMEOUT_S)
         if asked.done() and asked is self._asked:
             self._asked = None
             self._seen, self._seen_s = asked.result(), time.monotonic()
-
-
-def _take_note(asked: asyncio.Task[LiveView]) -> None:
-    """Read the error, since asyncio logs one that is never read: the engine may have ended meanwhile."""
-    if not asked.cancelled():
-        asked.exception()
 
 
 def _sentence(reason: Exception) -> str:

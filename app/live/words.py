@@ -44,17 +44,14 @@ def _of_workers(view: LiveView) -> list[str]:
     """Describe the workers, each in a sentence."""
     said = []
     for tier, state in view.workers.items():
-        who = f"{tier} at {state.address}"
-        if state.lost is not None:
-            said.append(
-                f"{who} is lost ({state.lost}): its chats are computed again elsewhere, and it is used again "
-                "as soon as it answers."
-            )
-            continue
         num = sum(request.tier == tier for request in view.requests)
         tokens = view.stats.pools[tier].num_blocks * view.stats.block_size
         does = f"attends for {num} chat{'s' * (num != 1)}" if num else "is there"
-        said.append(f"{who} {does}; it has room for {tokens:,} tokens.")
+        state_now = f"{does}; it has room for {tokens:,} tokens"
+        if state.lost is not None:
+            again = "its chats are computed again elsewhere, and it is used again as soon as it answers"
+            state_now = f"is lost ({state.lost}): {again}"
+        said.append(f"{tier} at {state.address} {state_now}.")
     return said
 
 
@@ -62,10 +59,10 @@ def _one_by_one(view: LiveView) -> str:
     waiting = view.stats.num_waiting
     if not view.requests:
         return _waiting(view)
-    answered = f"1 chat: {_doing(view.requests[0])}."
-    if not waiting:
-        return answered
-    return f"{answered} {'1 more waits' if waiting == 1 else f'{waiting} more wait'} for their turn."
+    parts = [f"1 chat: {_doing(view.requests[0])}."]
+    if waiting:
+        parts.append(f"{'1 more waits' if waiting == 1 else f'{waiting} more wait'} for their turn.")
+    return " ".join(parts)
 
 
 def _gpu(view: LiveView) -> str:
@@ -74,41 +71,36 @@ def _gpu(view: LiveView) -> str:
 
 def _running(view: LiveView) -> str:
     gpu, num = _gpu(view), len(view.requests)
-    num_cpu = sum(request.tier.in_host_memory for request in view.requests)
     if num == 1:
         return _single(view)
-    if num_workers := sum(request.tier.is_remote for request in view.requests):
-        num_cpu -= num_workers
-        return (
-            f"{num} chats at once: {num - num_cpu - num_workers} with their memory on {gpu}, {num_cpu} in "
-            f"main memory, {num_workers} on workers, which attend for them while {gpu} computes."
-            f"{_alone(view)}"
-        )
-    if num_cpu == 0:
-        everything = "memory on " + gpu
+    num_workers = sum(request.tier.is_remote for request in view.requests)
+    num_cpu = sum(request.tier.in_host_memory for request in view.requests) - num_workers
+    num_gpu = num - num_cpu - num_workers
+    chats = f"{num} chats at once"
+    if num_workers:
+        chats += f": {num_gpu} with their memory on {gpu}, {num_cpu} in main memory, {num_workers} on workers"
+        return f"{chats}, which attend for them while {gpu} computes.{_alone(view)}"
+    if num_gpu == num:
         if view.stats.policy == "gpu-only" and view.stats.num_waiting:
-            return f"{num} chats at once, as many as the memory of {gpu} holds."
-        return f"{num} chats at once, all with their {everything}: it has room, and nothing is offloaded."
+            return f"{chats}, as many as the memory of {gpu} holds."
+        return f"{chats}, all with their memory on {gpu}: it has room, and nothing is offloaded."
     if num_cpu == num:
-        where = f"{num} chats at once, all with their memory in main memory"
-        return f"{where}, where the CPU attends for them while {gpu} computes the rest.{_alone(view)}"
-    have = "1 has its" if num - num_cpu == 1 else f"{num - num_cpu} have their"
+        chats += ", all with their memory in main memory, where the CPU attends for them"
+        return f"{chats} while {gpu} computes the rest.{_alone(view)}"
+    have = "1 has its" if num_gpu == 1 else f"{num_gpu} have their"
     them = "it" if num_cpu == 1 else "them"
-    return (
-        f"{num} chats at once: {have} memory on {gpu}, {num_cpu} in main memory, where the CPU attends for "
-        f"{them} while {gpu} computes.{_alone(view)}"
-    )
+    chats += f": {have} memory on {gpu}, {num_cpu} in main memory, where the CPU attends for {them}"
+    return f"{chats} while {gpu} computes.{_alone(view)}"
 
 
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
+    where = f"on {gpu}: nothing is offloaded"
     if request.tier.is_remote:
-        where = f"Its memory is on {request.tier}, which attends while {gpu} computes the rest."
+        where = f"on {request.tier}, which attends while {gpu} computes the rest"
     elif request.tier.in_host_memory:
-        where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
-    else:
-        where = f"Its memory is on {gpu}: nothing is offloaded."
-    return f"1 chat: {_doing(request)}. {where}"
+        where = f"in main memory, where the CPU attends while {gpu} computes the rest"
+    return f"1 chat: {_doing(request)}. Its memory is {where}."
 
 
 def _doing(request: LiveRequest) -> str:

@@ -1,6 +1,6 @@
 """A chat to the text that its model was trained on.
 
-This file also is the program of a process of its own, see template_process.py: it imports nothing of ours, so
+This file also is the program of a process of its own, see chat_templates.py: it imports nothing of ours, so
 that it starts in an instant.
 """
 
@@ -8,12 +8,11 @@ import contextlib
 import json
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -24,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_TEXT_CHARS = 1 << 26
 MAX_CPU_S = 1.0  # a real template takes milliseconds
 MAX_MEMORY_BYTES = 512 << 20  # address space, and so everything
-FRAME_HEAD = struct.Struct(">Q")  # bytes of JSON that follow
 
 
 class ChatTemplateError(ValueError):
@@ -35,11 +33,8 @@ class ChatTemplate:
     """The Jinja template of a checkpoint, rendered as `transformers` does it.
 
     It runs in Jinja's sandbox: it reaches no files and no objects but its own. Its time and memory are not
-    bounded here; templates that come with downloaded models belong into a `TemplateProcess`.
-
-    Args:
-        source: Jinja source; None where the model has none.
-        special_tokens: texts that the template may name, like "bos_token".
+    bounded here; templates that come with downloaded models belong into a `TemplateProcess`. It may name the
+    special tokens, like "bos_token"; a model without template has no source.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
@@ -109,47 +104,23 @@ def _tojson(
     )
 
 
-# From here on: the process. Frames of JSON come in and go out; the first one says which template it is.
-
-
-def pack(value: Any) -> bytes:
-    """One frame: a length and JSON."""
-    body = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return FRAME_HEAD.pack(len(body)) + body
-
-
-def unpack(body: bytes) -> Any:
-    """Return the content of a frame without its length."""
-    return json.loads(body.decode("utf-8", "surrogatepass"))
+# From here on: the process. Lines of JSON come in and go out; the first one says which template it is.
 
 
 def main() -> None:
     """Answer [messages, extra] with {"text": …} or {"error": …} until stdin ends."""
     with contextlib.suppress(ValueError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
-    first = _read_frame(incoming)
-    if first is None:
-        return
-    template = ChatTemplate(**unpack(first))
-    while (body := _read_frame(incoming)) is not None:
+    template = ChatTemplate(*json.loads(sys.stdin.buffer.readline() or "[null, {}]"))
+    for line in sys.stdin.buffer:
         _limit_time(MAX_CPU_S)
         try:
-            messages, extra = unpack(body)
-            answer = {"text": template.render(messages, extra)}
+            answer = {"text": template.render(*json.loads(line))}
         except ChatTemplateError as error:
             answer = {"error": str(error)}
-        frame = pack(answer)
+        written = json.dumps(answer)
         _limit_time(0)
-        outgoing.write(frame)
-        outgoing.flush()
-
-
-def _read_frame(stream: BinaryIO) -> bytes | None:
-    head = stream.read(FRAME_HEAD.size)
-    if len(head) < FRAME_HEAD.size:
-        return None
-    return stream.read(FRAME_HEAD.unpack(head)[0])
+        print(written, flush=True)
 
 
 def _limit_time(seconds: float) -> None:

@@ -5,16 +5,11 @@ import socket
 
 import psutil
 
-_EVERYWHERE = ("0.0.0.0", "::")
+_EVERYWHERE = ("0.0.0.0", "::")  # every address of this computer
 
 
 def urls(host: str, port: int) -> list[str]:
-    """Return the server's addresses: the one for this computer first, then those for others.
-
-    Args:
-        host: what it is bound to; "0.0.0.0" and "::" mean every address of this computer.
-        port: what it listens on.
-    """
+    """Return the server's addresses: the one for this computer first, then those for others."""
     if host not in _EVERYWHERE:
         return [_url(host, port)]
     families = (socket.AF_INET,) if host == "0.0.0.0" else (socket.AF_INET, socket.AF_INET6)

@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
 from neo_desktop.app.errors import ApiError
 
@@ -44,8 +43,6 @@ def from_validation(error: ValidationError) -> ApiError:
     """Name the first field of a body that cannot be used, in words of this program."""
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {context['error']}")
     field = _field(first["loc"])
     reason = first["msg"]  # of the models' own checks
     if first["type"] in _PYDANTICS:
@@ -58,15 +55,6 @@ def _field(place: Sequence[int | str]) -> str:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     field = "".join(parts).lstrip(".")[:_MAX_FIELD_CHARS]
     return "".join(char if char.isprintable() else "?" for char in field)
-
-
-def _allowed(app: FastAPI, request: Request) -> str:
-    """Return the methods of a path's routes; GET implies HEAD."""
-    found: set[str] = set()
-    for route in app.router.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= set(getattr(route, "methods", None) or ())
-    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
 
 
 def install(app: FastAPI) -> None:
@@ -82,14 +70,10 @@ def install(app: FastAPI) -> None:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, error.detail)
-        headers = dict(error.headers or {})
-        if error.status_code == 405:
-            headers["Allow"] = _allowed(app, request)
-        return ApiError(error.status_code, message, headers=headers).response(request.url.path)
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> JSONResponse:
         # The server logs the traceback; it is none of the client's business.
-        return ApiError(500, "the server failed to answer; its log says why", code="internal_error").response(
-            request.url.path
-        )
+        message = "the server failed to answer; its log says why"
+        return ApiError(500, message, code="internal_error").response(request.url.path)

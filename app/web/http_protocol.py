@@ -1,14 +1,13 @@
 """Limits of one connection that uvicorn's own protocol does not have."""
 
 import asyncio
+import resource
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from neo_desktop.app.web.open_files import allow_open_files
-
-MAX_CONNECTIONS = 4096  # enough to answer 503 beyond the queue's length.
+MAX_FILES = 4096  # open ones, connections included: enough to answer 503 beyond the queue's length
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 _BUSY = (
     b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":null}}'
@@ -30,7 +29,7 @@ class LimitedProtocol(H11Protocol):
     head_timeout_s = 15.0
     stall_timeout_s = 30.0
     linger_s = 3.0
-    max_connections = MAX_CONNECTIONS
+    max_connections = MAX_FILES
 
     def __init__(self, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -82,9 +81,12 @@ class LimitedProtocol(H11Protocol):
 
 
 def allow_connections() -> int:
-    """Let this process have many connections; return how many.
+    """Let this process have many connections, as far as the system lets it open files; return how many.
 
-    Of the files that it may open, connections leave `OTHER_FILES`, or two thirds, to all else.
+    Connections leave `OTHER_FILES` of them, or two thirds, to all else.
     """
-    num_files = allow_open_files(MAX_CONNECTIONS + OTHER_FILES)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
     return max(num_files - OTHER_FILES, num_files // 3)

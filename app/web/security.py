@@ -1,5 +1,6 @@
 """Access to the server: for programs and pages of this computer, unless its owner allows more."""
 
+import contextlib
 import ipaddress
 import re
 from base64 import b64decode
@@ -29,11 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, api_key: str | None) -> None:
-    """Refuse to open the server to other computers without a key.
-
-    Raises:
-        ValueError: `host` is not a loopback address and there is no key.
-    """
+    """Raise ValueError for a server that is open to other computers without a key."""
     if not is_loopback(host) and not api_key:
         raise ValueError(
             f"the address {host!r} can be reached from other computers: set an API key (--api-key), "
@@ -42,11 +39,7 @@ def check_bind(host: str, api_key: str | None) -> None:
 
 
 def check_origin(origin: str) -> str:
-    """Return an origin that may be allowed, in lower case.
-
-    Raises:
-        ValueError: the text is no origin; "*" would let every page of the internet in.
-    """
+    """Return an origin that may be allowed, in lower case; "*" would let every page of the internet in."""
     if not _ORIGIN.fullmatch(origin.lower()):
         raise ValueError(
             f"{origin!r} is not an origin: give scheme and host, such as http://localhost:3000, "
@@ -90,12 +83,8 @@ class AccessGuard:
     sends that name. Origin: a page of another site can post here without reading the answer. Both end in 403.
     The key, when there is one, is needed for everything but /health: 401. Programs send it as
     `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
-
-    Args:
-        api_key: the key; with one, the server may also be addressed by any numeric address, since rebinding
-            needs a name.
-        allowed_hosts: names and addresses, without port, that count like loopback ones.
-        allowed_origins: sites whose pages may use the server, see `origins_pattern`.
+    With a key, the server may also be addressed by any numeric address, since rebinding needs a name. Allowed
+    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`.
     """
 
     def __init__(
@@ -119,37 +108,28 @@ class AccessGuard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        host, origin, path = headers.get("host", ""), headers.get("origin"), scope["path"]
         if "transfer-encoding" in headers and "content-length" in headers:
             return ApiError(400, "the body has two lengths", headers={"Connection": "close"})
-        host = headers.get("host", "")
         if not self._is_known(host) and not (self._api_key and _is_address(host)):
-            return ApiError(
-                403,
+            message = (
                 f"the host {host!r} is not allowed: use http://127.0.0.1, or start the server with this host "
-                "among its allowed hosts",
-                code="host_not_allowed",
+                "among its allowed hosts"
             )
-        origin = headers.get("origin")
+            return ApiError(403, message, code="host_not_allowed")
         if origin is not None and not self._may_use(origin, host):
-            return ApiError(
-                403,
-                f"pages of {origin!r} are not allowed to use this server",
-                code="origin_not_allowed",
-            )
-        path = scope["path"]
-        if self._api_key is not None and path not in _OPEN_PATHS:
-            given = headers.get("x-api-key", "").encode("latin-1")  # what Anthropic's clients send
-            given = given or _given_key(headers.get("authorization", ""))
-            if not compare_digest(given, self._api_key):
-                is_api = any(path == api or path.startswith(f"{api}/") for api in _API_PATHS)
-                challenge = "Bearer" if is_api else 'Basic realm="neo-desktop: the API key as password"'
-                return ApiError(
-                    401,
-                    "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": challenge},
-                )
-        return None
+            message = f"pages of {origin!r} are not allowed to use this server"
+            return ApiError(403, message, code="origin_not_allowed")
+        if self._api_key is None or path in _OPEN_PATHS:
+            return None
+        given = headers.get("x-api-key", "").encode("latin-1")  # what Anthropic's clients send
+        given = given or _given_key(headers.get("authorization", ""))
+        if compare_digest(given, self._api_key):
+            return None
+        is_api = any(path == api or path.startswith(f"{api}/") for api in _API_PATHS)
+        challenge = "Bearer" if is_api else 'Basic realm="neo-desktop: the API key as password"'
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
     def _may_use(self, origin: str, host: str) -> bool:
         site = origin.partition("://")[2]  # nothing is left of "null"
@@ -157,17 +137,17 @@ class AccessGuard:
 
     def _is_known(self, site: str) -> bool:
         host = _host_of(site)
-        return host is not None and (is_loopback(host) or host in self._allowed_hosts)
+        return is_loopback(host) or host in self._allowed_hosts
 
 
-def _host_of(site: str) -> str | None:
+def _host_of(site: str) -> str:
     match = _SITE.fullmatch(site.lower())
-    return match and match["host"]
+    return match["host"] if match else ""
 
 
 def _is_address(site: str) -> bool:
     try:
-        ipaddress.ip_address((_host_of(site) or "").strip("[]"))
+        ipaddress.ip_address(_host_of(site).strip("[]"))
     except ValueError:
         return False
     return True
@@ -178,9 +158,7 @@ def _given_key(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.encode("latin-1")
-    if scheme.lower() == "basic":
-        try:
+    with contextlib.suppress(ValueError):  # not Base64: no key
+        if scheme.lower() == "basic":
             return b64decode(value, validate=True).partition(b":")[2]
-        except ValueError:
-            pass  # not Base64: no key
     return b""

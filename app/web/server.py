@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from types import FrameType
 
@@ -14,14 +15,13 @@ from starlette.types import ASGIApp
 
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.http_protocol import LimitedProtocol, allow_connections
-from neo_desktop.app.web.open_files import OncePerSecond
 
 GRACE_S = 1  # at the end, clients get this long to read their last messages.
 KEEP_ALIVE_S = 30  # a connection without a request.
 ACCEPTS_PER_TURN = 4  # of the event loop: a connection that is refused takes some turns to close.
 BACKLOG = 4096  # connections that the system holds until they are accepted.
 GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
-_once_per_second = OncePerSecond()
+LOG_PERIOD_S = 1.0  # between two lines of the log of one kind
 
 Stop = Callable[[], Awaitable[object]]
 
@@ -31,11 +31,7 @@ class PortError(OSError):
 
 
 def claim_port(host: str, port: int) -> socket.socket:
-    """Listen on an address, to reserve it while the model loads; port 0 takes a free one.
-
-    Raises:
-        PortError: the address is in use, not this computer's, or not permitted.
-    """
+    """Listen on an address, to reserve it while the model loads; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)
@@ -55,18 +51,14 @@ def claim_port(host: str, port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, sock: socket.socket, stop: Stop, on_ready: Callable[[], None] | None = None) -> None:
-    """Serve until Ctrl-C or SIGTERM, end the running requests and return; a second signal ends the process.
+    """Serve until Ctrl-C or SIGTERM, then end the running requests by `stop`, close the socket and return.
 
-    Args:
-        app: the ASGI app.
-        sock: made by `claim_port`; closed in the end.
-        stop: ends the running requests.
-        on_ready: called once when requests are answered.
+    A second signal ends the process. `on_ready` is called once when requests are answered.
     """
     sys.setswitchinterval(GIL_SWITCH_S)
     LimitedProtocol.max_connections = allow_connections()
     for name in ("asyncio", "uvicorn.error", errors.__name__):
-        logging.getLogger(name).addFilter(_once_per_second)
+        logging.getLogger(name).addFilter(OncePerSecond())
     Server(app, stop, on_ready).run(sockets=[sock])
 
 
@@ -115,3 +107,23 @@ class Server(uvicorn.Server):
         self.should_exit = True
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+
+
+class OncePerSecond(logging.Filter):
+    """Lets one message of a kind through per second, so that no client can fill the log.
+
+    Messages are of one kind if they have exceptions of one type, or the same text before its arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_s: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
+        kind = (record.name, error or record.msg)
+        now_s = time.monotonic()
+        if now_s < self._last_s.get(kind, float("-inf")) + LOG_PERIOD_S:
+            return False
+        self._last_s[kind] = now_s
+        return True

@@ -52,7 +52,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"guided_json": "no JSON"}}, "guided_json"),
     ({"extra_body": {"grammar": "root ::= ["}}, "grammar"),
     ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
-    ({"extra_body": {"n_predict": 5}}, ""),
+    ({"extra_body": {"n_predict": 5}}, "n_predict"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"257": 1}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -186,7 +186,6 @@ BODIES: dict[type[Model], dict[str, Any]] = {
         "tool_choice": {"type": "custom", "name": "c"},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
         "reasoning": {"effort": "low"},
-        "stream_options": {},
     },
     MessagesRequest: {
         "model": "m",

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from neo_desktop.app.api import response_store
-from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
+from neo_desktop.app.api import responses
+from neo_desktop.app.api.responses import ResponseStore, StoredResponse
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.warnings import HEADER
 
@@ -247,7 +247,7 @@ def test_responses_are_stored(client: openai.OpenAI, executor: ScriptedExecutor)
 
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 1000)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", 1000)
     store = ResponseStore()
     for number in range(50):
         store.add(StoredResponse({"id": str(number), "text": "x" * 100}, []))

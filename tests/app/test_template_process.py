@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from neo_desktop.app.templates import template_process
+from neo_desktop.app.templates import chat_templates
 from neo_desktop.app.templates.chat_template import MAX_MEMORY_BYTES, ChatTemplate, ChatTemplateError
-from neo_desktop.app.templates.template_process import TemplateProcess
+from neo_desktop.app.templates.chat_templates import TemplateProcess
 
 from .conftest import running
 from .fake_engine import FakeExecutor, make_engine
@@ -115,10 +115,10 @@ def test_one_that_sleeps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert process._process is not None
         stopped = process._process.pid
         psutil.Process(stopped).suspend()
-        monkeypatch.setattr(template_process, "MAX_WAIT_S", 0.2)
+        monkeypatch.setattr(chat_templates, "MAX_WAIT_S", 0.2)
         with pytest.raises(ChatTemplateError, match=r"takes more than 0\.2 s"):
             await process.render(chat("a"))
-        monkeypatch.setattr(template_process, "MAX_WAIT_S", 30)
+        monkeypatch.setattr(chat_templates, "MAX_WAIT_S", 30)
         return await process.render(chat("b"))
 
     assert with_template(ECHO, use) == "b"
@@ -145,7 +145,7 @@ def test_many_at_once_get_their_own() -> None:
 def test_it_ends_when_the_server_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import asyncio
-        from neo_desktop.app.templates.template_process import TemplateProcess
+        from neo_desktop.app.templates.chat_templates import TemplateProcess
 
         async def main():
             process = TemplateProcess("x", {})

@@ -12,6 +12,7 @@ from neo_desktop.app.api.fields import (
     DEFAULTS,
     HINTS,
     LEFT_OUT,
+    SYNONYMS,
     Model,
     Tagged,
     literals,
@@ -34,7 +35,7 @@ class Entry:
 
 
 # Fields that any object of a body may have.
-ANYWHERE = HINTS | LEFT_OUT.keys() | ABSENT | DEFAULTS.keys()
+ANYWHERE = HINTS | LEFT_OUT.keys() | ABSENT | DEFAULTS.keys() | SYNONYMS.keys()
 
 
 def table(model: type[Model]) -> dict[str, Entry]:
