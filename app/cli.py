@@ -12,12 +12,11 @@ from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_command import EXAMPLES, bench
 from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.models_command import models
-from neo_desktop.app.commands.option_groups import ServerOptions
+from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stderr, stdout
 from neo_desktop.app.commands.usage import Program
-from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 

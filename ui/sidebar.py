@@ -10,11 +10,12 @@ from tempfile import mkdtemp
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import ChatEntry, NotFoundError
 from neo_desktop.ui.chat import ChatView, read_upload
 from neo_desktop.ui.following import QUIET
-from neo_desktop.ui.html import Markup, button, panel, tag
+from neo_desktop.ui.html import button, panel, tag
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
 

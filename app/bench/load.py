@@ -30,12 +30,9 @@ BURST_GAIN = 1.1  # what a burst twice as large has to bring
 WARM_UP = 2  # requests sent first, and not counted
 MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
 _CAPACITY_SHARE = 0.2  # of a policy's progress
-_LOG_FROM = 10.0  # times that differ by more than this factor are drawn on a logarithmic axis
 
 
 class Usual(NamedTuple):
-    """Settings where none are given."""
-
     tokens: tuple[int, int]  # in and out of a synthetic request
     seconds: float  # in which the requests of a rate come
     load_shares: tuple[float, ...]  # rates, as shares of the capacity
@@ -138,7 +135,6 @@ class LoadPoint:
 
     @property
     def says_enough(self) -> bool:
-        """True if there were enough requests."""
         return self.metrics.requests >= ENOUGH_REQUESTS
 
 
@@ -161,8 +157,6 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadCurve:
-    """One policy of the engine."""
-
     name: str  # of the policy
     model: str
     alone: LoadPoint  # one request by itself
@@ -196,7 +190,6 @@ class LoadReport:
     suite: Literal["load"] = "load"
 
     def section(self) -> Section:
-        """Return tables, curves and what they mean."""
         title, summary, *notes = say("load", report=self, good_share=GOOD_SHARE)
         tables = []
         for curve in self.curves:
@@ -226,8 +219,7 @@ class LoadReport:
         if not times:
             return ""
         shown = limit_ms if limit_ms < 2 * max(times) else None
-        log = max(times) > _LOG_FROM * min(times) > 0
-        return lines(drawn, "requests per second", "ms", log_y=log, limit=shown)
+        return lines(drawn, "requests per second", "ms", limit=shown)
 
 
 def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[WorkloadRequest]:
@@ -243,7 +235,6 @@ def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[Work
 
 
 def usual(options: BenchOptions) -> Usual:
-    """Return the settings of a run."""
     found = QUICK[choose_device(options.device).type] if options.is_quick else USUAL
     return found._replace(seconds=options.seconds or found.seconds)
 
@@ -304,8 +295,6 @@ def _open(options: BenchOptions, model: LoadedModel | None, name: str, progress:
 
 @dataclass
 class _Measurement:
-    """The runs of one policy."""
-
     engine: Engine
     options: BenchOptions
     settings: Usual

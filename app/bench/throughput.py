@@ -81,12 +81,10 @@ class PolicyResult:
 
     @property
     def bound_share(self) -> float:
-        """Share of the bound that was reached."""
         return self.output_tokens_per_s / self.bound_output_tokens_per_s
 
     @property
     def answers(self) -> str:
-        """Comparison with the baseline."""
         if self.changed_answers:
             return f"{self.changed_answers} CHANGED"
         if self.errors:
@@ -95,7 +93,6 @@ class PolicyResult:
 
     @property
     def label(self) -> str:
-        """Text beside its bar."""
         pace = "" if self.tpot_p50_ms is None else f", {number(self.tpot_p50_ms)} ms"
         return number(self.output_tokens_per_s) + pace
 
@@ -115,8 +112,6 @@ _INSIDES = {
 
 @dataclass(frozen=True, slots=True)
 class ThroughputReport:
-    """All policies on one workload."""
-
     model: str
     device: str
     dtype: str
@@ -137,12 +132,10 @@ class ThroughputReport:
 
     @property
     def has_failed(self) -> bool:
-        """True if a policy changed an answer or gave one up."""
         return any(each.changed_answers or each.errors for each in self.policies)
 
     @property
     def fastest(self) -> PolicyResult:
-        """The policy with the most output tokens per second."""
         return max(self.policies, key=lambda each: each.output_tokens_per_s)
 
     @property
@@ -161,7 +154,6 @@ class ThroughputReport:
         return next((each for each in self.policies if each.policy == policy), None)
 
     def section(self) -> Section:
-        """Return a row and a bar for each policy."""
         baseline = self.baseline
         speeds: dict[str, Column] = {
             "policy": "policy",
@@ -201,8 +193,6 @@ def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
 
 @dataclass(slots=True)
 class _Policy:
-    """One policy's engine and what its runs brought so far."""
-
     name: str
     parts: EngineParts
     timeline: Timeline

@@ -105,8 +105,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of a run."""
-
     seconds: float
     records: tuple[Record, ...]  # per request
     before: EngineStats
@@ -114,12 +112,10 @@ class Run:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """The answers, in the order of requests."""
         return tuple(tuple(record.answer) for record in self.records)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of every answer together."""
         return sum(len(record.answer) for record in self.records)
 
     def counted(self, counter: str) -> float:
@@ -190,8 +186,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answers of one policy beside those of another."""
-
     identical: int
     near_ties: int  # part where two tokens were nearly equally probable
     changed: int  # part elsewhere, or are of another length: a failure

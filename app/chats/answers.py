@@ -7,8 +7,8 @@ ask(), retry(), resume() ──→ a task per answer: prompt → engine → Grow
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import FunctionThread, StoreError
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_ATTACHMENTS = 20
 SAVE_S = 0.5  # less than a second is unsaved, also when saving takes its time
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -78,24 +77,20 @@ class Answers:
             await self._start(answer)
             return question, answer
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def retry(self, answer_id: str) -> Message:
-        """Begin another answer to the same question; see `ChatStore.retry`."""
-
         async def begin() -> Message:
             return await self._start(await self._worker(self._store.retry, answer_id))
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def resume(self, answer_id: str) -> Message:
-        """Continue an answer that has ended; see `ChatStore.reopen`."""
-
         async def begin() -> Message:
             await self._save()
             return await self._start(await self._worker(self._store.reopen, answer_id))
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def stop(self, answer_id: str) -> Message:
         """End an answer at once; an ended one does not change.
@@ -132,12 +127,12 @@ class Answers:
             await asyncio.wait(self._errands)
         await self._save()
 
-    async def _carry_out(self, errand: Callable[[], Awaitable[T]]) -> T:
-        """Finish an errand even when its client leaves."""
-        task = asyncio.ensure_future(errand())
+    def _errand(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin what is finished even when its client leaves."""
+        task = asyncio.create_task(work)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _start(self, answer: Message) -> Message:
         growing = self._growing[answer.id] = GrowingAnswer(answer)
@@ -164,9 +159,7 @@ class Answers:
             self._changed(growing.message.chat_id)
 
         self._changed(growing.message.chat_id)
-        saving = asyncio.ensure_future(save())
-        self._errands.add(saving)
-        saving.add_done_callback(self._errands.discard)
+        self._errand(save())
 
     async def _write(self, growing: GrowingAnswer) -> None:
         try:

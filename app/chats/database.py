@@ -93,7 +93,6 @@ class _DamagedError(sqlite3.DatabaseError):
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for errors of Python's own."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -203,5 +202,4 @@ class FunctionThread:
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """Wait for what is under way and end the thread."""
         self._pool.shutdown()

@@ -89,7 +89,6 @@ class ChatStore:
         return found
 
     def chat(self, chat_id: str) -> Chat:
-        """Read a whole chat; NotFoundError."""
         with transaction(self._connection):
             self._mark_cut()
             return self._chat(chat_id)
@@ -129,7 +128,6 @@ class ChatStore:
             self._set(chat_id, deleted_s=time.time())
 
     def restore(self, chat_id: str) -> Chat:
-        """Undo `delete`; NotFoundError."""
         with transaction(self._connection):
             self._set(chat_id, deleted_s=None)
             return self._chat(chat_id)
@@ -147,7 +145,6 @@ class ChatStore:
             return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
     def message(self, message_id: str) -> Message:
-        """Read a message of a chat that is not deleted; NotFoundError."""
         with transaction(self._connection):
             return self._message(message_id)
 
@@ -223,17 +220,14 @@ class ChatStore:
         return file
 
     def presets(self) -> list[tuple[str, str]]:
-        """Read the system prompts (name, text), by name."""
         with transaction(self._connection):
             return self._connection.execute("SELECT name, text FROM presets ORDER BY name").fetchall()
 
     def set_preset(self, name: str, text: str) -> None:
-        """Keep a system prompt under a name."""
         with transaction(self._connection):
             self._connection.execute("INSERT OR REPLACE INTO presets VALUES (?, ?)", (name, text))
 
     def remove_preset(self, name: str) -> None:
-        """Forget a system prompt; NotFoundError."""
         with transaction(self._connection):
             if not self._connection.execute("DELETE FROM presets WHERE name = ?", (name,)).rowcount:
                 raise NotFoundError(f"there is no preset {name!r}")

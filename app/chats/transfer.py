@@ -106,7 +106,6 @@ class ChatPart(_Part):
         )
 
     def chat(self) -> Chat:
-        """Return the chat, with new ids."""
         chat_id = new_id()
         ids = [new_id() for _ in self.messages]
         messages = tuple(
@@ -138,13 +137,11 @@ def from_json(body: bytes) -> list[Chat]:
 
 
 def to_json(chats: list[Chat]) -> str:
-    """Return a file with these chats."""
     parts = [ChatPart.of(chat) for chat in chats]
     return ChatsFile(format="neo-desktop chats", version=1, chats=parts).model_dump_json(indent=1)
 
 
 def to_markdown(chat: Chat) -> str:
-    """Return the branch that is shown, as a document."""
     parts = [f"# {chat.entry.title or 'Chat'}"]
     if chat.settings.system_prompt:
         parts.append(f"**System prompt**\n\n{chat.settings.system_prompt.strip()}")

@@ -9,8 +9,8 @@ import torch
 from rich.markup import escape
 
 from neo_desktop import native
+from neo_desktop.app.commands.options import WorkerOptions
 from neo_desktop.app.commands.terminal import stdout
-from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer

@@ -94,7 +94,6 @@ class LlamaCppEngine:
         return self._running is not None or bool(self._waiting or self._outputs)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Queue a request; its n outputs are answered one after the other."""
         self._waiting += new_requests(
             request_id, prepared, self.input_processor, self.eos_token_ids, self.grammars, self._arrivals
         )

@@ -31,7 +31,6 @@ _LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # what it warns of is 
 
 @cache
 def _api() -> Any:
-    """Import llama_cpp and set it up, once."""
     from llama_cpp import llama_cpp as api
 
     @api.llama_log_callback  # type: ignore[untyped-decorator]
@@ -103,12 +102,10 @@ class LlamaModel:
 
     @property
     def trained_tokens(self) -> int:
-        """The context that it was trained for."""
         return int(self._api.llama_model_n_ctx_train(self.handle))
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights."""
         return int(self._api.llama_model_size(self.handle))
 
     @property
@@ -145,7 +142,6 @@ class LlamaModel:
         return None if template is None else template.decode(errors="replace")
 
     def metadata(self, key: str) -> str | None:
-        """Return an entry of the file's metadata as text; None: there is none."""
         buffer = ctypes.create_string_buffer(MAX_TEXT_BYTES)
         size = self._api.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
         return None if size < 0 else buffer.value.decode(errors="replace")
@@ -156,7 +152,6 @@ class LlamaModel:
         return int(token) if 0 <= token < self.num_tokens else None
 
     def token_name(self, token_id: int) -> str:
-        """Return a token as the vocabulary writes it."""
         text: bytes = self._api.llama_vocab_get_text(self._vocabulary, token_id)
         return text.decode(errors="replace")
 
@@ -195,7 +190,6 @@ class LlamaModel:
         return list(_filled(lambda size: (self._api.llama_token * size)(), into, size))
 
     def text(self, token_ids: Sequence[int], *, with_special: bool) -> bytes:
-        """Return the text of tokens."""
         count, tokens = len(token_ids), (self._api.llama_token * len(token_ids))(*token_ids)
 
         def into(found: Any, size: int) -> int:
@@ -205,8 +199,6 @@ class LlamaModel:
         return bytes(_filled(ctypes.create_string_buffer, into, 16 * count + 64))
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of a token."""
-
         def into(found: Any, size: int) -> int:
             return int(self._api.llama_token_to_piece(self._vocabulary, token_id, found, size, 0, True))
 

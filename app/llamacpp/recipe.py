@@ -38,8 +38,6 @@ def try_out(model: LlamaModel, context: LlamaContext, batch_tokens: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppRecipe:
-    """An `EngineMaker`."""
-
     name: str  # as the API calls the model
     file: Path
     options: EngineOptions  # which `check_llamacpp` does not complain of
@@ -102,7 +100,6 @@ def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
 
 
 def crashed(signal: str, stage: str) -> str:
-    """Say what happened."""
     where = f" at the stage '{stage}'" if stage else ""
     return f"llama.cpp crashed twice ({signal}){where}: its build fails on this processor"
 

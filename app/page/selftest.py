@@ -52,8 +52,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A report in the list."""
-
     name: str
     started: str
     suites: tuple[str, ...] = ()
@@ -84,11 +82,9 @@ class SelfTest:
         self._task: asyncio.Task[None] | None = None
 
     def reports(self) -> list[Finished]:
-        """Return the finished reports, newest first."""
         return [_finished(folder) for folder in _reports(self._folder)]
 
     def page(self, name: str) -> Path | None:
-        """Return a report's page; None where there is none of that name."""
         pages = (folder / "report.html" for folder in _reports(self._folder) if folder.name == name)
         return next(pages, None)
 

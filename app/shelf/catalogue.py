@@ -37,20 +37,16 @@ class UnknownModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that can be named."""
-
     name: str
     summary: Summary
     shape: str | None = None  # random weights in this published shape, which are in no file
 
     @property
     def source(self) -> str:
-        """Its name for the engine."""
         return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
 
 
 def own_folder() -> Path:
-    """Return where this program puts models that it downloads."""
     return data_folder() / "models"
 
 

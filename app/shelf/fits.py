@@ -11,23 +11,11 @@ from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
-from neo_desktop.engine.loading import (
-    CPU_CACHE_DTYPES,
-    asked_dtype,
-    choose_device,
-    choose_dtype,
-    kept_form,
-)
+from neo_desktop.engine.loading import CPU_CACHE_DTYPES, asked_dtype, choose_device, choose_dtype, kept_form
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
-from neo_desktop.engine.profiling.budget import (
-    FreeMemory,
-    MemoryCaps,
-    limits_of,
-    pool_blocks,
-    smaller_form,
-)
+from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks, smaller_form
 from neo_desktop.engine.profiling.profile_cache import find_tables
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.policies import get_policy
@@ -220,7 +208,6 @@ def _rates(figures: MachineFigures | str) -> Rates:
 
 
 def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
-    """Return the mean over all layers."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, matrix in config.each_matrix():
         if name in plan.resident_rows:

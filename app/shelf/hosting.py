@@ -107,7 +107,6 @@ class ModelHost:
 
     @property
     def has_service(self) -> bool:
-        """True if `service` returns one."""
         return self._service is not None
 
     @property
@@ -197,7 +196,6 @@ class ModelHost:
         return self._task
 
     async def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Carry out a load, whatever comes of it."""
         try:
             async with self._changes:
                 await work
@@ -219,7 +217,6 @@ class ModelHost:
             self._pause.set()
 
     async def _replace(self, name: str) -> None:
-        """Load a model in place of the loaded one."""
         is_wanted_back = self.is_resting and name == self.name
         await self._free("the model was unloaded to make room for another", keep=is_wanted_back)
         try:

@@ -58,7 +58,6 @@ async def load_in_thread(
 
 
 def release(service: EngineService) -> None:
-    """Free what a service that was stopped holds."""
     service.close()
     return_memory()
 

@@ -43,7 +43,6 @@ class ModelShelf:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders that models are looked for in."""
         return self._loader.catalogue.folders if self._loader is not None else []
 
     @property
@@ -53,7 +52,6 @@ class ModelShelf:
         return self._loader is not None and bool(self.models) and not has_model
 
     async def look(self) -> None:
-        """Look at all folders."""
         if self._loader is not None:
             self.models = await asyncio.to_thread(_look, self._loader, self.host.has_weights)
             self._news.tell(MODELS)
@@ -95,7 +93,6 @@ class ModelShelf:
         self._pull_stopped.set()
 
     async def stop_pull(self) -> None:
-        """Stop the download; what has arrived is kept."""
         self._pull_stopped.set()
         if self._pull_task is not None:
             await asyncio.wait([self._pull_task], timeout=5)

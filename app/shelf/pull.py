@@ -42,8 +42,6 @@ _NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|/)mtp-", re.IGNORECASE)  # what see
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that has arrived."""
-
     path: Path  # its folder, or its GGUF file
     choice: str | None = None  # of a file, where none was named; a sentence
 
@@ -99,7 +97,6 @@ def pull(name: str, progress: Progress, stopped: threading.Event | None = None) 
 def _choose(
     repository: str, wanted: str | None, files: Sequence[HubFile], folder: Path
 ) -> tuple[list[HubFile], Pulled]:
-    """Choose the files of a repository, and the path of the model."""
     by_name = {file.name: file for file in files}
     # Weights in a folder of their own are another program's; GGUF files are models in any folder.
     plain = [file for name, file in by_name.items() if _WANTED.fullmatch(name)]

@@ -57,11 +57,9 @@ class Restarts:
         self._num_failed += 1
 
     def loaded(self) -> None:
-        """It was started again."""
         self._num_failed = 0
 
     def begun(self) -> None:
-        """It is started again."""
         self._starts_s.append(self._clock())
 
     def be_careful(self, device: str) -> None:

@@ -36,8 +36,6 @@ ENOUGH_TOKENS = 4096  # of KV in GPU memory: less, and the GPU alone could not e
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of a workload."""
-
     gpu: GpuPreset
     host: HostPreset
     model: str

@@ -187,7 +187,7 @@ def test_measurements_take_turns() -> None:
         order.append(name)
         return float(len(order))
 
-    work = [Measurement(name, "", 0, "", lambda name=name: measure(name)) for name in "ab"]
+    work = [Measurement(name, "", "", lambda name=name: measure(name)) for name in "ab"]
     assert list(rounds(work, 1e-9, ignore)) == [1, 2, 3]
     assert order == ["a", "b"] * (1 + LEAST_ROUNDS)
     assert [one.samples for one in work] == [[3.0, 5.0, 7.0], [4.0, 6.0, 8.0]]  # the first round warms up
