@@ -242,10 +242,7 @@ def usual(options: BenchOptions) -> Usual:
 def run_load(options: BenchOptions, progress: Progress) -> Iterator[LoadReport]:
     """Measure, and yield what is known after every run.
 
-    Raises:
-        WorkloadError, OSError: the trace cannot be used.
-        RuntimeError: not a single request is answered.
-        ModelError, ValueError, MemoryError: as from `Engine.from_pretrained`.
+    Raises RuntimeError: no request is answered; and what the reader of a trace and the engine raise.
     """
     settings, limits = usual(options), Limits()
     lengths = Lengths(options, settings.tokens)

@@ -182,11 +182,7 @@ class ThroughputReport:
 
 
 def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
-    """Return as many requests as could be asked for; raises what `load_trace` raises.
-
-    Args:
-        device: "cpu" or "cuda", for the lengths of synthetic requests.
-    """
+    """Return as many requests as could be asked for, on this device; raises what `load_trace` raises."""
     lengths, count = Lengths(options, LENGTHS[device]), options.num_requests or MOST_REQUESTS
     return lengths.take(count if lengths.trace is None else min(count, len(lengths.trace)))
 

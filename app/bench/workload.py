@@ -28,11 +28,7 @@ Answer = tuple[SampledToken, ...]  # with TOP_LOGPROBS log-probabilities each
 
 
 class Lengths:
-    """The lengths of requests, always the same ones: a trace's, or synthetic ones.
-
-    Args:
-        usual: tokens in and out of a synthetic request, unless they are given.
-    """
+    """The lengths of requests, always the same ones: a trace's, or about the `usual` tokens in and out."""
 
     def __init__(self, options: BenchOptions, usual: tuple[int, int]) -> None:
         self.trace = None if options.trace is None else load_trace(options.trace)

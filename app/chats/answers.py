@@ -32,14 +32,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """All answers that are being written here.
-
-    Args:
-        host: has the model.
-        store: where they are saved.
-        worker: the store's thread.
-        news: wakes the pages.
-    """
+    """All answers that are being written here."""
 
     def __init__(self, host: ModelHost, store: ChatStore, worker: FunctionThread, news: News) -> None:
         self._host = host
@@ -61,11 +54,7 @@ class Answers:
     async def ask(
         self, chat_id: str, parent_id: str | None, text: str, attachment_ids: Sequence[str] = ()
     ) -> tuple[Message, Message]:
-        """Put a question and begin to answer it; see `ChatStore.ask`.
-
-        Raises:
-            NotPossibleError: it is empty or too long.
-        """
+        """Put a question and begin to answer it, see `ChatStore.ask`. NotPossibleError: its length."""
         if not text.strip() and not attachment_ids:
             raise NotPossibleError("the question is empty")
         check_length(text)
@@ -93,12 +82,7 @@ class Answers:
         return await asyncio.shield(self._errand(begin()))
 
     async def stop(self, answer_id: str) -> Message:
-        """End an answer at once; an ended one does not change.
-
-        Raises:
-            NotFoundError: the message does not exist.
-            NotPossibleError: another process writes it.
-        """
+        """End an answer at once; an ended one does not change. NotFoundError, NotPossibleError."""
         if answer_id not in self._growing:
             message = await self._worker(self._store.message, answer_id)
             if not message.is_live:

@@ -24,14 +24,8 @@ T = TypeVar("T")
 class Chats:
     """The store, the thread that it lives in, and the answers under way.
 
-    Args:
-        host: has the model.
-        news: wakes those who follow a chat.
-        folder: the user's data folder.
-
-    Raises:
-        StoreError: here and in all methods, when the chats cannot be kept there.
-        NotFoundError: in all methods that take an id.
+    StoreError: in all methods, when the chats cannot be kept in the folder. NotFoundError: in all
+    methods that take an id.
     """
 
     def __init__(self, host: ModelHost, news: News, folder: Path) -> None:
@@ -75,12 +69,7 @@ class Chats:
         await self._change(self._store.change, chat_id, title=title)
 
     async def set(self, chat_id: str, settings: Settings) -> None:
-        """Change how a chat is answered.
-
-        Raises:
-            SettingError: a value is out of range.
-            NotPossibleError: the system prompt is too long.
-        """
+        """Change how a chat is answered. SettingError, NotPossibleError: a value is out of range."""
         _check(settings)
         await self._change(self._store.change, chat_id, settings=settings)
 

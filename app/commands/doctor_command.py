@@ -113,10 +113,8 @@ def run_doctor(
     Args:
         refresh: check in any case, and start in full again, also after crashes.
         progress: gets the title of each check.
-        child: the command of the child process.
 
-    Raises:
-        ValueError, ModelError: the model cannot be loaded.
+    Raises ValueError, ModelError: the model cannot be loaded.
     """
     key = subject_key(subject, choose_device(subject.device))
     verdict = None if refresh else read_verdict(key)

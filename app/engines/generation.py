@@ -13,11 +13,8 @@ MAX_UNREAD_OUTPUTS = 16_384  # of one generation; beyond that, its reader counts
 class Generation:
     """The outputs of the prompts of one `submit`, as they come; leaving the `async with` aborts what is open.
 
-    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice.
-
-    Raises:
-        EngineFailedError, ServiceStoppedError, RequestTimeoutError, UnreadError: while iterating, when the
-            rest will not come.
+    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice. It raises
+    ServiceError when the rest will not come.
     """
 
     def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:

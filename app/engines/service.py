@@ -48,9 +48,7 @@ Supervisor = Callable[[str], str]  # an incident → the message for waiting cli
 class EngineService:
     """Runs an engine for many clients of one event loop.
 
-    Args:
-        engine: a link, or an engine for a thread; the service's alone from `start` to the end of `stop`.
-        limits: what requests may take.
+    The engine is the service's alone from `start` to the end of `stop`.
     """
 
     def __init__(self, engine: Engine | msg.EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
@@ -101,7 +99,6 @@ class EngineService:
         """End all requests with a reason, free what they hold and end the engine; a second call does nothing.
 
         Args:
-            reason: the message for their clients.
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
             successor: brings the service that takes what is submitted from now on; None: it is refused.
@@ -150,14 +147,11 @@ class EngineService:
         """Return a chat as the model's template writes it, for the assistant's next message.
 
         Args:
-            messages: as chat templates expect them.
             extra: for the template alone, with "tools" among it.
             shield: that has broken the marks in both already; None: they are broken here.
             is_continued: leave out what the template writes after the last message's text.
 
-        Raises:
-            ChatTemplateError: see `TemplateProcess.render`; the last message cannot be continued, or there
-                are too many messages.
+        Raises ChatTemplateError: also if there are too many messages.
         """
         if len(messages) > self._limits.max_messages:
             raise ChatTemplateError(
@@ -167,11 +161,7 @@ class EngineService:
         return await templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
-        """Ask the engine what it does right now; it answers between two iterations.
-
-        Raises:
-            ServiceStoppedError, EngineFailedError: the engine has ended.
-        """
+        """Ask the engine what it does right now; it answers between two iterations. ServiceError."""
         view: LiveView = await self._ask(msg.Look)
         return view
 
@@ -183,18 +173,15 @@ class EngineService:
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> Generation:
-        """Check prompts and send them to the engine.
+        """Check prompts, texts or token ids, and send them to the engine.
 
         Args:
-            prompts: texts or token ids.
             add_special_tokens: let the tokenizer put its special tokens around texts.
             cuts_max_tokens: see `InputProcessor.prepare`.
 
         Raises:
-            ServiceBusyError: too many requests are waiting.
-            ServiceStoppedError, EngineFailedError: the service takes no requests any more.
-            ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run
-                then.
+            ServiceError: the service takes no requests any more, or too many are waiting.
+            ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run.
         """
         if self._successor is not None:
             return await (await self._successor()).submit(
@@ -243,12 +230,7 @@ class EngineService:
         return generation
 
     async def compile(self, grammar: str) -> None:
-        """Let the engine make a grammar ready.
-
-        Raises:
-            SettingError: it cannot be used.
-            ServiceStoppedError, EngineFailedError: the engine has ended.
-        """
+        """Let the engine make a grammar ready. SettingError: it cannot be used; ServiceError."""
         await (await self._awake())._ask(msg.Compile, grammar)
 
     async def see(self, data: bytes) -> SeenImage:

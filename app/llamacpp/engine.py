@@ -49,7 +49,6 @@ class LlamaCppEngine:
     """A `ServedEngine`; only `grammars` is thread-safe.
 
     Args:
-        context: of the model, with nothing in it.
         max_context_tokens: of a prompt and its answer.
         batch_tokens: of a prompt that are computed in one step at most.
         gpu: whether the layers are on a GPU.

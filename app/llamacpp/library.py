@@ -55,14 +55,7 @@ def supports_gpu() -> bool:
 class LlamaModel:
     """A loaded model, or its vocabulary alone. Any thread may ask for tokens and texts.
 
-    Args:
-        file: of a split model, the first part.
-        vocabulary_only: leave the weights out.
-        gpu: put all layers on the GPU.
-        progress: told how far the loading is; may raise, which ends it.
-
-    Raises:
-        ModelError: llama.cpp cannot load it.
+    `progress` may raise, which ends the loading. Raises ModelError: llama.cpp cannot load it.
     """
 
     def __init__(
@@ -177,9 +170,8 @@ class LlamaModel:
     def tokenise(self, text: bytes, *, add_special: bool, parse_special: bool = True) -> list[int]:
         """Return the tokens of a text in UTF-8.
 
-        Args:
-            add_special: put the tokens around it that the vocabulary wants.
-            parse_special: recognise control tokens that are written out.
+        `add_special`: put the tokens around it that the vocabulary wants. `parse_special`: recognise control
+        tokens that are written out.
         """
 
         def into(found: Any, size: int) -> int:
@@ -217,15 +209,9 @@ def _filled(make: Callable[[int], Any], into: Callable[[Any, int], int], size: i
 
 
 class LlamaContext:
-    """One sequence of tokens with its KV. One thread makes the calls.
+    """One sequence of at most `num_tokens` tokens with its KV. One thread makes the calls.
 
-    Args:
-        num_tokens: that it holds at most.
-        batch_tokens: that are evaluated at once at most.
-        num_threads: of the CPU.
-
-    Raises:
-        MemoryError: it does not fit.
+    Raises MemoryError: it does not fit.
     """
 
     def __init__(self, model: LlamaModel, num_tokens: int, batch_tokens: int, num_threads: int) -> None:
@@ -257,8 +243,7 @@ class LlamaContext:
     def evaluate(self, token_ids: Sequence[int]) -> FloatArray:
         """Add tokens, not more than a batch has; return the logits after the last one, [vocab].
 
-        Raises:
-            RuntimeError: llama.cpp failed; nothing is held any more.
+        RuntimeError: llama.cpp failed; nothing is held any more.
         """
         tokens = (self._api.llama_token * len(token_ids))(*token_ids)
         _errors.clear()

@@ -45,10 +45,7 @@ class LlamaCppRecipe:
     def __call__(self, progress: Progress) -> LlamaCppEngine:
         """Load the model.
 
-        Raises:
-            ModelError: llama.cpp cannot load it, or it writes no answers.
-            ValueError: a GPU was asked for, and llama-cpp-python has none.
-            MemoryError: the context does not fit.
+        Raises ModelError: llama.cpp cannot use it; ValueError: it has no GPU; MemoryError: no room.
         """
         gpu = self.options.device != "cpu" and supports_gpu()
         if self.options.device == "cuda" and not gpu:
@@ -85,9 +82,7 @@ class LlamaCppCrashError(RuntimeError):
 def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
     """Load a model with llama.cpp in a process; one that crashes is tried once more.
 
-    Raises:
-        LlamaCppCrashError: it crashes again.
-        and what `EngineProcess.load` raises.
+    Raises LlamaCppCrashError: it crashes again; and what `EngineProcess.load` raises.
     """
     try:
         return EngineProcess.load(make, progress)

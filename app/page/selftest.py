@@ -64,13 +64,7 @@ def reports_folder(data: Path | None = None) -> Path:
 
 
 class SelfTest:
-    """One run at a time, and what earlier ones found. Belongs to the event loop.
-
-    Args:
-        news: wakes those who follow `SELFTEST`.
-        folder: for reports; None: the usual one.
-        command: runs `neo-desktop`.
-    """
+    """One run at a time, and what earlier ones found. Belongs to the event loop."""
 
     def __init__(self, news: News, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
         self._news = news
@@ -91,14 +85,7 @@ class SelfTest:
     def start(
         self, suites: Sequence[str] = SUITES, prepare: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Begin a run.
-
-        Args:
-            prepare: awaited before.
-
-        Raises:
-            SelfTestError: one is under way, or a suite does not exist.
-        """
+        """Begin a run, after `prepare`; SelfTestError: one is under way, or a suite does not exist."""
         if self.running is not None:
             raise SelfTestError("a self-test is running: stop it, or wait for it")
         if unknown := [suite for suite in suites if suite not in SUITES]:

@@ -65,7 +65,6 @@ def fit(
     """Predict the memory and the speed of a model.
 
     Args:
-        options: of the engine; the model that they name does not matter.
         free: memory, with no model loaded.
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.

@@ -85,11 +85,7 @@ class ModelHost:
 
     @property
     def service(self) -> EngineService:
-        """The service of the loaded model; also of a resting model, which a request brings back.
-
-        Raises:
-            NoModelError: there is none.
-        """
+        """The service of the loaded model; also of a resting one, which requests bring back. NoModelError."""
         loading = self.loading
         if self._service is not None:
             return self._service
@@ -136,12 +132,7 @@ class ModelHost:
                 await asyncio.to_thread(self._service.close)
 
     def begin(self, name: str) -> asyncio.Task[None]:
-        """Begin to load a model in place of the loaded one; `loading` and `error` show the progress.
-
-        Raises:
-            HostBusyError: another one is being loaded.
-            LoadFailedError: this server cannot load models.
-        """
+        """Begin to load a model in place of the loaded one; HostBusyError, LoadFailedError."""
         if self._load is None:
             raise errors.LoadFailedError("this server keeps the model that it was started with")
         if self.loading is not None:

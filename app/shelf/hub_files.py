@@ -87,14 +87,9 @@ def list_files(repository: str) -> list[HubFile]:
 
 
 def fetch(file: HubFile, folder: Path, arrived: Callable[[int], None], stopped: threading.Event) -> None:
-    """Download a file; what an earlier call left of it is kept.
+    """Download a file, from what an earlier call left; PullError.
 
-    Args:
-        arrived: gets the number of bytes so far; an exception ends the download.
-        stopped: ends the pauses between tries.
-
-    Raises:
-        PullError: it cannot be had, or is not what the hub says.
+    `arrived` gets the number of bytes so far, and may raise; `stopped` ends the pauses between tries.
     """
     part = file.part(folder)
     part.parent.mkdir(parents=True, exist_ok=True)

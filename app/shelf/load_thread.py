@@ -23,12 +23,8 @@ async def load_in_thread(
 ) -> EngineService:
     """Load in a thread that the program's end need not wait for.
 
-    Args:
-        progressed: called on the event loop.
-        is_stopped: set when the model is not wanted any more.
-
-    Raises:
-        LoadStoppedError: that was set; or what `load` raises.
+    `progressed` is called on the event loop. Raises what `load` raises, and LoadStoppedError once
+    `is_stopped` is set.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[EngineService] = loop.create_future()

@@ -86,9 +86,7 @@ class ModelLoader:
     """Makes services, for a `ModelHost`; one at a time.
 
     Args:
-        catalogue: where names are looked up.
         options: for every engine; the model that they name does not matter.
-        make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
         process: whether engines have processes of their own; None: on a GPU, divided ones, and llama.cpp.
         backend: "neo", "llamacpp", or "auto": llama.cpp where the engine has not what a model needs.

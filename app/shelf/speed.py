@@ -56,12 +56,7 @@ class Speed:
 
 
 def find_figures(device: torch.device, reports: Path | None = None) -> MachineFigures | str:
-    """Return what is known of this computer, or why nothing is.
-
-    Args:
-        device: that the linear layers run on.
-        reports: folder of the self-test's reports.
-    """
+    """Return what is known of this computer, also from the self-test's reports, or why nothing is."""
     gpu_name, rates, source = _measured(reports) if reports is not None else ("", {}, "")
     read, flops = GB * rates.get("host reads", 0.0), 1e9 * rates.get("CPU matrix products, float32", 0.0)
     if device.type != "cuda":
@@ -92,8 +87,7 @@ def predict(
     Args:
         chats: (tier, how many have room there); at least one in all.
         chat_tokens: final length of a chat; the average is half.
-        read: see `analytic_cost_model`.
-        divided: see `analytic_cost_model`.
+        read, divided: see `analytic_cost_model`.
     """
     cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read, divided)
     if not figures.has_gpu:
