@@ -39,7 +39,7 @@ def selftest_view(services: PageServices) -> None:
 
     async def begin(chosen: list[str]) -> None:
         with telling():
-            selftest.start_on(services.host, chosen)
+            selftest.start(chosen, services.host)
 
     async def act(event: gr.EventData) -> Any:
         asked: dict[str, str] = event._data

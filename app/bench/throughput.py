@@ -61,8 +61,6 @@ class PolicyResult:
 
     policy: str
     output_tokens_per_s: float
-    lowest_output_tokens_per_s: float  # over the turns
-    highest_output_tokens_per_s: float
     ttft_p50_ms: float | None  # over the requests of every turn; None: no request got a token
     tpot_p50_ms: float | None  # the same, over requests with more than one token
     tokens_per_iteration: float  # output tokens: the mean batch of decodes
@@ -74,9 +72,7 @@ class PolicyResult:
     cpu_busy_share: float  # with decode attention
     overlap_share: float  # of the time: both at once
     bound_output_tokens_per_s: float  # the policy's limit on this machine
-    identical_answers: int  # beside those of the first policy
-    near_tie_answers: int  # part from them where two tokens were nearly equally probable
-    changed_answers: int  # a failure
+    comparison: Comparison  # with the answers of the first policy
     errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
 
     @property
@@ -85,11 +81,12 @@ class PolicyResult:
 
     @property
     def answers(self) -> str:
-        if self.changed_answers:
-            return f"{self.changed_answers} CHANGED"
+        found = self.comparison
+        if found.changed:
+            return f"{found.changed} CHANGED"
         if self.errors:
             return f"{sum(self.errors.values())} FAILED"
-        return f"same ({self.near_tie_answers} near ties)" if self.near_tie_answers else "same"
+        return f"same ({found.near_ties} near ties)" if found.near_ties else "same"
 
     @property
     def label(self) -> str:
@@ -132,7 +129,7 @@ class ThroughputReport:
 
     @property
     def has_failed(self) -> bool:
-        return any(each.changed_answers or each.errors for each in self.policies)
+        return any(each.comparison.changed or each.errors for each in self.policies)
 
     @property
     def fastest(self) -> PolicyResult:
@@ -332,8 +329,6 @@ class _Suite:
         return PolicyResult(
             policy=policy.name,
             output_tokens_per_s=statistics.median(speeds),
-            lowest_output_tokens_per_s=min(speeds),
-            highest_output_tokens_per_s=max(speeds),
             ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
             tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
             tokens_per_iteration=outputs / iterations,
@@ -345,9 +340,7 @@ class _Suite:
             cpu_busy_share=cpu,
             overlap_share=both,
             bound_output_tokens_per_s=self._bound(policy),
-            identical_answers=policy.comparison.identical,
-            near_tie_answers=policy.comparison.near_ties,
-            changed_answers=policy.comparison.changed,
+            comparison=policy.comparison,
             errors=dict(Counter(each.error for each in records if each.error)),
         )
 

@@ -112,11 +112,10 @@ def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") ->
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Carry out all changes or none.
-
-    Raises:
-        StoreError: they could not be carried out, and were undone.
-    """
+    """Carry out all changes or none; an inner transaction joins the outer one. StoreError: none."""
+    if connection.in_transaction:
+        yield connection
+        return
     try:
         with _transaction(connection):
             yield connection

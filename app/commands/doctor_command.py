@@ -112,7 +112,7 @@ def run_doctor(
 
     Args:
         refresh: check in any case, and start in full again, also after crashes.
-        progress: gets the title of each check.
+        progress: gets the titles of checks.
 
     Raises ValueError, ModelError: the model cannot be loaded.
     """

@@ -140,6 +140,13 @@ class ServerOptions:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        from neo_desktop.app.web.security import check_bind, check_origin  # noqa: PLC0415 - after --help
+
+        check_bind(self.host, self.api_key)
+        for origin in self.allowed_origins or ():
+            check_origin(origin)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:

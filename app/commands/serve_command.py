@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-import typer
 from rich.markup import escape
 
 from neo_desktop.app.application import create_app
@@ -21,7 +20,6 @@ from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.web.addresses import urls
-from neo_desktop.app.web.security import check_bind, check_origin
 from neo_desktop.app.web.server import claim_port, serve
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
@@ -33,7 +31,6 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
     Without the page, requests are answered once the model is loaded; those that come before wait. The page is
     there at once, and shows how the model is loaded.
     """
-    _check(options)
     gc.freeze()  # what was imported stays: to look through it for garbage again and again takes 100 ms each
     # First the port: to find it busy after minutes of loading would be a poor joke.
     with claim_port(options.host, options.port) as socket:
@@ -112,18 +109,6 @@ def _follow(host: ModelHost, on_loaded: Callable[[], None]) -> None:
                 on_loaded()
 
     host.listeners.append(changed)
-
-
-def _check(options: ServerOptions) -> None:
-    try:
-        check_bind(options.host, options.api_key)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--host") from None
-    try:
-        for origin in options.allowed_origins or ():
-            check_origin(origin)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--allow-origin") from None
 
 
 def _print_notes(options: EngineOptions, loader: ModelLoader) -> None:

@@ -1,4 +1,4 @@
-"""The models on this computer: what is known of each, loads and downloads."""
+"""The models on this computer: facts and predictions, loads and downloads."""
 
 import asyncio
 import logging
