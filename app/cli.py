@@ -96,23 +96,20 @@ def chat(
     debug: opt.Debug = False,
 ) -> None:
     """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
-    _serve(options, debug, with_page=True, open_browser=browser)
+    set_up_logging(debug)
+    from neo_desktop.app.commands.serve_command import run_server
+
+    run_server(options, with_page=True, open_browser=browser)
 
 
 @app.command(epilog="Example: neo-desktop serve --model ~/models/Qwen3-8B --port 9000")
 @with_flags
 def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
     """Serve the OpenAI-compatible API without the page."""
-    _serve(options, debug)
-
-
-def _serve(
-    options: ServerOptions, debug: bool, *, with_page: bool = False, open_browser: bool = False
-) -> None:
     set_up_logging(debug)
     from neo_desktop.app.commands.serve_command import run_server
 
-    run_server(options, with_page=with_page, open_browser=open_browser)
+    run_server(options)
 
 
 @app.command(epilog="Example: neo-desktop info --json machine.json")

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterable
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -140,13 +141,14 @@ class Sidebar:
 
 
 def by_day(entries: Iterable[ChatEntry], now_s: float) -> list[tuple[str, list[ChatEntry]]]:
-    """Return entries under "Today", "Yesterday", "This week", then months."""
+    """Return entries, the newest first, under "Today", "Yesterday", "This week", then months."""
     today = datetime.fromtimestamp(now_s).date()
-    groups: dict[str, list[ChatEntry]] = {}
-    for entry in entries:
-        day = datetime.fromtimestamp(entry.updated_s).date()
-        age = (today - day).days
-        older = "This week" if age < 7 else f"{day:%B %Y}"
-        name = "Today" if age <= 0 else "Yesterday" if age == 1 else older
-        groups.setdefault(name, []).append(entry)
-    return list(groups.items())
+
+    def day(entry: ChatEntry) -> str:
+        date = datetime.fromtimestamp(entry.updated_s).date()
+        age = (today - date).days
+        if age < 7:
+            return "Today" if age <= 0 else "Yesterday" if age == 1 else "This week"
+        return f"{date:%B %Y}"
+
+    return [(name, list(group)) for name, group in groupby(entries, day)]

@@ -52,7 +52,8 @@ def lines(
     for value in _ticks(most_y):
         parts.append(f'<path d="M{LEFT} {at_y(value)}H{right}" stroke="var(--line)"/>')
         parts.append(_text(LEFT - 5, at_y(value) + 4, number(value), "end"))
-    names = dict(enumerate(x_names)) or {value: f"{value:g}" for value in _ticks(most_x)}
+    names: dict[float, str] = {float(place): name for place, name in enumerate(x_names)}
+    names = names or {value: f"{value:g}" for value in _ticks(most_x)}
     parts += [_text(at_x(value), bottom + 15, name, "middle") for value, name in names.items()]
     parts.append(_text((LEFT + WIDTH) / 2, bottom + 31, x_label, "middle"))
     parts.append(f'<g transform="rotate(-90)">{_text(-bottom / 2, 11, y_label, "middle")}</g>')

@@ -23,7 +23,6 @@ from neo_desktop.app.bench.workload import (
     TOP_LOGPROBS,
     Answer,
     Comparison,
-    Lengths,
     Run,
     Workload,
     compare,
@@ -42,7 +41,7 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.bound import Bound, Room
-from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic
 
 BASELINE = "gpu-only"  # what offloading is compared with
 # Tokens in and out of a synthetic request. On a GPU as in summaries, the case that NEO was made for (its
@@ -179,9 +178,13 @@ class ThroughputReport:
 
 
 def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
-    """Return as many requests as could be asked for, on this device; raises what `load_trace` raises."""
-    lengths, count = Lengths(options, LENGTHS[device]), options.num_requests or MOST_REQUESTS
-    return lengths.take(count if lengths.trace is None else min(count, len(lengths.trace)))
+    """Return as many requests as could be asked for, on this device."""
+    prompt_tokens, output_tokens = LENGTHS[device]
+    return synthetic(
+        options.num_requests or MOST_REQUESTS,
+        options.input_tokens or prompt_tokens,
+        options.output_tokens or output_tokens,
+    )
 
 
 @dataclass(slots=True)
@@ -197,7 +200,7 @@ class _Policy:
 
 
 def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
-    """Let the policies take turns; raises what the engine and the reader of a trace raise."""
+    """Let the policies take turns; raises what the engine raises."""
     requests = requests_of(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = load(options)

@@ -4,17 +4,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
 TOP_LOGPROBS = 5
@@ -25,20 +24,6 @@ OUT_OF_TIME = "out of time"
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 Answer = tuple[SampledToken, ...]  # with TOP_LOGPROBS log-probabilities each
-
-
-class Lengths:
-    """The lengths of requests, always the same ones: a trace's, or about the `usual` tokens in and out."""
-
-    def __init__(self, options: BenchOptions, usual: tuple[int, int]) -> None:
-        self.trace = None if options.trace is None else load_trace(options.trace)
-        self.tokens = (options.input_tokens or usual[0], options.output_tokens or usual[1])
-
-    def take(self, count: int) -> list[WorkloadRequest]:
-        """Return the first requests, again from the beginning where a trace is too short, all at once."""
-        if self.trace is None:
-            return synthetic(count, *self.tokens)
-        return [replace(request, arrival_ms=0.0) for request in islice(cycle(self.trace), count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
 
 
-def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -> None:
+def run_server(options: ServerOptions, *, with_page: bool = False, open_browser: bool = False) -> None:
     """Claim the port, load the model, serve until Ctrl-C.
 
     Without the page, requests are answered once the model is loaded; those that come before wait. The page is
