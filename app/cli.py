@@ -12,12 +12,11 @@ from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_command import EXAMPLES, bench
 from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.models_command import models
-from neo_desktop.app.commands.option_groups import ServerOptions
+from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stderr, stdout
 from neo_desktop.app.commands.usage import Program
-from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
@@ -97,23 +96,20 @@ def chat(
     debug: opt.Debug = False,
 ) -> None:
     """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
-    _serve(options, debug, with_page=True, open_browser=browser)
+    set_up_logging(debug)
+    from neo_desktop.app.commands.serve_command import run_server
+
+    run_server(options, with_page=True, open_browser=browser)
 
 
 @app.command(epilog="Example: neo-desktop serve --model ~/models/Qwen3-8B --port 9000")
 @with_flags
 def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
     """Serve the OpenAI-compatible API without the page."""
-    _serve(options, debug)
-
-
-def _serve(
-    options: ServerOptions, debug: bool, *, with_page: bool = False, open_browser: bool = False
-) -> None:
     set_up_logging(debug)
     from neo_desktop.app.commands.serve_command import run_server
 
-    run_server(options, with_page=with_page, open_browser=open_browser)
+    run_server(options)
 
 
 @app.command(epilog="Example: neo-desktop info --json machine.json")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import Chat, Message, NotFoundError, Settings, branch, used_tokens
 from neo_desktop.app.errors import NoModelError
@@ -14,7 +15,7 @@ from neo_desktop.app.page.services import PageServices
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.following import QUIET, is_read
-from neo_desktop.ui.html import Markup, panel, tag
+from neo_desktop.ui.html import panel, tag
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import offer_html
 from neo_desktop.ui.refusals import telling

@@ -4,6 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
+from markupsafe import Markup
+
 from neo_desktop.app.live.feed import EngineState, EngineView
 from neo_desktop.app.live.words import notes
 from neo_desktop.app.page.services import PageServices
@@ -14,7 +16,7 @@ from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline, total_ms
 from neo_desktop.ui.following import follow_panel
-from neo_desktop.ui.html import Markup, add_navigation, panel, tag
+from neo_desktop.ui.html import add_navigation, panel, tag
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates

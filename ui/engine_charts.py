@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from neo_desktop.app.words import number
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span
 from neo_desktop.engine.live import LeastTime, LiveView
-from neo_desktop.ui.html import Markup, tag
+from neo_desktop.ui.html import tag
 
 WIDTH, LEFT = 1000, 110  # of the timeline
 LANE = 26

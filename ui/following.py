@@ -21,7 +21,6 @@ def while_seen(
     Args:
         shown: a panel, which says when the page is hidden and seen.
         follow: ends by itself when the session reads no more, see `is_read`.
-        outputs: what it writes.
         event: more of Gradio's arguments of an event.
     """
     context = gr.context.Context.root_block

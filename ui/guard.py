@@ -59,10 +59,8 @@ HEADERS = [
 class PageGuard:
     """ASGI app around Gradio's: 404 for routes that are not listed, 400 without a traceback for its failures.
 
-    Args:
-        app: Gradio's.
-        uploads: the folder of which files may be read.
-        pace: called with True when the first event stream opens, with False when the last one has closed.
+    Files may be read in the folder `uploads` only. `pace` is called with True when the first event stream
+    opens, with False when the last one has closed.
     """
 
     def __init__(self, app: ASGIApp, uploads: Path, pace: Callable[[bool], None]) -> None:

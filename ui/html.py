@@ -1,19 +1,13 @@
 """HTML as Python values: escaped text, and a Gradio component that reports clicks on its buttons."""
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from gradio.components import Navbar
+from markupsafe import Markup, escape
 
 _SCRIPT = (Path(__file__).parent / "panel.js").read_text(encoding="utf-8")
-
-
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
@@ -23,23 +17,18 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         children: `Markup`, text, or sequences of both; None is left out.
         attributes: `_` stands for `-`, a trailing `_` is dropped; None and False are left out.
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
-    return Markup(f"<{name}{written}>{''.join(_text(child) for child in children)}</{name}>")
-
-
-def _attribute(key: str, value: object) -> str:
-    name = key.rstrip("_").replace("_", "-")
-    if value is None or value is False:
-        return ""
-    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+    written = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Markup(f"<{name}{written}>{_text(children)}</{name}>")
 
 
 def _text(child: object) -> str:
-    if child is None:
-        return ""
     if isinstance(child, list | tuple):
         return "".join(map(_text, child))
-    return child if isinstance(child, Markup) else escape(str(child))
+    return "" if child is None else escape(child)
 
 
 def button(label: str, act: str, *, kind: str = "", title: str | None = None, **data: object) -> Markup:

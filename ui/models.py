@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.news import MODELS
 from neo_desktop.app.page.services import PageServices
@@ -12,7 +13,7 @@ from neo_desktop.app.shelf.model_loader import Candidate
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.words import large_count, number, size
 from neo_desktop.ui.following import QUIET, follow_panel
-from neo_desktop.ui.html import Markup, add_navigation, button, panel, progress, tag
+from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 

@@ -30,8 +30,15 @@ from neo_desktop.ui.models import models_view
 from neo_desktop.ui.selftest import selftest_view
 from neo_desktop.ui.settings import SettingsView
 from neo_desktop.ui.sidebar import Sidebar
-from neo_desktop.ui.theme import THEME
 
+# System fonts, one accent colour, nothing from elsewhere.
+THEME = gr.themes.Base(
+    primary_hue=gr.themes.colors.teal,
+    neutral_hue=gr.themes.colors.slate,
+    radius_size=gr.themes.sizes.radius_md,
+    font=["system-ui", "sans-serif"],
+    font_mono=["ui-monospace", "monospace"],
+)
 # Gradio's queue looks for work each millisecond, and for progress each 10 ms: 6 % of a core.
 QUEUE_SLEEP_S = 0.03
 UNUSED_SLEEP_S = 0.25  # while no page is open

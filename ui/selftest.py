@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.news import SELFTEST
 from neo_desktop.app.page.selftest import SUITES, SelfTest, SelfTestError
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.following import QUIET, follow_panel
-from neo_desktop.ui.html import Markup, add_navigation, button, panel, progress, tag
+from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 
@@ -38,7 +39,7 @@ def selftest_view(services: PageServices) -> None:
 
     async def begin(chosen: list[str]) -> None:
         with telling():
-            selftest.start_on(services.host, chosen)
+            selftest.start(chosen, services.host)
 
     async def act(event: gr.EventData) -> Any:
         asked: dict[str, str] = event._data

@@ -5,16 +5,18 @@ import os
 import time
 from collections.abc import Iterable
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import ChatEntry, NotFoundError
 from neo_desktop.ui.chat import ChatView, read_upload
 from neo_desktop.ui.following import QUIET
-from neo_desktop.ui.html import Markup, button, panel, tag
+from neo_desktop.ui.html import button, panel, tag
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
 
@@ -139,13 +141,14 @@ class Sidebar:
 
 
 def by_day(entries: Iterable[ChatEntry], now_s: float) -> list[tuple[str, list[ChatEntry]]]:
-    """Return entries under "Today", "Yesterday", "This week", then months."""
+    """Return entries, the newest first, under "Today", "Yesterday", "This week", then months."""
     today = datetime.fromtimestamp(now_s).date()
-    groups: dict[str, list[ChatEntry]] = {}
-    for entry in entries:
-        day = datetime.fromtimestamp(entry.updated_s).date()
-        age = (today - day).days
-        older = "This week" if age < 7 else f"{day:%B %Y}"
-        name = "Today" if age <= 0 else "Yesterday" if age == 1 else older
-        groups.setdefault(name, []).append(entry)
-    return list(groups.items())
+
+    def day(entry: ChatEntry) -> str:
+        date = datetime.fromtimestamp(entry.updated_s).date()
+        age = (today - date).days
+        if age < 7:
+            return "Today" if age <= 0 else "Yesterday" if age == 1 else "This week"
+        return f"{date:%B %Y}"
+
+    return [(name, list(group)) for name, group in groupby(entries, day)]

@@ -48,28 +48,22 @@ _WAYS = {
     "GPU to host": (Direction.TO_HOST,),
     "both ways together": BOTH,
 }
-# Title, label of x, kinds of figures, and whether x is a size.
-_PICTURES = (
-    ("How fast the CPU reads and copies its memory", "threads", ("host reads", "host copies"), False),
-    ("How fast data crosses the bus between GPU and host", "size of one copy", tuple(_WAYS), True),
+_PICTURES = (  # title, label of x, kinds of figures
+    ("How fast the CPU reads and copies its memory", "threads", ("host reads", "host copies")),
+    ("How fast data crosses the bus between GPU and host", "size of one copy", tuple(_WAYS)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement, repeated."""
-
     what: str  # "host reads"
     of: str  # "2 threads"
-    x: float  # the same as a number: threads, rows of a matrix, bytes
     unit: str
     value: Spread
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareReport:
-    """The rates of this computer."""
-
     rounds: int  # repetitions per measurement
     memory_bytes: int  # host memory that reads and copies go over
     last_level_cache_bytes: int  # of the first core; 0: the system does not say
@@ -84,25 +78,22 @@ class HardwareReport:
     suite: Literal["hardware"] = "hardware"
 
     def best(self, what: str, lowest: bool = False) -> Figure | None:
-        """Return the highest figure of a kind, or the lowest."""
         found = [each for each in self.figures if each.what == what]
         choose = min if lowest else max
         return choose(found, key=lambda each: each.value.median, default=None)
 
     def section(self) -> Section:
-        """Return a row for each figure, and two pictures."""
         plots = []
-        for title, x_label, kinds, is_bytes in _PICTURES:
+        for title, x_label, kinds in _PICTURES:
+            shown = [each for each in self.figures if each.what == kinds[0]]
+            places = {each.of: place for place, each in enumerate(shown)}
             curves = [
-                Line(
-                    kind, [(each.x, each.value.median) for each in self.figures if each.what == kind], colour
-                )
+                Line(kind, [(places[f.of], f.value.median) for f in self.figures if f.what == kind], colour)
                 for kind, colour in zip(kinds, COLOURS, strict=False)
             ]
-            if curves[0].points:
-                names = binary_size if is_bytes else "{:g}".format
-                svg = lines(curves, x_label, "GB/s", log_x=True, log_y=is_bytes, x_names=names)
-                plots.append(Plot(title, svg))
+            if shown:
+                names = [each.of.partition(" thread")[0] for each in shown]
+                plots.append(Plot(title, lines(curves, x_label, "GB/s", names)))
         columns = {"what": "what", "with": "of", "median (p10 - p90)": "value", "unit": "unit"}
         title, summary, *notes = say("hardware", report=self)
         tables = (Table.of("", self.figures, columns),)
@@ -111,11 +102,8 @@ class HardwareReport:
 
 @dataclass(slots=True)
 class Measurement:
-    """Made again and again."""
-
     what: str
     of: str
-    x: float
     unit: str
     measure: Callable[[], float]
     samples: list[float] = field(default_factory=list)
@@ -178,7 +166,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
             between = stack.enter_context(closing(offload_of(streams, in_graph=way == "graph")))
             for each in options.offload_bytes:
                 measure = partial(_offload_us, between, each)
-                work.append(Measurement(_OFFLOADS[way], binary_size(each), each, "us", measure))
+                work.append(Measurement(_OFFLOADS[way], binary_size(each), "us", measure))
         for done in rounds(work, options.seconds, progress):
             yield HardwareReport(
                 rounds=done,
@@ -190,7 +178,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
                 gpu_name="" if timer is None else timer.name,
                 gpu_note="" if timer is not None else find_gpus()[1],
                 gpu_memory_bytes=0 if timer is None else timer.memory_bytes,
-                figures=tuple(Figure(m.what, m.of, m.x, m.unit, Spread.of(m.samples)) for m in work),
+                figures=tuple(Figure(m.what, m.of, m.unit, Spread.of(m.samples)) for m in work),
                 notes=tuple(
                     f"Matrix products of {n} x {n} were left out: too little GPU memory is free."
                     for n in options.gpu_matrix_sizes
@@ -212,16 +200,16 @@ def _offload_us(between: OffloadTimer, nbytes: int) -> float:
 def _of_host(host: Host, options: HardwareOptions) -> Iterator[Measurement]:
     """Yield GB/s of reads and copies, GFLOP/s of multiply-adds and of matrix products."""
     for threads in options.threads or doubling(native.num_usable_cpus()):
-        of = many(threads, "thread"), threads
-        yield Measurement("host reads", *of, "GB/s", partial(host.read_gb_per_s, threads))
-        yield Measurement("host copies", *of, "GB/s", partial(host.copy_gb_per_s, threads))
+        of = many(threads, "thread")
+        yield Measurement("host reads", of, "GB/s", partial(host.read_gb_per_s, threads))
+        yield Measurement("host copies", of, "GB/s", partial(host.copy_gb_per_s, threads))
         for dtype in native_dtypes():
             measure = partial(host.multiply_add_gflop_per_s, threads, dtype)
-            yield Measurement(f"CPU multiply-adds, {dtype}", *of, "GFLOP/s", measure)
+            yield Measurement(f"CPU multiply-adds, {dtype}", of, "GFLOP/s", measure)
     n = options.cpu_matrix_size
     for dtype in native_dtypes():
         measure = partial(host.matrix_gflop_per_s, n, dtype)
-        yield Measurement(f"CPU matrix products, {dtype}", f"{n} x {n}", n, "GFLOP/s", measure)
+        yield Measurement(f"CPU matrix products, {dtype}", f"{n} x {n}", "GFLOP/s", measure)
 
 
 def _of_gpu(
@@ -229,15 +217,15 @@ def _of_gpu(
 ) -> Iterator[Measurement]:
     """Yield GFLOP/s of matrix products, GB/s in its memory and over the bus."""
     memory = timer.memory_bytes
-    size = binary_size(memory), memory
+    size = binary_size(memory)
     copies = Rate(lambda times: timer.copy_seconds(memory, times), memory)  # half is read, half is written
-    yield Measurement("GPU reads", *size, "GB/s", read_rate(timer, memory).giga_per_s)
-    yield Measurement("GPU copies", *size, "GB/s", copies.giga_per_s)
+    yield Measurement("GPU reads", size, "GB/s", read_rate(timer, memory).giga_per_s)
+    yield Measurement("GPU copies", size, "GB/s", copies.giga_per_s)
     for dtype in timer.dtypes:
         for n in sizes:
             measure = matrix_rate(timer, n, dtype).giga_per_s
-            yield Measurement(f"GPU matrix products, {dtype}", f"{n} x {n}", n, "GFLOP/s", measure)
+            yield Measurement(f"GPU matrix products, {dtype}", f"{n} x {n}", "GFLOP/s", measure)
     for nbytes in transfer_bytes:
         for what, ways in _WAYS.items():
             rate = Rate(partial(timer.transfer_seconds, nbytes, ways), len(ways) * nbytes)
-            yield Measurement(what, binary_size(nbytes), nbytes, "GB/s", rate.giga_per_s)
+            yield Measurement(what, binary_size(nbytes), "GB/s", rate.giga_per_s)

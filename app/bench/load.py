@@ -13,14 +13,14 @@ from neo_desktop.app.bench.charts import COLOURS, Line, lines
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.section import Plot, Section, Table
 from neo_desktop.app.bench.words import say
-from neo_desktop.app.bench.workload import Lengths, Record, Workload, run
+from neo_desktop.app.bench.workload import Record, Workload, run
 from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.setup import set_up, take_memory
 from neo_desktop.engine.simulation.metrics import percentile
-from neo_desktop.engine.simulation.workload import WorkloadRequest, with_rate
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from neo_desktop.engine.unused_memory import return_memory
 
 ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
@@ -30,12 +30,9 @@ BURST_GAIN = 1.1  # what a burst twice as large has to bring
 WARM_UP = 2  # requests sent first, and not counted
 MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
 _CAPACITY_SHARE = 0.2  # of a policy's progress
-_LOG_FROM = 10.0  # times that differ by more than this factor are drawn on a logarithmic axis
 
 
 class Usual(NamedTuple):
-    """Settings where none are given."""
-
     tokens: tuple[int, int]  # in and out of a synthetic request
     seconds: float  # in which the requests of a rate come
     load_shares: tuple[float, ...]  # rates, as shares of the capacity
@@ -138,7 +135,6 @@ class LoadPoint:
 
     @property
     def says_enough(self) -> bool:
-        """True if there were enough requests."""
         return self.metrics.requests >= ENOUGH_REQUESTS
 
 
@@ -161,8 +157,6 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadCurve:
-    """One policy of the engine."""
-
     name: str  # of the policy
     model: str
     alone: LoadPoint  # one request by itself
@@ -196,7 +190,6 @@ class LoadReport:
     suite: Literal["load"] = "load"
 
     def section(self) -> Section:
-        """Return tables, curves and what they mean."""
         title, summary, *notes = say("load", report=self, good_share=GOOD_SHARE)
         tables = []
         for curve in self.curves:
@@ -226,8 +219,7 @@ class LoadReport:
         if not times:
             return ""
         shown = limit_ms if limit_ms < 2 * max(times) else None
-        log = max(times) > _LOG_FROM * min(times) > 0
-        return lines(drawn, "requests per second", "ms", log_y=log, limit=shown)
+        return lines(drawn, "requests per second", "ms", limit=shown)
 
 
 def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[WorkloadRequest]:
@@ -243,24 +235,18 @@ def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[Work
 
 
 def usual(options: BenchOptions) -> Usual:
-    """Return the settings of a run."""
     found = QUICK[choose_device(options.device).type] if options.is_quick else USUAL
-    return found._replace(seconds=options.seconds or found.seconds)
+    tokens = options.input_tokens or found.tokens[0], options.output_tokens or found.tokens[1]
+    return found._replace(tokens=tokens, seconds=options.seconds or found.seconds)
 
 
 def run_load(options: BenchOptions, progress: Progress) -> Iterator[LoadReport]:
     """Measure, and yield what is known after every run.
 
-    Raises:
-        WorkloadError, OSError: the trace cannot be used.
-        RuntimeError: not a single request is answered.
-        ModelError, ValueError, MemoryError: as from `Engine.from_pretrained`.
+    Raises RuntimeError: no request is answered; and what the engine raises.
     """
     settings, limits = usual(options), Limits()
-    lengths = Lengths(options, settings.tokens)
-    workload = "{} tokens in and {} out, within 10 %".format(*lengths.tokens)
-    if options.trace is not None:
-        workload = f"the lengths of {options.trace.name}, but not its arrival times"
+    workload = "{} tokens in and {} out, within 10 %".format(*settings.tokens)
     names = policies(options)
     progress(0.0, "loading the model")
     model = None if options.tensor_parallel > 1 else load(options)  # divided: each engine loads by itself
@@ -271,7 +257,7 @@ def run_load(options: BenchOptions, progress: Progress) -> Iterator[LoadReport]:
         try:
             stats = engine.stats()
             report = LoadReport(f"{stats.device}, {stats.dtype}", workload, limits, done)
-            measurement = _Measurement(engine, options, settings, lengths, limits, within)
+            measurement = _Measurement(engine, options, settings, limits, within)
             # Rates follow the first policy's capacity: all see the same requests at the same times.
             for curve in measurement.curves(name, done[0].points if done else ()):
                 yield replace(report, curves=(*done, curve))
@@ -304,20 +290,16 @@ def _open(options: BenchOptions, model: LoadedModel | None, name: str, progress:
 
 @dataclass
 class _Measurement:
-    """The runs of one policy."""
-
     engine: Engine
     options: BenchOptions
     settings: Usual
-    lengths: Lengths
     limits: Limits
     progress: Progress
     turn: int = 0
 
     def curves(self, name: str, points: Sequence[LoadPoint]) -> Iterator[LoadCurve]:
         """Yield the curve as it grows; `points` have the rates, or they are shares of the capacity."""
-        nine = self.lengths.take(len(self.lengths.trace or range(9)))
-        typical = sorted(nine, key=lambda request: request.total_tokens)[len(nine) // 2]
+        typical = sorted(self._requests(9), key=lambda request: request.total_tokens)[4]
         self.progress(0.0, "warming up")
         self._send([typical] * WARM_UP)
         alone = LoadPoint("one alone", 0.0, self._answered([typical]))
@@ -334,14 +316,17 @@ class _Measurement:
         for done, (title, rate) in enumerate(rates):
             start = _CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * done / len(rates)
             count = self.options.num_requests or math.ceil(rate * self.settings.seconds)
-            requests = poisson(self.lengths.take(count), rate)
+            requests = poisson(self._requests(count), rate)
             metrics = self._send(requests, f"{number(rate)} requests/s", start, drain_s)
             curve = replace(curve, points=(*curve.points, LoadPoint(title, rate, metrics)))
             yield curve
 
+    def _requests(self, count: int) -> list[WorkloadRequest]:
+        return synthetic(count, *self.settings.tokens)
+
     def _capacity(self) -> LoadPoint:
         """Send more and more requests at once, until more requests bring no gain, or take too long."""
-        best = self._answered(self.lengths.take(FIRST_BURST))
+        best = self._answered(self._requests(FIRST_BURST))
         last, stalls = best, 0
         while not (
             stalls == MOST_STALLS
@@ -349,11 +334,11 @@ class _Measurement:
             or last.failures
             or 2 * last.requests > MOST_BURST
         ):
-            last = self._answered(self.lengths.take(2 * last.requests))
+            last = self._answered(self._requests(2 * last.requests))
             stalls = 0 if last.finished_per_s > BURST_GAIN * best.finished_per_s else stalls + 1
             best = max(best, last, key=lambda each: each.finished_per_s)
         # Once more: the first burst of its size also pays for what is done once for each size.
-        again = self._answered(self.lengths.take(best.requests))
+        again = self._answered(self._requests(best.requests))
         best = max(best, again, key=lambda each: each.finished_per_s)
         return LoadPoint(f"{best.requests} at once", 0.0, best)
 

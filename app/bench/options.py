@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,22 +48,11 @@ class BenchOptions(EngineOptions):
             help="Policies to compare; repeatable. Default: gpu-only and auto, where they differ.",
         ),
     ] = None
-    trace: Annotated[
-        Path | None,
-        _requests(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="Lengths of requests: an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or a JSON "
-            'list of {"prompt": tokens, "max_tokens": tokens}.',
-        ),
-    ] = None
     input_tokens: Annotated[
-        int | None, _requests("--input", min=1, help="Tokens of synthetic prompts, within 10 %.")
+        int | None, _requests("--input", min=1, help="Tokens of prompts, within 10 %.")
     ] = None
     output_tokens: Annotated[
-        int | None, _requests("--output", min=1, help="Tokens of synthetic answers, within 10 %.")
+        int | None, _requests("--output", min=1, help="Tokens of answers, within 10 %.")
     ] = None
     num_requests: Annotated[
         int | None,

@@ -26,16 +26,12 @@ AnySuiteReport = HardwareReport | ThroughputReport | LoadReport
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A suite that could not be run, or not to its end."""
-
     suite: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that one run measured."""
-
     started: str  # local time, ISO 8601
     seconds: float  # the whole run
     machine: MachineInfo  # at its start
@@ -76,7 +72,6 @@ class Report:
         )
 
     def machine_lines(self) -> tuple[str, ...]:
-        """Return the measured computer, and the time."""
         is_steady, sentence = steadiness(self.probes)
         return say("machine", report=self, steadiness=sentence if is_steady else "")
 

@@ -44,16 +44,7 @@ def run_suites(
     """Run suites one after the other.
 
     A suite that cannot be run is reported as a failure, and the next one runs. Ctrl-C ends the run: what
-    was measured until then is in the report.
-
-    Args:
-        names: of suites.
-        progress: called with the share done, 0 to 1, and what is being measured.
-        model_note: the choice of the model and its reason, for the page.
-
-    Raises:
-        ValueError: the slice of the GPU does not exist.
-        RuntimeError: the GPU cannot be cut into slices.
+    was measured until then is in the report. Raises what `open_streams` raises.
     """
     started, start = datetime.now().astimezone().isoformat(timespec="seconds"), time.perf_counter()
     machine = machine_info()

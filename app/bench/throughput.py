@@ -23,7 +23,6 @@ from neo_desktop.app.bench.workload import (
     TOP_LOGPROBS,
     Answer,
     Comparison,
-    Lengths,
     Run,
     Workload,
     compare,
@@ -42,7 +41,7 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.bound import Bound, Room
-from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic
 
 BASELINE = "gpu-only"  # what offloading is compared with
 # Tokens in and out of a synthetic request. On a GPU as in summaries, the case that NEO was made for (its
@@ -61,8 +60,6 @@ class PolicyResult:
 
     policy: str
     output_tokens_per_s: float
-    lowest_output_tokens_per_s: float  # over the turns
-    highest_output_tokens_per_s: float
     ttft_p50_ms: float | None  # over the requests of every turn; None: no request got a token
     tpot_p50_ms: float | None  # the same, over requests with more than one token
     tokens_per_iteration: float  # output tokens: the mean batch of decodes
@@ -74,28 +71,24 @@ class PolicyResult:
     cpu_busy_share: float  # with decode attention
     overlap_share: float  # of the time: both at once
     bound_output_tokens_per_s: float  # the policy's limit on this machine
-    identical_answers: int  # beside those of the first policy
-    near_tie_answers: int  # part from them where two tokens were nearly equally probable
-    changed_answers: int  # a failure
+    comparison: Comparison  # with the answers of the first policy
     errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
 
     @property
     def bound_share(self) -> float:
-        """Share of the bound that was reached."""
         return self.output_tokens_per_s / self.bound_output_tokens_per_s
 
     @property
     def answers(self) -> str:
-        """Comparison with the baseline."""
-        if self.changed_answers:
-            return f"{self.changed_answers} CHANGED"
+        found = self.comparison
+        if found.changed:
+            return f"{found.changed} CHANGED"
         if self.errors:
             return f"{sum(self.errors.values())} FAILED"
-        return f"same ({self.near_tie_answers} near ties)" if self.near_tie_answers else "same"
+        return f"same ({found.near_ties} near ties)" if found.near_ties else "same"
 
     @property
     def label(self) -> str:
-        """Text beside its bar."""
         pace = "" if self.tpot_p50_ms is None else f", {number(self.tpot_p50_ms)} ms"
         return number(self.output_tokens_per_s) + pace
 
@@ -115,8 +108,6 @@ _INSIDES = {
 
 @dataclass(frozen=True, slots=True)
 class ThroughputReport:
-    """All policies on one workload."""
-
     model: str
     device: str
     dtype: str
@@ -137,12 +128,10 @@ class ThroughputReport:
 
     @property
     def has_failed(self) -> bool:
-        """True if a policy changed an answer or gave one up."""
-        return any(each.changed_answers or each.errors for each in self.policies)
+        return any(each.comparison.changed or each.errors for each in self.policies)
 
     @property
     def fastest(self) -> PolicyResult:
-        """The policy with the most output tokens per second."""
         return max(self.policies, key=lambda each: each.output_tokens_per_s)
 
     @property
@@ -161,7 +150,6 @@ class ThroughputReport:
         return next((each for each in self.policies if each.policy == policy), None)
 
     def section(self) -> Section:
-        """Return a row and a bar for each policy."""
         baseline = self.baseline
         speeds: dict[str, Column] = {
             "policy": "policy",
@@ -190,19 +178,17 @@ class ThroughputReport:
 
 
 def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
-    """Return as many requests as could be asked for; raises what `load_trace` raises.
-
-    Args:
-        device: "cpu" or "cuda", for the lengths of synthetic requests.
-    """
-    lengths, count = Lengths(options, LENGTHS[device]), options.num_requests or MOST_REQUESTS
-    return lengths.take(count if lengths.trace is None else min(count, len(lengths.trace)))
+    """Return as many requests as could be asked for, on this device."""
+    prompt_tokens, output_tokens = LENGTHS[device]
+    return synthetic(
+        options.num_requests or MOST_REQUESTS,
+        options.input_tokens or prompt_tokens,
+        options.output_tokens or output_tokens,
+    )
 
 
 @dataclass(slots=True)
 class _Policy:
-    """One policy's engine and what its runs brought so far."""
-
     name: str
     parts: EngineParts
     timeline: Timeline
@@ -214,7 +200,7 @@ class _Policy:
 
 
 def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
-    """Let the policies take turns; raises what the engine and the reader of a trace raise."""
+    """Let the policies take turns; raises what the engine raises."""
     requests = requests_of(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = load(options)
@@ -346,8 +332,6 @@ class _Suite:
         return PolicyResult(
             policy=policy.name,
             output_tokens_per_s=statistics.median(speeds),
-            lowest_output_tokens_per_s=min(speeds),
-            highest_output_tokens_per_s=max(speeds),
             ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
             tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
             tokens_per_iteration=outputs / iterations,
@@ -359,9 +343,7 @@ class _Suite:
             cpu_busy_share=cpu,
             overlap_share=both,
             bound_output_tokens_per_s=self._bound(policy),
-            identical_answers=policy.comparison.identical,
-            near_tie_answers=policy.comparison.near_ties,
-            changed_answers=policy.comparison.changed,
+            comparison=policy.comparison,
             errors=dict(Counter(each.error for each in records if each.error)),
         )
 

@@ -4,17 +4,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
 TOP_LOGPROBS = 5
@@ -25,24 +24,6 @@ OUT_OF_TIME = "out of time"
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 Answer = tuple[SampledToken, ...]  # with TOP_LOGPROBS log-probabilities each
-
-
-class Lengths:
-    """The lengths of requests, always the same ones: a trace's, or synthetic ones.
-
-    Args:
-        usual: tokens in and out of a synthetic request, unless they are given.
-    """
-
-    def __init__(self, options: BenchOptions, usual: tuple[int, int]) -> None:
-        self.trace = None if options.trace is None else load_trace(options.trace)
-        self.tokens = (options.input_tokens or usual[0], options.output_tokens or usual[1])
-
-    def take(self, count: int) -> list[WorkloadRequest]:
-        """Return the first requests, again from the beginning where a trace is too short, all at once."""
-        if self.trace is None:
-            return synthetic(count, *self.tokens)
-        return [replace(request, arrival_ms=0.0) for request in islice(cycle(self.trace), count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +86,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of a run."""
-
     seconds: float
     records: tuple[Record, ...]  # per request
     before: EngineStats
@@ -114,12 +93,10 @@ class Run:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """The answers, in the order of requests."""
         return tuple(tuple(record.answer) for record in self.records)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of every answer together."""
         return sum(len(record.answer) for record in self.records)
 
     def counted(self, counter: str) -> float:
@@ -190,8 +167,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answers of one policy beside those of another."""
-
     identical: int
     near_ties: int  # part where two tokens were nearly equally probable
     changed: int  # part elsewhere, or are of another length: a failure

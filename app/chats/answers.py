@@ -7,8 +7,8 @@ ask(), retry(), resume() ──→ a task per answer: prompt → engine → Grow
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import FunctionThread, StoreError
@@ -28,19 +28,11 @@ logger = logging.getLogger(__name__)
 MAX_ATTACHMENTS = 20
 SAVE_S = 0.5  # less than a second is unsaved, also when saving takes its time
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Answers:
-    """All answers that are being written here.
-
-    Args:
-        host: has the model.
-        store: where they are saved.
-        worker: the store's thread.
-        news: wakes the pages.
-    """
+    """All answers that are being written here."""
 
     def __init__(self, host: ModelHost, store: ChatStore, worker: FunctionThread, news: News) -> None:
         self._host = host
@@ -62,11 +54,7 @@ class Answers:
     async def ask(
         self, chat_id: str, parent_id: str | None, text: str, attachment_ids: Sequence[str] = ()
     ) -> tuple[Message, Message]:
-        """Put a question and begin to answer it; see `ChatStore.ask`.
-
-        Raises:
-            NotPossibleError: it is empty or too long.
-        """
+        """Put a question and begin to answer it, see `ChatStore.ask`. NotPossibleError: its length."""
         if not text.strip() and not attachment_ids:
             raise NotPossibleError("the question is empty")
         check_length(text)
@@ -78,32 +66,23 @@ class Answers:
             await self._start(answer)
             return question, answer
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def retry(self, answer_id: str) -> Message:
-        """Begin another answer to the same question; see `ChatStore.retry`."""
-
         async def begin() -> Message:
             return await self._start(await self._worker(self._store.retry, answer_id))
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def resume(self, answer_id: str) -> Message:
-        """Continue an answer that has ended; see `ChatStore.reopen`."""
-
         async def begin() -> Message:
             await self._save()
             return await self._start(await self._worker(self._store.reopen, answer_id))
 
-        return await self._carry_out(begin)
+        return await asyncio.shield(self._errand(begin()))
 
     async def stop(self, answer_id: str) -> Message:
-        """End an answer at once; an ended one does not change.
-
-        Raises:
-            NotFoundError: the message does not exist.
-            NotPossibleError: another process writes it.
-        """
+        """End an answer at once; an ended one does not change. NotFoundError, NotPossibleError."""
         if answer_id not in self._growing:
             message = await self._worker(self._store.message, answer_id)
             if not message.is_live:
@@ -132,12 +111,12 @@ class Answers:
             await asyncio.wait(self._errands)
         await self._save()
 
-    async def _carry_out(self, errand: Callable[[], Awaitable[T]]) -> T:
-        """Finish an errand even when its client leaves."""
-        task = asyncio.ensure_future(errand())
+    def _errand(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin what is finished even when its client leaves."""
+        task = asyncio.create_task(work)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _start(self, answer: Message) -> Message:
         growing = self._growing[answer.id] = GrowingAnswer(answer)
@@ -164,9 +143,7 @@ class Answers:
             self._changed(growing.message.chat_id)
 
         self._changed(growing.message.chat_id)
-        saving = asyncio.ensure_future(save())
-        self._errands.add(saving)
-        saving.add_done_callback(self._errands.discard)
+        self._errand(save())
 
     async def _write(self, growing: GrowingAnswer) -> None:
         try:

@@ -28,14 +28,10 @@ async def read_file(
     """Return a file's name made fit, its kind, and its text or an image in base64.
 
     Args:
-        name: as its owner calls it.
-        content: the whole file.
         readers: PDFs that may be read at the same time.
         blindness: the sentence that refuses images; empty: the model reads them.
 
-    Raises:
-        ApiError: 413: it is too large; 415: it is neither text, nor a PDF with text, nor an image that
-            the model reads.
+    Raises ApiError: 413: it is too large; 415: it is of another kind, or holds no text.
     """
     name = _clean_name(name)
     if len(content) > MAX_FILE_BYTES:

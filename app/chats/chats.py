@@ -24,14 +24,8 @@ T = TypeVar("T")
 class Chats:
     """The store, the thread that it lives in, and the answers under way.
 
-    Args:
-        host: has the model.
-        news: wakes those who follow a chat.
-        folder: the user's data folder.
-
-    Raises:
-        StoreError: here and in all methods, when the chats cannot be kept there.
-        NotFoundError: in all methods that take an id.
+    StoreError: in all methods, when the chats cannot be kept in the folder. NotFoundError: in all
+    methods that take an id.
     """
 
     def __init__(self, host: ModelHost, news: News, folder: Path) -> None:
@@ -44,11 +38,9 @@ class Chats:
 
     @property
     def notice(self) -> str | None:
-        """Trouble with the file, for people."""
         return self.answers.notice
 
     async def close(self) -> None:
-        """End all answers, save them and close the file."""
         await self.answers.close()
         await self._worker(self._store.close)
         self._worker.close()
@@ -58,12 +50,10 @@ class Chats:
         return await self._worker(self._store.entries, query)
 
     async def chat(self, chat_id: str) -> Chat:
-        """A whole chat, with the text that is not saved yet."""
         chat = await self._worker(self._store.chat, chat_id)
         return replace(chat, messages=tuple(self.present(message) for message in chat.messages))
 
     def present(self, message: Message) -> Message:
-        """Return a message with the text that is not saved yet."""
         return self.answers.present(message)
 
     async def version(self) -> int:
@@ -79,17 +69,11 @@ class Chats:
         await self._change(self._store.change, chat_id, title=title)
 
     async def set(self, chat_id: str, settings: Settings) -> None:
-        """Change how a chat is answered.
-
-        Raises:
-            SettingError: a value is out of range.
-            NotPossibleError: the system prompt is too long.
-        """
+        """Change how a chat is answered. SettingError, NotPossibleError: a value is out of range."""
         _check(settings)
         await self._change(self._store.change, chat_id, settings=settings)
 
     async def show(self, chat_id: str, message_id: str) -> None:
-        """Show the newest branch through a message."""
         await self._change(self._store.change, chat_id, leaf_id=message_id)
 
     async def delete(self, chat_id: str) -> None:
@@ -99,7 +83,6 @@ class Chats:
         self._told(chat_id)
 
     async def restore(self, chat_id: str) -> None:
-        """Undo `delete`."""
         await self._change(self._store.restore, chat_id)
 
     async def attach(self, name: str, content: bytes) -> Attachment:

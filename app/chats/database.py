@@ -93,7 +93,6 @@ class _DamagedError(sqlite3.DatabaseError):
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for errors of Python's own."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -113,11 +112,10 @@ def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") ->
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Carry out all changes or none.
-
-    Raises:
-        StoreError: they could not be carried out, and were undone.
-    """
+    """Carry out all changes or none; an inner transaction joins the outer one. StoreError: none."""
+    if connection.in_transaction:
+        yield connection
+        return
     try:
         with _transaction(connection):
             yield connection
@@ -203,5 +201,4 @@ class FunctionThread:
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """Wait for what is under way and end the thread."""
         self._pool.shutdown()

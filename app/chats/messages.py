@@ -66,8 +66,6 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file that belongs to a question: its text, or an image in base64."""
-
     id: str
     name: str
     kind: Kind
@@ -161,7 +159,6 @@ class Chat:
 
 
 def branch(messages: dict[str, Message], leaf_id: str | None) -> list[Message]:
-    """The way from the root to a message."""
     way: list[Message] = []
     while leaf_id is not None:
         message = messages[leaf_id]
@@ -201,7 +198,6 @@ def to_send(way: list[Message], settings: Settings) -> list[dict[str, Any]]:
 
 
 def make_title(text: str) -> str:
-    """The first words of a text."""
     words = " ".join(text[: 20 * SHORT_TITLE_CHARS].split())
     if len(words) <= SHORT_TITLE_CHARS:
         return words

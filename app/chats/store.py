@@ -89,10 +89,10 @@ class ChatStore:
         return found
 
     def chat(self, chat_id: str) -> Chat:
-        """Read a whole chat; NotFoundError."""
         with transaction(self._connection):
             self._mark_cut()
-            return self._chat(chat_id)
+            entry = self._entry(chat_id)
+            return Chat(entry, *self._settings(chat_id), tuple(self._messages("chat_id = ?", chat_id)))
 
     def create(self, settings: Settings) -> Chat:
         now_s = time.time()
@@ -110,7 +110,7 @@ class ChatStore:
     ) -> Chat:
         """Change what is given; a leaf may be any message: its newest descendant is shown. NotFoundError."""
         with transaction(self._connection):
-            chat = self._chat(chat_id)
+            chat = self.chat(chat_id)
             if title is not None:
                 self._set(chat_id, title=title)
             if settings is not None:
@@ -120,7 +120,7 @@ class ChatStore:
                 if leaf_id not in messages:
                     raise NotFoundError(f"the chat has no message {leaf_id!r}")
                 self._set(chat_id, leaf_id=newest_leaf(messages, leaf_id))
-            return self._chat(chat_id)
+            return self.chat(chat_id)
 
     def delete(self, chat_id: str) -> None:
         """Take a chat off the list; it can be restored for a day at least. NotFoundError."""
@@ -129,10 +129,9 @@ class ChatStore:
             self._set(chat_id, deleted_s=time.time())
 
     def restore(self, chat_id: str) -> Chat:
-        """Undo `delete`; NotFoundError."""
         with transaction(self._connection):
             self._set(chat_id, deleted_s=None)
-            return self._chat(chat_id)
+            return self.chat(chat_id)
 
     def add_chats(self, chats: Iterable[Chat]) -> list[str]:
         """Add chats with all their messages, whose ids must be new; return their ids."""
@@ -149,12 +148,17 @@ class ChatStore:
     def message(self, message_id: str) -> Message:
         """Read a message of a chat that is not deleted; NotFoundError."""
         with transaction(self._connection):
-            return self._message(message_id)
+            found = self._messages(
+                "id = ? AND chat_id IN (SELECT id FROM chats WHERE deleted_s IS NULL)", message_id
+            )
+        if not found:
+            raise NotFoundError(f"there is no message {message_id!r}")
+        return found[0]
 
     def way_to(self, message_id: str) -> tuple[Settings, list[Message]]:
         """Read the chat's settings, and the branch that ends with this message; NotFoundError."""
         with transaction(self._connection):
-            settings, _ = self._settings(self._message(message_id).chat_id)
+            settings, _ = self._settings(self.message(message_id).chat_id)
             messages = self._messages(_BRANCH, message_id)
             return settings, branch({message.id: message for message in messages}, message_id)
 
@@ -171,7 +175,7 @@ class ChatStore:
         with transaction(self._connection):
             entry = self._entry(chat_id)
             if parent_id is not None:
-                parent = self._message(parent_id)
+                parent = self.message(parent_id)
                 if parent.chat_id != chat_id:
                     raise NotFoundError(f"the chat has no message {parent_id!r}")
                 if parent.role != "assistant":
@@ -190,7 +194,7 @@ class ChatStore:
         with transaction(self._connection):
             answer = self._answer(answer_id)
             assert answer.parent_id is not None
-            return self._new_answer(self._message(answer.parent_id))
+            return self._new_answer(self.message(answer.parent_id))
 
     def reopen(self, answer_id: str) -> Message:
         """Make an answer that ended live, to be continued.
@@ -223,17 +227,14 @@ class ChatStore:
         return file
 
     def presets(self) -> list[tuple[str, str]]:
-        """Read the system prompts (name, text), by name."""
         with transaction(self._connection):
             return self._connection.execute("SELECT name, text FROM presets ORDER BY name").fetchall()
 
     def set_preset(self, name: str, text: str) -> None:
-        """Keep a system prompt under a name."""
         with transaction(self._connection):
             self._connection.execute("INSERT OR REPLACE INTO presets VALUES (?, ?)", (name, text))
 
     def remove_preset(self, name: str) -> None:
-        """Forget a system prompt; NotFoundError."""
         with transaction(self._connection):
             if not self._connection.execute("DELETE FROM presets WHERE name = ?", (name,)).rowcount:
                 raise NotFoundError(f"there is no preset {name!r}")
@@ -262,10 +263,6 @@ class ChatStore:
         ).fetchone()
         return Settings(**json.loads(settings)), leaf_id
 
-    def _chat(self, chat_id: str) -> Chat:
-        entry = self._entry(chat_id)
-        return Chat(entry, *self._settings(chat_id), tuple(self._messages("chat_id = ?", chat_id)))
-
     def _messages(self, condition: str, value: str) -> list[Message]:
         chosen = f"FROM messages WHERE {condition}"
         rows = self._connection.execute(f"SELECT {', '.join(_COLUMNS)} {chosen} ORDER BY seq", (value,))
@@ -278,16 +275,8 @@ class ChatStore:
             files.setdefault(message_id, []).append(Attachment(*fields))
         return [_message(row, files.get(row[0], ())) for row in rows]
 
-    def _message(self, message_id: str) -> Message:
-        found = self._messages(
-            "id = ? AND chat_id IN (SELECT id FROM chats WHERE deleted_s IS NULL)", message_id
-        )
-        if not found:
-            raise NotFoundError(f"there is no message {message_id!r}")
-        return found[0]
-
     def _answer(self, message_id: str) -> Message:
-        message = self._message(message_id)
+        message = self.message(message_id)
         if message.role != "assistant":
             raise NotPossibleError(
                 "this is a question: it can be asked again in other words, but not answered on"

@@ -1,6 +1,6 @@
 """Chats as files: JSON that can be read in again, and Markdown for people."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -35,6 +35,9 @@ class AttachmentPart(_Part):
     text: Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
 
 
+_SAME = ("role", "created_s", "text", "thought", "thought_s", "state", "error", "figures")  # in `Message`
+
+
 class MessagePart(_Part):
     """`Message`; its parent is an earlier message of the list."""
 
@@ -49,8 +52,14 @@ class MessagePart(_Part):
     figures: Figures | None = None
     attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
 
-
-_SAME = ("role", "created_s", "text", "thought", "thought_s", "error", "figures")  # in `Message`
+    @classmethod
+    def of(cls, message: Message, parent: int | None) -> Self:
+        """Write a message down; one that is being written counts as cut."""
+        same: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
+        if message.is_live:
+            same["state"] = "cut"
+        files = [AttachmentPart(name=one.name, kind=one.kind, text=one.text) for one in message.attachments]
+        return cls(parent=parent, attachments=files, **same)
 
 
 class ChatPart(_Part):
@@ -82,19 +91,9 @@ class ChatPart(_Part):
 
     @classmethod
     def of(cls, chat: Chat) -> Self:
-        """Write every branch and variant down; what is being written counts as cut."""
+        """Write every branch and variant down."""
         places: dict[str | None, int] = {message.id: place for place, message in enumerate(chat.messages)}
-        messages = [
-            MessagePart(
-                parent=places.get(message.parent_id),
-                state="cut" if message.state in ("waiting", "streaming") else message.state,
-                attachments=[
-                    AttachmentPart(name=one.name, kind=one.kind, text=one.text) for one in message.attachments
-                ],
-                **{name: getattr(message, name) for name in _SAME},
-            )
-            for message in chat.messages
-        ]
+        messages = [MessagePart.of(message, places.get(message.parent_id)) for message in chat.messages]
         entry, leaf = chat.entry, places.get(chat.leaf_id)
         return cls(
             title=entry.title,
@@ -106,7 +105,6 @@ class ChatPart(_Part):
         )
 
     def chat(self) -> Chat:
-        """Return the chat, with new ids."""
         chat_id = new_id()
         ids = [new_id() for _ in self.messages]
         messages = tuple(
@@ -114,7 +112,6 @@ class ChatPart(_Part):
                 id=message_id,
                 chat_id=chat_id,
                 parent_id=None if part.parent is None else ids[part.parent],
-                state=part.state,
                 attachments=tuple(
                     Attachment(new_id(), one.name, one.kind, one.text) for one in part.attachments
                 ),
@@ -138,13 +135,11 @@ def from_json(body: bytes) -> list[Chat]:
 
 
 def to_json(chats: list[Chat]) -> str:
-    """Return a file with these chats."""
     parts = [ChatPart.of(chat) for chat in chats]
     return ChatsFile(format="neo-desktop chats", version=1, chats=parts).model_dump_json(indent=1)
 
 
 def to_markdown(chat: Chat) -> str:
-    """Return the branch that is shown, as a document."""
     parts = [f"# {chat.entry.title or 'Chat'}"]
     if chat.settings.system_prompt:
         parts.append(f"**System prompt**\n\n{chat.settings.system_prompt.strip()}")

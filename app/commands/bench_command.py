@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 
 neo-desktop bench
 
-neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json --out my-machine
+neo-desktop bench --suite throughput --shape llama-3.1-8b --out my-machine
 
 neo-desktop bench --gpu-slice 16 --gpu-memory 24
 """
@@ -67,8 +67,6 @@ def bench(
     """Measure this computer: what it can run, how fast, and what offloading gains on it."""
     set_up_logging(debug)
     names = [each for each in Suite if not suite or each in suite]
-    if options.trace is not None and (options.input_tokens, options.output_tokens) != (None, None):
-        raise typer.BadParameter("give either --trace or --input and --output, not both")
     for policy in options.policies or ():
         if policy not in (known := OPTIONS["policy"].choices):
             message = f"{policy!r} is unknown; choose from: {', '.join(known)}"

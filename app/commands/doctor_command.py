@@ -112,21 +112,22 @@ def run_doctor(
 
     Args:
         refresh: check in any case, and start in full again, also after crashes.
-        progress: gets the title of each check.
-        child: the command of the child process.
+        progress: gets the titles of checks.
 
-    Raises:
-        ValueError, ModelError: the model cannot be loaded.
+    Raises ValueError, ModelError: the model cannot be loaded.
     """
+
+    def tell(title: str, outcome: Outcome | None) -> None:
+        if outcome is None:
+            progress(title)
+
     key = subject_key(subject, choose_device(subject.device))
     verdict = None if refresh else read_verdict(key)
     if refresh:
         start_in_full()
     is_kept = verdict is not None and not verdict.is_quick
     if verdict is None or not is_kept:
-        outcomes = run_selfchecks(
-            subject, listener=lambda title, outcome: outcome or progress(title), child=child
-        )
+        outcomes = run_selfchecks(subject, listener=tell, child=child)
         verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
         keep(verdict)
     progress(TITLE)
@@ -148,9 +149,10 @@ def _figures(figures: Figures) -> str:
     for name, value in figures.items():
         if name in ("error", "bound", "ms", "bytes", "seconds", "cases") or value == 0:
             continue
-        label = name.removesuffix("_bytes").replace("_", " ")
-        is_size = name.endswith("_bytes") and isinstance(value, int)
-        parts.append(f"{label} {value / 1e6:.0f} MB" if is_size else f"{name.replace('_', ' ')} {value}")
+        if name.endswith("_bytes") and isinstance(value, int):
+            parts.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:.0f} MB")
+        else:
+            parts.append(f"{name.replace('_', ' ')} {value}")
     return ", ".join(parts)
 
 

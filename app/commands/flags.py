@@ -23,12 +23,7 @@ class Without:
 
 
 def flag(option: Option, kind: Any, **overrides: Any) -> Any:
-    """Return typer's form of one of the engine's options.
-
-    Args:
-        kind: type of the value.
-        overrides: of `typer.Option`, where a command says something else.
-    """
+    """Return typer's form of one of the engine's options, for values of this type."""
     # Choices that are registered elsewhere are checked when the options are made.
     values = Literal[option.fixed_choices] if option.fixed_choices else kind
     help_text, metavar = option.help, option.metavar

@@ -68,11 +68,7 @@ class MeasuredTables:
 
 
 def run_measure(options: EngineOptions, progress: Progress, *, refresh: bool = False) -> MeasuredTables:
-    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises.
-
-    Args:
-        refresh: measure in any case.
-    """
+    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises."""
     parts = set_up(options, progress)
     decoder, streams = parts.model.decoder, parts.model.streams
     measuring = part(progress, 0.0, 1.0, MEASURING)

@@ -2,45 +2,50 @@
 
 import gc
 import os
-import sys
 import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-import typer
 from rich.markup import escape
 
 from neo_desktop.app.application import create_app
-from neo_desktop.app.commands.option_groups import ServerOptions
+from neo_desktop.app.commands.options import ServerOptions
 from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
+from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.page.selftest import reports_folder
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.web.addresses import urls
-from neo_desktop.app.web.security import check_bind, check_origin
 from neo_desktop.app.web.server import claim_port, serve
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
 
 
-def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -> None:
+def run_server(options: ServerOptions, *, with_page: bool = False, open_browser: bool = False) -> None:
     """Claim the port, load the model, serve until Ctrl-C.
 
     Without the page, requests are answered once the model is loaded; those that come before wait. The page is
     there at once, and shows how the model is loaded.
     """
-    _check(options)
     gc.freeze()  # what was imported stays: to look through it for garbage again and again takes 100 ms each
     # First the port: to find it busy after minutes of loading would be a poor joke.
     with claim_port(options.host, options.port) as socket:
         trouble = None if options.engine.device == "cpu" else why_unusable()
         if trouble is not None:
             stdout.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
-        loader = _loader(options)
+        limits = ServerLimits(request_timeout_s=options.request_timeout)
+        loader = ModelLoader(
+            Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
+            options.engine,
+            partial(EngineService, limits=limits),
+            reports=reports_folder(),
+            process=options.engine_process,
+            backend=options.backend,
+        )
         name = loader.catalogue.first
         service = None
         if with_page:
@@ -56,7 +61,6 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
             allowed_hosts=options.allowed_hosts or (),
             allowed_origins=options.allowed_origins or (),
             model_aliases=options.model_aliases or (),
-            limits=options.limits,
             data_folder=data_folder() if with_page else None,
             loader=loader,
             trouble=trouble,
@@ -76,7 +80,8 @@ def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -
             if service is not None:
                 _print_notes(options.engine, loader)
             stdout.print("Ctrl-C ends the program.", highlight=False)
-            if open_browser and _has_screen():
+            # Without a screen, Python would open a text browser in this terminal.
+            if open_browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
                 webbrowser.open(url)
 
         serve(web_app, socket, host.stop, announce)
@@ -106,38 +111,9 @@ def _follow(host: ModelHost, on_loaded: Callable[[], None]) -> None:
     host.listeners.append(changed)
 
 
-def _check(options: ServerOptions) -> None:
-    try:
-        check_bind(options.host, options.api_key)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--host") from None
-    try:
-        for origin in options.allowed_origins or ():
-            check_origin(origin)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--allow-origin") from None
-
-
-def _loader(options: ServerOptions) -> ModelLoader:
-    """Return what loads models with these options, which hold for every model."""
-    return ModelLoader(
-        Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
-        options.engine,
-        partial(EngineService, limits=options.limits),
-        reports=reports_folder(),
-        process=options.engine_process,
-        backend=options.backend,
-    )
-
-
 def _print_notes(options: EngineOptions, loader: ModelLoader) -> None:
     """Say what the owner of the computer should know of the loaded model."""
     if options.cpu_cache_dtype == "int8":
         stdout.print("CPU-cache in 8 bits: answers may differ slightly.", highlight=False)
     if loader.note is not None:
         stdout.print(loader.note, highlight=False)
-
-
-def _has_screen() -> bool:
-    """Without one, Python would open a text browser in this terminal."""
-    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

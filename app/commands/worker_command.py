@@ -3,14 +3,13 @@
 import logging
 import signal
 import socket
-from types import FrameType
 
 import torch
 from rich.markup import escape
 
 from neo_desktop import native
+from neo_desktop.app.commands.options import WorkerOptions
 from neo_desktop.app.commands.terminal import stdout
-from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
@@ -24,12 +23,7 @@ SHARE = 0.8  # of the memory that is available, for KV, unless a cap says how mu
 
 
 def run_worker(options: WorkerOptions) -> None:
-    """Serve engines, one after the other, until Ctrl-C or a SIGTERM.
-
-    Raises:
-        ValueError: an option cannot be used.
-        OSError: the address is not to be had.
-    """
+    """Serve engines, one after the other, until Ctrl-C or a SIGTERM. ValueError, OSError: see the message."""
     made = make_secret(options.worker_secret)
     secret, tls = read_secret(options.worker_secret), worker_tls(options.tls_cert, options.tls_key)
     device = _device(options.device)
@@ -47,7 +41,7 @@ def run_worker(options: WorkerOptions) -> None:
         worker = AttentionWorker(listener, secret, WorkerLimits(memory, device), tls)
         # Ctrl-C and SIGTERM come to the thread that accepts, and end that.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: _end(worker, number, frame))
+            signal.signal(number, lambda *_: worker.close())
         if made is not None:
             stdout.print(f"A secret was made: copy {escape(str(made))} to the computer of the engine.")
         is_gpu = device.type == "cuda"
@@ -74,7 +68,7 @@ def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
     head = Address.parse(options.connect or "", default_port=HEAD_PORT)
     node = offer(head, secret, memory)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: node.terminate())
+        signal.signal(number, lambda *_: node.terminate())
     stdout.print(
         f"Attention worker of the cluster at [bold]{head}[/], {memory / GIB:.1f} GiB for KV",
         highlight=False,
@@ -87,11 +81,7 @@ def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of that name.
-
-    Raises:
-        ValueError: the name is unknown, or the device is missing.
-    """
+    """Return the device of that name; ValueError: it is unknown, or missing."""
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):
         raise ValueError(f"--device {name!r} is unknown: choose cpu, cuda or cuda:N")
@@ -101,7 +91,3 @@ def _device(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"there is no GPU {index}: this computer has {torch.cuda.device_count()}, from 0 on")
     return torch.device("cuda", index)
-
-
-def _end(worker: AttentionWorker, number: int, frame: FrameType | None) -> None:
-    worker.close()

@@ -29,15 +29,8 @@ from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
 FAILED_STATUS = 1
 _ATTRIBUTES = (
-    "name",
-    "levelno",
-    "levelname",
-    "pathname",
-    "filename",
-    "module",
-    "lineno",
-    "funcName",
-    "created",
+    *("name", "levelno", "levelname", "pathname", "filename"),
+    *("module", "lineno", "funcName", "created"),
 )
 
 

@@ -4,13 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
-from neo_desktop.app.errors import (
-    DeadEndError,
-    EngineFailedError,
-    RequestTimeoutError,
-    ServiceError,
-    UnreadError,
-)
+from neo_desktop.app import errors
 from neo_desktop.engine.request import FinishReason, RequestOutput
 
 MAX_UNREAD_OUTPUTS = 16_384  # of one generation; beyond that, its reader counts as gone
@@ -19,22 +13,19 @@ MAX_UNREAD_OUTPUTS = 16_384  # of one generation; beyond that, its reader counts
 class Generation:
     """The outputs of the prompts of one `submit`, as they come; leaving the `async with` aborts what is open.
 
-    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice.
-
-    Raises:
-        EngineFailedError, ServiceStoppedError, RequestTimeoutError, UnreadError: while iterating, when the
-            rest will not come.
+    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice. It raises
+    ServiceError when the rest will not come.
     """
 
     def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
         self.request_ids = tuple(request_ids)
         self.n = n
         self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
-        self.failure: ServiceError | None = None  # why the rest will not come
+        self.failure: errors.ServiceError | None = None  # why the rest will not come
         self._close = close
         self._num_open = len(self.request_ids) * n
         self._timer: asyncio.TimerHandle | None = None
-        self._arrived: asyncio.Queue[RequestOutput | ServiceError] = asyncio.Queue()
+        self._arrived: asyncio.Queue[RequestOutput | errors.ServiceError] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
         return self
@@ -46,12 +37,12 @@ class Generation:
         first_index = {request_id: i * self.n for i, request_id in enumerate(self.request_ids)}
         while self._num_open:
             output = await self._arrived.get()
-            if isinstance(output, ServiceError):
+            if isinstance(output, errors.ServiceError):
                 raise output.with_traceback(None)  # many readers get the same error
             if output.finish_reason is FinishReason.DEAD_END:
-                raise DeadEndError(output.error or "")
+                raise errors.DeadEndError(output.error or "")
             if output.finish_reason is FinishReason.ERROR:
-                raise EngineFailedError(output.error or "")
+                raise errors.EngineFailedError(output.error or "")
             if output.finish_reason is not None:
                 self._num_open -= 1
             yield first_index[output.request_id] + output.choice, output
@@ -65,19 +56,19 @@ class Generation:
     def put(self, output: RequestOutput) -> None:
         self._arrived.put_nowait(output)
         if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
-            self.give_up(UnreadError("the answer was not read for too long"))
+            self.give_up(errors.UnreadError("the answer was not read for too long"))
 
     def limit_time(self, seconds: float) -> None:
         """Give up what has not ended by then."""
-        reason = RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
+        reason = errors.RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
         self._timer = asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
 
-    def give_up(self, reason: ServiceError) -> None:
+    def give_up(self, reason: errors.ServiceError) -> None:
         """Abort what is open and tell its reader why."""
         self.fail(reason)
         self.close()
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: errors.ServiceError) -> None:
         """End everything that is open with this error."""
         self.failure = self.failure or error
         self._arrived.put_nowait(error)

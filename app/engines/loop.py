@@ -27,9 +27,7 @@ MAX_HELPERS = 8  # threads that make grammars ready and read images
 class EngineLoop:
     """Carries out commands; only `run` calls the engine, except its grammars and its vision.
 
-    Args:
-        engine: the loop's alone until `run` has returned.
-        emit: takes events, from any thread.
+    The engine is the loop's alone until `run` has returned. `emit` takes events, from any thread.
     """
 
     def __init__(self, engine: msg.ServedEngine, emit: Callable[[Sequence[msg.Event]], object]) -> None:

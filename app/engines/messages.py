@@ -111,8 +111,6 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request without further outputs."""
-
     request_id: str
 
 
@@ -193,8 +191,6 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """See `ServedEngine`."""
-
     stats: EngineStats  # at the beginning
     model_name: str
     input_processor: InputProcessor

@@ -11,13 +11,10 @@ Call = Callable[[], object]
 
 
 class Outbox:
-    """Hands calls over, in order.
+    """Hands calls over to an event loop, in order.
 
     One iteration of the engine may end hundreds of requests. If all that wait for them woke up in the same
     turn of the event loop, all other clients would wait until the last one has written its answer.
-
-    Args:
-        loop: makes the calls.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

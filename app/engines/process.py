@@ -42,11 +42,7 @@ _PROGRAM = "from neo_desktop.app.engines.child import main; main()"
 
 
 class EngineProcess:
-    """An `EngineLink` to a process, made by `load`.
-
-    Args:
-        make: makes the engine, in the child.
-    """
+    """An `EngineLink` to a process, made by `load`."""
 
     is_process = True
     facts: msg.EngineFacts
@@ -81,12 +77,8 @@ class EngineProcess:
     def load(cls, make: msg.EngineMaker, progress: Progress) -> Self:
         """Start a process and let it make the engine there; called by a thread that may wait.
 
-        Args:
-            make: something that can be pickled.
-            progress: may raise, which ends the process.
-
-        Raises:
-            what `make` raises; RuntimeError: the process ended or hung.
+        `progress` may raise, which ends the process. Raises what `make` raises; RuntimeError: the process
+        ended or hung.
         """
         process = cls(make)
         try:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from neo_desktop.app import errors
 from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.images import SeenImages
@@ -24,13 +25,6 @@ from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.thread import EngineThread
-from neo_desktop.app.errors import (
-    EngineFailedError,
-    EngineRestartingError,
-    ServiceBusyError,
-    ServiceError,
-    ServiceStoppedError,
-)
 from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
@@ -54,9 +48,7 @@ Supervisor = Callable[[str], str]  # an incident → the message for waiting cli
 class EngineService:
     """Runs an engine for many clients of one event loop.
 
-    Args:
-        engine: a link, or an engine for a thread; the service's alone from `start` to the end of `stop`.
-        limits: what requests may take.
+    The engine is the service's alone from `start` to the end of `stop`.
     """
 
     def __init__(self, engine: Engine | msg.EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
@@ -83,12 +75,13 @@ class EngineService:
         self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
         self._num_heard = 0  # events of the engine's so far
         self._watch: asyncio.Task[None] | None = None
-        self._refusal: ServiceError | None = ServiceStoppedError("the service has not been started")
+        self._refusal: errors.ServiceError | None = errors.ServiceStoppedError(
+            "the service has not been started"
+        )
         self._successor: Callable[[], Awaitable[EngineService]] | None = None
-        self._idle_since_s: float | None = time.monotonic()
+        self.idle_since_s: float | None = time.monotonic()  # None: a request is open
 
     async def start(self) -> None:
-        """Start the engine's work; outputs go to the running event loop."""
         self._outbox = Outbox(asyncio.get_running_loop())
         await self._templates.start()
         self._refusal = None
@@ -106,17 +99,16 @@ class EngineService:
         """End all requests with a reason, free what they hold and end the engine; a second call does nothing.
 
         Args:
-            reason: the message for their clients.
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
             successor: brings the service that takes what is submitted from now on; None: it is refused.
         """
-        if self._outbox is None or isinstance(self._refusal, ServiceStoppedError):
+        if self._outbox is None or isinstance(self._refusal, errors.ServiceStoppedError):
             return
         if timeout_s is None and self._link.is_process:
             timeout_s = STOP_TIMEOUT_S
         self._successor = successor
-        self._refuse_all(ServiceStoppedError(reason))
+        self._refuse_all(errors.ServiceStoppedError(reason))
         self._link.send(msg.Stop())
         await self._templates.stop()
         try:
@@ -132,11 +124,10 @@ class EngineService:
 
     @property
     def is_process(self) -> bool:
-        """True: the engine has a process of its own."""
         return self._link.is_process
 
     @property
-    def refusal(self) -> ServiceError | None:
+    def refusal(self) -> errors.ServiceError | None:
         """Why new requests are refused at present; None when they are not."""
         return None if self._successor is not None else self._refusal
 
@@ -144,11 +135,6 @@ class EngineService:
     def num_queued(self) -> int:
         """Outputs that wait for their first token."""
         return len(self._queued)
-
-    @property
-    def idle_since_s(self) -> float | None:
-        """The time since which no request is open, on the monotonic clock; None while one is."""
-        return self._idle_since_s
 
     async def render_chat(
         self,
@@ -161,14 +147,11 @@ class EngineService:
         """Return a chat as the model's template writes it, for the assistant's next message.
 
         Args:
-            messages: as chat templates expect them.
             extra: for the template alone, with "tools" among it.
             shield: that has broken the marks in both already; None: they are broken here.
             is_continued: leave out what the template writes after the last message's text.
 
-        Raises:
-            ChatTemplateError: see `TemplateProcess.render`; the last message cannot be continued, or there
-                are too many messages.
+        Raises ChatTemplateError: also if there are too many messages.
         """
         if len(messages) > self._limits.max_messages:
             raise ChatTemplateError(
@@ -178,12 +161,8 @@ class EngineService:
         return await templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
-        """Ask the engine what it does right now; it answers between two iterations.
-
-        Raises:
-            ServiceStoppedError, EngineFailedError: the engine has ended.
-        """
-        view: LiveView = await self._ask(msg.Look(next(self._ordinals)))
+        """Ask the engine what it does right now; it answers between two iterations. ServiceError."""
+        view: LiveView = await self._ask(msg.Look)
         return view
 
     async def submit(
@@ -194,18 +173,15 @@ class EngineService:
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> Generation:
-        """Check prompts and send them to the engine.
+        """Check prompts, texts or token ids, and send them to the engine.
 
         Args:
-            prompts: texts or token ids.
             add_special_tokens: let the tokenizer put its special tokens around texts.
             cuts_max_tokens: see `InputProcessor.prepare`.
 
         Raises:
-            ServiceBusyError: too many requests are waiting.
-            ServiceStoppedError, EngineFailedError: the service takes no requests any more.
-            ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run
-                then.
+            ServiceError: the service takes no requests any more, or too many are waiting.
+            ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run.
         """
         if self._successor is not None:
             return await (await self._successor()).submit(
@@ -220,7 +196,7 @@ class EngineService:
                 "send fewer prompts per request or lower n"
             )
         if len(self._queued) + num_outputs > most:
-            raise ServiceBusyError(
+            raise errors.ServiceBusyError(
                 f"{len(self._queued)} requests are waiting already, at most {most} may: try again later"
             )
         request_ids = [str(next(self._ordinals)) for _ in prompts]
@@ -229,7 +205,7 @@ class EngineService:
             generation.limit_time(self._limits.request_timeout_s)
         self.metrics.arrived(request_ids)
         self._generations |= dict.fromkeys(request_ids, generation)
-        self._idle_since_s = None
+        self.idle_since_s = None
         self._queued |= _choices(generation)
         try:
             prepare = partial(
@@ -244,7 +220,7 @@ class EngineService:
                 prepared = await asyncio.to_thread(lambda: list(map(prepare, prompts)))
             generation.prompt_token_ids = [each.token_ids for each in prepared]
             if params.grammar is not None:  # so that the engine finds it ready
-                await self._ask(msg.Compile(next(self._ordinals), params.grammar))
+                await self._ask(msg.Compile, params.grammar)
             if generation.failure is not None:  # it took too long
                 raise generation.failure.with_traceback(None)
             self._send(msg.Add(request_ids, prepared))
@@ -254,19 +230,13 @@ class EngineService:
         return generation
 
     async def compile(self, grammar: str) -> None:
-        """Let the engine make a grammar ready.
-
-        Raises:
-            SettingError: it cannot be used.
-            ServiceStoppedError, EngineFailedError: the engine has ended.
-        """
-        service = await self._awake()
-        await service._ask(msg.Compile(next(service._ordinals), grammar))
+        """Let the engine make a grammar ready. SettingError: it cannot be used; ServiceError."""
+        await (await self._awake())._ask(msg.Compile, grammar)
 
     async def see(self, data: bytes) -> SeenImage:
         """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
         service = await self._awake()
-        return await service._seen.get(data, lambda: service._ask(msg.See(next(service._ordinals), data)))
+        return await service._seen.get(data, lambda: service._ask(msg.See, data))
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
@@ -289,7 +259,7 @@ class EngineService:
             if self._generations.pop(request_id, None) is not None:
                 self._link.send(msg.Abort(request_id))
         if not self._generations:
-            self._idle_since_s = time.monotonic()
+            self.idle_since_s = time.monotonic()
 
     def _send(self, command: msg.Command) -> None:
         """Send a command, unless the engine has ended: that is raised."""
@@ -297,11 +267,12 @@ class EngineService:
             raise self._refusal.with_traceback(None)
         self._link.send(command)
 
-    async def _ask(self, command: msg.Compile | msg.See | msg.Look) -> Any:
+    async def _ask(self, command: type[msg.Compile | msg.See | msg.Look], *what: Any) -> Any:
         """Send a command and wait for its answer; that the engine ends meanwhile is raised."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._send(command)
-        self._asked[command.ticket] = answer
+        ticket = next(self._ordinals)
+        self._send(command(ticket, *what))
+        self._asked[ticket] = answer
         return await answer
 
     def _answer(self, answer: msg.Answered) -> None:
@@ -331,9 +302,9 @@ class EngineService:
         found = {self._generations.get(request_id) for request_id in event.request_ids}
         for generation in found - {None}:
             assert generation is not None
-            generation.give_up(EngineFailedError(event.reason))
+            generation.give_up(errors.EngineFailedError(event.reason))
 
-    def _refuse_all(self, reason: ServiceError) -> None:
+    def _refuse_all(self, reason: errors.ServiceError) -> None:
         """End all generations, and every later one, for this reason."""
         self._refusal = reason
         for generation in set(self._generations.values()):
@@ -345,16 +316,15 @@ class EngineService:
                 asked.set_exception(reason)
 
     def _end(self, reason: str | None) -> None:
-        """The engine has ended."""
         self._engine_ended.set()
-        if reason is None or isinstance(self._refusal, ServiceStoppedError):
+        if reason is None or isinstance(self._refusal, errors.ServiceStoppedError):
             return
         if self._watch is not None:
             self._watch.cancel()
         if self.supervisor is None:
-            self._refuse_all(EngineFailedError(f"{reason}: restart the server"))
+            self._refuse_all(errors.EngineFailedError(f"{reason}: restart the server"))
         else:
-            self._refuse_all(EngineRestartingError(self.supervisor(reason)))
+            self._refuse_all(errors.EngineRestartingError(self.supervisor(reason)))
 
     async def _end_if_hung(self, timeout_s: float) -> None:
         """Kill an engine that has work, and says nothing for too long."""

@@ -7,11 +7,7 @@ from neo_desktop.app.engines.messages import Command, EngineFacts, Receiver, Ser
 
 
 class EngineThread:
-    """An `EngineLink` to a thread.
-
-    Args:
-        engine: the thread's alone from `start` to its end.
-    """
+    """An `EngineLink` to a thread, to which the engine belongs from `start` to the thread's end."""
 
     is_process = False
     timeout_s = None  # it could not be ended anyway

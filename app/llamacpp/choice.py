@@ -30,12 +30,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def check_llamacpp(path: Path, options: EngineOptions) -> Path:
-    """Return the file for llama.cpp to load.
-
-    Raises:
-        ValueError: it is none that llama.cpp reads, llama-cpp-python is not installed, or an option means
-            nothing to it.
-    """
+    """Return the file for llama.cpp to load; ValueError: it cannot, or an option means nothing to it."""
     file = gguf_file(path)
     if file is None or options.shape is not None:
         raise ValueError(

@@ -49,7 +49,6 @@ class LlamaCppEngine:
     """A `ServedEngine`; only `grammars` is thread-safe.
 
     Args:
-        context: of the model, with nothing in it.
         max_context_tokens: of a prompt and its answer.
         batch_tokens: of a prompt that are computed in one step at most.
         gpu: whether the layers are on a GPU.
@@ -94,7 +93,6 @@ class LlamaCppEngine:
         return self._running is not None or bool(self._waiting or self._outputs)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Queue a request; its n outputs are answered one after the other."""
         self._waiting += new_requests(
             request_id, prepared, self.input_processor, self.eos_token_ids, self.grammars, self._arrivals
         )

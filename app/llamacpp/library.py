@@ -31,7 +31,6 @@ _LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # what it warns of is 
 
 @cache
 def _api() -> Any:
-    """Import llama_cpp and set it up, once."""
     from llama_cpp import llama_cpp as api
 
     @api.llama_log_callback  # type: ignore[untyped-decorator]
@@ -56,14 +55,7 @@ def supports_gpu() -> bool:
 class LlamaModel:
     """A loaded model, or its vocabulary alone. Any thread may ask for tokens and texts.
 
-    Args:
-        file: of a split model, the first part.
-        vocabulary_only: leave the weights out.
-        gpu: put all layers on the GPU.
-        progress: told how far the loading is; may raise, which ends it.
-
-    Raises:
-        ModelError: llama.cpp cannot load it.
+    `progress` may raise, which ends the loading. Raises ModelError: llama.cpp cannot load it.
     """
 
     def __init__(
@@ -103,12 +95,10 @@ class LlamaModel:
 
     @property
     def trained_tokens(self) -> int:
-        """The context that it was trained for."""
         return int(self._api.llama_model_n_ctx_train(self.handle))
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights."""
         return int(self._api.llama_model_size(self.handle))
 
     @property
@@ -145,7 +135,6 @@ class LlamaModel:
         return None if template is None else template.decode(errors="replace")
 
     def metadata(self, key: str) -> str | None:
-        """Return an entry of the file's metadata as text; None: there is none."""
         buffer = ctypes.create_string_buffer(MAX_TEXT_BYTES)
         size = self._api.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
         return None if size < 0 else buffer.value.decode(errors="replace")
@@ -156,7 +145,6 @@ class LlamaModel:
         return int(token) if 0 <= token < self.num_tokens else None
 
     def token_name(self, token_id: int) -> str:
-        """Return a token as the vocabulary writes it."""
         text: bytes = self._api.llama_vocab_get_text(self._vocabulary, token_id)
         return text.decode(errors="replace")
 
@@ -182,9 +170,8 @@ class LlamaModel:
     def tokenise(self, text: bytes, *, add_special: bool, parse_special: bool = True) -> list[int]:
         """Return the tokens of a text in UTF-8.
 
-        Args:
-            add_special: put the tokens around it that the vocabulary wants.
-            parse_special: recognise control tokens that are written out.
+        `add_special`: put the tokens around it that the vocabulary wants. `parse_special`: recognise control
+        tokens that are written out.
         """
 
         def into(found: Any, size: int) -> int:
@@ -195,7 +182,6 @@ class LlamaModel:
         return list(_filled(lambda size: (self._api.llama_token * size)(), into, size))
 
     def text(self, token_ids: Sequence[int], *, with_special: bool) -> bytes:
-        """Return the text of tokens."""
         count, tokens = len(token_ids), (self._api.llama_token * len(token_ids))(*token_ids)
 
         def into(found: Any, size: int) -> int:
@@ -205,8 +191,6 @@ class LlamaModel:
         return bytes(_filled(ctypes.create_string_buffer, into, 16 * count + 64))
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of a token."""
-
         def into(found: Any, size: int) -> int:
             return int(self._api.llama_token_to_piece(self._vocabulary, token_id, found, size, 0, True))
 
@@ -225,15 +209,9 @@ def _filled(make: Callable[[int], Any], into: Callable[[Any, int], int], size: i
 
 
 class LlamaContext:
-    """One sequence of tokens with its KV. One thread makes the calls.
+    """One sequence of at most `num_tokens` tokens with its KV. One thread makes the calls.
 
-    Args:
-        num_tokens: that it holds at most.
-        batch_tokens: that are evaluated at once at most.
-        num_threads: of the CPU.
-
-    Raises:
-        MemoryError: it does not fit.
+    Raises MemoryError: it does not fit.
     """
 
     def __init__(self, model: LlamaModel, num_tokens: int, batch_tokens: int, num_threads: int) -> None:
@@ -265,8 +243,7 @@ class LlamaContext:
     def evaluate(self, token_ids: Sequence[int]) -> FloatArray:
         """Add tokens, not more than a batch has; return the logits after the last one, [vocab].
 
-        Raises:
-            RuntimeError: llama.cpp failed; nothing is held any more.
+        RuntimeError: llama.cpp failed; nothing is held any more.
         """
         tokens = (self._api.llama_token * len(token_ids))(*token_ids)
         _errors.clear()

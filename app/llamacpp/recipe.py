@@ -38,8 +38,6 @@ def try_out(model: LlamaModel, context: LlamaContext, batch_tokens: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppRecipe:
-    """An `EngineMaker`."""
-
     name: str  # as the API calls the model
     file: Path
     options: EngineOptions  # which `check_llamacpp` does not complain of
@@ -47,10 +45,7 @@ class LlamaCppRecipe:
     def __call__(self, progress: Progress) -> LlamaCppEngine:
         """Load the model.
 
-        Raises:
-            ModelError: llama.cpp cannot load it, or it writes no answers.
-            ValueError: a GPU was asked for, and llama-cpp-python has none.
-            MemoryError: the context does not fit.
+        Raises ModelError: llama.cpp cannot use it; ValueError: it has no GPU; MemoryError: no room.
         """
         gpu = self.options.device != "cpu" and supports_gpu()
         if self.options.device == "cuda" and not gpu:
@@ -87,9 +82,7 @@ class LlamaCppCrashError(RuntimeError):
 def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
     """Load a model with llama.cpp in a process; one that crashes is tried once more.
 
-    Raises:
-        LlamaCppCrashError: it crashes again.
-        and what `EngineProcess.load` raises.
+    Raises LlamaCppCrashError: it crashes again; and what `EngineProcess.load` raises.
     """
     try:
         return EngineProcess.load(make, progress)
@@ -102,7 +95,6 @@ def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
 
 
 def crashed(signal: str, stage: str) -> str:
-    """Say what happened."""
     where = f" at the stage '{stage}'" if stage else ""
     return f"llama.cpp crashed twice ({signal}){where}: its build fails on this processor"
 

@@ -49,7 +49,6 @@ class LlamaCppTokenizer(Tokenizer):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end an answer."""
         return self._ends
 
     @property

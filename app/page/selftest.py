@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -52,8 +52,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A report in the list."""
-
     name: str
     started: str
     suites: tuple[str, ...] = ()
@@ -66,13 +64,7 @@ def reports_folder(data: Path | None = None) -> Path:
 
 
 class SelfTest:
-    """One run at a time, and what earlier ones found. Belongs to the event loop.
-
-    Args:
-        news: wakes those who follow `SELFTEST`.
-        folder: for reports; None: the usual one.
-        command: runs `neo-desktop`.
-    """
+    """One run at a time, and what earlier ones found. Belongs to the event loop."""
 
     def __init__(self, news: News, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
         self._news = news
@@ -84,25 +76,18 @@ class SelfTest:
         self._task: asyncio.Task[None] | None = None
 
     def reports(self) -> list[Finished]:
-        """Return the finished reports, newest first."""
         return [_finished(folder) for folder in _reports(self._folder)]
 
     def page(self, name: str) -> Path | None:
-        """Return a report's page; None where there is none of that name."""
         pages = (folder / "report.html" for folder in _reports(self._folder) if folder.name == name)
         return next(pages, None)
 
-    def start(
-        self, suites: Sequence[str] = SUITES, prepare: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Begin a run.
-
-        Args:
-            prepare: awaited before.
-
-        Raises:
-            SelfTestError: one is under way, or a suite does not exist.
-        """
+    def start(self, suites: Sequence[str] = SUITES, host: ModelHost | None = None) -> None:
+        """Begin a run, once the host's model has given its memory back; SelfTestError: it cannot begin."""
+        if host is not None and host.loading is not None:
+            raise SelfTestError(f"{host.loading.name} is being loaded: wait for it, or stop that first")
+        if host is not None and host.has_weights and host.service.idle_since_s is None:
+            raise SelfTestError("an answer is being written: wait for it, or stop it first")
         if self.running is not None:
             raise SelfTestError("a self-test is running: stop it, or wait for it")
         if unknown := [suite for suite in suites if suite not in SUITES]:
@@ -110,16 +95,8 @@ class SelfTest:
         chosen = tuple(suite for suite in SUITES if not suites or suite in suites)
         self.error = None
         self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen)
-        self._task = asyncio.create_task(self._run(self.running, prepare))
+        self._task = asyncio.create_task(self._run(self.running, host))
         self._news.tell(SELFTEST)
-
-    def start_on(self, host: ModelHost, suites: Sequence[str]) -> None:
-        """Begin a run once the host's model has given its memory back; SelfTestError: the model is in use."""
-        if host.loading is not None:
-            raise SelfTestError(f"{host.loading.name} is being loaded: wait for it, or stop that first")
-        if host.has_weights and host.service.idle_since_s is None:
-            raise SelfTestError("an answer is being written: wait for it, or stop it first")
-        self.start(suites, host.rest)
 
     async def stop(self) -> None:
         """End the run; what was measured until then is in its report."""
@@ -144,11 +121,11 @@ class SelfTest:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _run(self, run: Run, prepare: Callable[[], Awaitable[None]] | None) -> None:
+    async def _run(self, run: Run, host: ModelHost | None) -> None:
         folder = self._folder / run.report
         try:
-            if prepare is not None:
-                await prepare()
+            if host is not None:
+                await host.rest()
             await asyncio.to_thread(_make_room, self._folder)
             lines = await self._child(run, folder)
             if not (folder / "report.html").is_file() and not (self.running and self.running.is_stopping):

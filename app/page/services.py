@@ -13,10 +13,7 @@ from neo_desktop.app.shelf.model_shelf import ModelShelf
 
 @dataclass(frozen=True, slots=True)
 class PageServices:
-    """One server's services, for the page.
-
-    `trouble` says why this computer's GPU cannot be used; None: it can, or there is none.
-    """
+    """One server's services, for the page; `trouble` says why this computer's GPU cannot be used."""
 
     host: ModelHost
     news: News

@@ -37,20 +37,16 @@ class UnknownModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that can be named."""
-
     name: str
     summary: Summary
     shape: str | None = None  # random weights in this published shape, which are in no file
 
     @property
     def source(self) -> str:
-        """Its name for the engine."""
         return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
 
 
 def own_folder() -> Path:
-    """Return where this program puts models that it downloads."""
     return data_folder() / "models"
 
 
@@ -65,13 +61,11 @@ class Catalogue:
     """Finds models, anew at each call: folders change.
 
     Args:
-        folders: that hold models, beside this program's own. None: Hugging Face's.
+        folders: beside this program's own; None: Hugging Face's.
         model: the one that was asked for at the start, by name, folder or "builtin".
         shape: the published shape that was asked for instead.
 
-    Raises:
-        UnknownModelError: no model has that name.
-        ValueError: no shape has that name.
+    Raises UnknownModelError, ValueError: no model, or no shape, has that name.
     """
 
     def __init__(
@@ -112,11 +106,7 @@ class Catalogue:
         return list(found.values())
 
     def get(self, name: str) -> LocalModel:
-        """Return the model of that name.
-
-        Raises:
-            UnknownModelError: there is none.
-        """
+        """Return the model of that name; UnknownModelError."""
         models = {model.name: model for model in self.models()}
         wanted = BUILTIN_NAME if name == BUILTIN else name
         if wanted not in models:

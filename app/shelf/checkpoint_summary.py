@@ -27,8 +27,6 @@ _State = tuple[tuple[str, int, int], ...]  # names, sizes and times of files
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One model."""
-
     path: Path
     size_bytes: int  # of its files
     dtype: str | None = None  # "bfloat16", "gptq, 4 bits"; None: unknown

@@ -1,33 +1,18 @@
 """The fit of a model in this computer's memory, and the room for chats, by the engine's own rules."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
-from neo_desktop.engine.loading import (
-    CPU_CACHE_DTYPES,
-    asked_dtype,
-    choose_device,
-    choose_dtype,
-    kept_form,
-)
+from neo_desktop.engine.loading import CPU_CACHE_DTYPES, asked_dtype, choose_device, choose_dtype, kept_form
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
-from neo_desktop.engine.profiling.budget import (
-    FreeMemory,
-    MemoryCaps,
-    limits_of,
-    pool_blocks,
-    smaller_form,
-)
+from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks, smaller_form
 from neo_desktop.engine.profiling.profile_cache import find_tables
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.policies import get_policy
@@ -77,20 +62,11 @@ def fit(
     """Predict the memory and the speed of a model.
 
     Args:
-        options: of the engine; the model that they name does not matter.
         free: memory, with no model loaded.
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
     """
-    device = choose_device(options.device)
-    whole_form = kept_form(stored, options, device, config, free.gpu_bytes)
-    try:
-        rank = Rank(0, options.tensor_parallel)
-        part, reason = config_of_rank(config, rank), None
-    except ModelError as error:
-        part, reason, rank = config, str(error), ALONE
-    found = _Loading(part, options, device, free, figures, form_of_rank(stored, config, rank), rank, reason)
-    return found.fit(partial(config.weight_bytes, form=whole_form))
+    return _Loading(config, options, free, figures, stored).fit()
 
 
 class _Loading:
@@ -98,19 +74,24 @@ class _Loading:
 
     def __init__(
         self,
-        config: ModelConfig,
+        whole: ModelConfig,
         options: EngineOptions,
-        device: torch.device,
         free: FreeMemory,
         figures: MachineFigures | str,
         stored: WeightFormat,
-        rank: Rank,
-        reason: str | None,
     ) -> None:
-        self.config, self.options, self.device, self.figures = config, options, device, figures
+        self.whole, self.options, self.figures, self.stored = whole, options, figures, stored
+        self.device = device = choose_device(options.device)
+        self.whole_form = kept_form(stored, options, device, whole, free.gpu_bytes)
+        rank, reason = Rank(0, options.tensor_parallel), None
+        try:
+            config = config_of_rank(whole, rank)
+        except ModelError as error:
+            config, reason, rank = whole, str(error), ALONE
+        self.config, self.rank = config, rank
         self.free = replace(free, host_bytes=free.host_bytes // rank.count)
-        self.stored, self.rank = stored, rank
-        self.form = kept_form(stored, options, device, config, self.free.gpu_bytes)
+        own = form_of_rank(stored, whole, rank)
+        self.form = kept_form(own, options, device, config, self.free.gpu_bytes)
         self.dtype = choose_dtype(asked_dtype(options), config, device, self.free.host_bytes, self.form)
         self.weights = config.weight_bytes(self.dtype, self.form)
         self.rates = _rates(figures)
@@ -184,8 +165,7 @@ class _Loading:
         read = bytes_read(config, dtype, form)
         return predict(self.figures, config, dtype, has_room, self.chat_tokens, read, divided)
 
-    def fit(self, whole_bytes: Callable[[torch.dtype], int]) -> Fit:
-        """Return the result; `whole_bytes` counts the weights over every rank."""
+    def fit(self) -> Fit:
         speed, plan = self._speed(), self.plan
         dtype_name = str(self.dtype).removeprefix("torch.")
         is_quantised = isinstance(self.stored, StoredForm) and bool(self.stored.stored)
@@ -194,7 +174,7 @@ class _Loading:
         return Fit(
             reason=self.reason,
             dtype=dtype_name,
-            weights_bytes=whole_bytes(self.dtype),
+            weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form),
             host_weights_bytes=0 if plan is None else plan.host_bytes,
             resident_shares={} if plan is None else _resident_shares(self.config, plan),
             weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
@@ -220,7 +200,6 @@ def _rates(figures: MachineFigures | str) -> Rates:
 
 
 def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
-    """Return the mean over all layers."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, matrix in config.each_matrix():
         if name in plan.resident_rows:

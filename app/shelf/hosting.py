@@ -13,7 +13,6 @@ Memory holds one model at a time: the old one goes before the next one comes, wh
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -78,18 +77,13 @@ class ModelHost:
         self._is_gone = False  # the engine ended too often
         self._restarts = Restarts()
         self._is_stopped = threading.Event()  # set: the load that runs is not wanted any more
-        self._pause: asyncio.Event | None = None  # before a start; set: it is not wanted any more
         self._changes = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None  # of the load that runs
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def service(self) -> EngineService:
-        """The service of the loaded model; also of a resting model, which a request brings back.
-
-        Raises:
-            NoModelError: there is none.
-        """
+        """The service of the loaded model; also of a resting one, which requests bring back. NoModelError."""
         loading = self.loading
         if self._service is not None:
             return self._service
@@ -107,7 +101,6 @@ class ModelHost:
 
     @property
     def has_service(self) -> bool:
-        """True if `service` returns one."""
         return self._service is not None
 
     @property
@@ -129,7 +122,7 @@ class ModelHost:
         if self._watch is not None:
             self._watch.cancel()
         if self._task is not None:
-            self._stop_load()
+            self._is_stopped.set()
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
         if self._service is not None:
             await self._service.stop()
@@ -137,12 +130,7 @@ class ModelHost:
                 await asyncio.to_thread(self._service.close)
 
     def begin(self, name: str) -> asyncio.Task[None]:
-        """Begin to load a model in place of the loaded one; `loading` and `error` show the progress.
-
-        Raises:
-            HostBusyError: another one is being loaded.
-            LoadFailedError: this server cannot load models.
-        """
+        """Begin to load a model in place of the loaded one; HostBusyError, LoadFailedError."""
         if self._load is None:
             raise errors.LoadFailedError("this server keeps the model that it was started with")
         if self.loading is not None:
@@ -153,7 +141,7 @@ class ModelHost:
     async def unload(self) -> None:
         """Free the model's memory, or stop the load that runs; open requests end with an error."""
         if self._task is not None:
-            self._stop_load()
+            self._is_stopped.set()
             await asyncio.shield(self._task)
         async with self._changes:
             await self._free("the model was unloaded")
@@ -197,7 +185,6 @@ class ModelHost:
         return self._task
 
     async def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Carry out a load, whatever comes of it."""
         try:
             async with self._changes:
                 await work
@@ -213,13 +200,7 @@ class ModelHost:
             await asyncio.to_thread(return_memory)  # what a load that failed had taken
         self._tell()
 
-    def _stop_load(self) -> None:
-        self._is_stopped.set()
-        if self._pause is not None:
-            self._pause.set()
-
     async def _replace(self, name: str) -> None:
-        """Load a model in place of the loaded one."""
         is_wanted_back = self.is_resting and name == self.name
         await self._free("the model was unloaded to make room for another", keep=is_wanted_back)
         try:
@@ -261,7 +242,8 @@ class ModelHost:
         while (pause_s := self._restarts.pause_s) is not None:
             self._restarts.begun()
             self._restarts.be_careful(ended.stats.device)
-            await self._wait(pause_s)
+            if await asyncio.to_thread(self._is_stopped.wait, pause_s):
+                raise LoadStoppedError
             try:
                 service = await self._loaded(name)
             except LoadStoppedError:
@@ -276,15 +258,6 @@ class ModelHost:
         self.name, self._is_gone = None, True
         self.error = self._restarts.verdict(name, ended.stats.device)
         logger.error("%s", self.error)
-
-    async def _wait(self, seconds: float) -> None:
-        """Let some time pass, unless the model is not wanted any more."""
-        self._pause = asyncio.Event()
-        if self._is_stopped.is_set():
-            raise LoadStoppedError
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._pause.wait(), seconds)
-            raise LoadStoppedError
 
     def _progressed(self, share: float, what: str) -> None:
         before = self.loading

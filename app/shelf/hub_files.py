@@ -29,8 +29,6 @@ class PullStoppedError(PullError):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of one state of a repository."""
-
     repository: str
     revision: str
     name: str  # with its folders
@@ -44,7 +42,6 @@ class HubFile:
         return path.is_file() and path.stat().st_size == self.size_bytes and self.is_content_of(path)
 
     def is_content_of(self, path: Path) -> bool:
-        """True if a file has the digest."""
         digest = hashlib.sha256()
         if not self.is_large:
             digest = hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
@@ -58,7 +55,6 @@ class HubFile:
         return (folder / self.name).with_name(f".{self.digest[:24]}.part")
 
     def part_bytes(self, folder: Path) -> int:
-        """Return the number of bytes that have arrived there."""
         part = self.part(folder)
         return part.stat().st_size if part.exists() else 0
 
@@ -91,14 +87,9 @@ def list_files(repository: str) -> list[HubFile]:
 
 
 def fetch(file: HubFile, folder: Path, arrived: Callable[[int], None], stopped: threading.Event) -> None:
-    """Download a file; what an earlier call left of it is kept.
+    """Download a file, from what an earlier call left; PullError.
 
-    Args:
-        arrived: gets the number of bytes so far; an exception ends the download.
-        stopped: ends the pauses between tries.
-
-    Raises:
-        PullError: it cannot be had, or is not what the hub says.
+    `arrived` gets the number of bytes so far, and may raise; `stopped` ends the pauses between tries.
     """
     part = file.part(folder)
     part.parent.mkdir(parents=True, exist_ok=True)

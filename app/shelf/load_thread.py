@@ -1,10 +1,9 @@
 """Loads a model beside the event loop, and gives memory back."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.words import EXPECTED
@@ -23,15 +22,11 @@ async def load_in_thread(
 ) -> EngineService:
     """Load in a thread that the program's end need not wait for.
 
-    Args:
-        progressed: called on the event loop.
-        is_stopped: set when the model is not wanted any more.
-
-    Raises:
-        LoadStoppedError: that was set; or what `load` raises.
+    `progressed` is called on the event loop. Raises what `load` raises, and LoadStoppedError once
+    `is_stopped` is set.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[EngineService] = loop.create_future()
+    done: Future[EngineService] = Future()
 
     def progress(share: float, what: str) -> None:
         if is_stopped.is_set():
@@ -39,26 +34,22 @@ async def load_in_thread(
         loop.call_soon_threadsafe(progressed, share, what)
 
     def run() -> None:
-        finish: Callable[[], None]
+        done.set_running_or_notify_cancel()
         try:
             service = load(name, progress)
             if is_stopped.is_set():
                 service.close()
                 raise LoadStoppedError
-            finish = partial(done.set_result, service)
+            done.set_result(service)
         except Exception as error:
             # The frames of its traceback hold what was loaded.
-            known = error.with_traceback(None) if is_expected(error) else error
-            finish = partial(done.set_exception, known)
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            loop.call_soon_threadsafe(finish)
+            done.set_exception(error.with_traceback(None) if is_expected(error) else error)
 
     threading.Thread(target=run, name="model loader", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def release(service: EngineService) -> None:
-    """Free what a service that was stopped holds."""
     service.close()
     return_memory()
 

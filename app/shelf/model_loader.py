@@ -86,9 +86,7 @@ class ModelLoader:
     """Makes services, for a `ModelHost`; one at a time.
 
     Args:
-        catalogue: where names are looked up.
         options: for every engine; the model that they name does not matter.
-        make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
         process: whether engines have processes of their own; None: on a GPU, divided ones, and llama.cpp.
         backend: "neo", "llamacpp", or "auto": llama.cpp where the engine has not what a model needs.
@@ -139,7 +137,6 @@ class ModelLoader:
         return self._make_service(link)
 
     def runs_llamacpp(self, model: LocalModel) -> bool:
-        """True if llama.cpp computes a model, and not the engine."""
         return self._backend == LLAMACPP or (
             self._backend == "auto" and model.summary.needs_llamacpp and is_installed()
         )
@@ -149,7 +146,6 @@ class ModelLoader:
 
     @property
     def has_process(self) -> bool:
-        """True if engines have processes of their own."""
         if self._wants_process is not None:
             return self._wants_process
         # A divided one is lost with any of its parts, and started again as a whole.
@@ -197,7 +193,6 @@ class ModelLoader:
         return fit(config, self.options, self._free(is_loaded), self.figures(), stored)
 
     def figures(self) -> MachineFigures | str:
-        """Return what is known of this computer's speed, or why nothing is."""
         return find_figures(choose_device(self.options.device), self._reports)
 
     def _chosen_device(self) -> torch.device:

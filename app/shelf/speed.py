@@ -7,6 +7,7 @@ of a CPU alone, what a fraction of a second shows.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
@@ -30,12 +31,12 @@ _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
 _CPU_MATMUL_SHARE = 0.8  # of what square matrices reach, by those of a model
 _CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by reading weights
+_CPU_RATES = {"host reads", "CPU matrix products, float32"}  # of the suite hardware
+_GPU_RATES = {"GPU reads", "GPU matrix products, float16", "host to GPU", "GPU to host"}
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFigures:
-    """The figures behind predictions."""
-
     gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
     host: HostPreset
     has_gpu: bool
@@ -55,21 +56,14 @@ class Speed:
 
 
 def find_figures(device: torch.device, reports: Path | None = None) -> MachineFigures | str:
-    """Return what is known of this computer, or why nothing is.
-
-    Args:
-        device: that the linear layers run on.
-        reports: folder of the self-test's reports.
-    """
-    measured = _newest_hardware(reports) if reports is not None else None
+    """Return what is known of this computer, also from the self-test's reports, or why nothing is."""
+    gpu_name, rates, source = _measured(reports) if reports is not None else ("", {}, "")
+    read, flops = GB * rates.get("host reads", 0.0), 1e9 * rates.get("CPU matrix products, float32", 0.0)
     if device.type != "cuda":
-        if measured is None:
-            return _quick_figures()
-        return _cpu_figures(measured.read, measured.flops, measured.source)
+        return _cpu_figures(read, flops, source) if rates else _quick_figures()
     name = torch.cuda.get_device_name(device)
-    if measured is not None and measured.gpu is not None and measured.gpu.name == name:
-        host = _host(measured.read, measured.flops / native.num_usable_cpus())
-        return MachineFigures(measured.gpu, host, True, measured.source)
+    if gpu_name == name:
+        return MachineFigures(_measured_gpu(name, rates), _host(read, flops), True, source)
     try:
         gpu = _preset(name)
     except ValueError:
@@ -93,8 +87,7 @@ def predict(
     Args:
         chats: (tier, how many have room there); at least one in all.
         chat_tokens: final length of a chat; the average is half.
-        read: see `analytic_cost_model`.
-        divided: see `analytic_cost_model`.
+        read, divided: see `analytic_cost_model`.
     """
     cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read, divided)
     if not figures.has_gpu:
@@ -151,35 +144,21 @@ def _steps(most: int) -> list[int]:
     return sorted(steps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Results of the self-test's suite hardware on this computer."""
-
-    read: float  # bytes per second, by all cores
-    flops: float  # of fp32 products on the CPU
-    gpu: GpuPreset | None
-    source: str
-
-
-def _newest_hardware(reports: Path) -> _Measured | None:
+def _measured(reports: Path) -> tuple[str, Mapping[str, float], str]:
+    """Return the GPU's name, the best rates and their source, of the newest report of this computer."""
     for file in sorted(reports.glob("*/report.json"), reverse=True):
-        try:
+        # A report may be of a run that was stopped, or of another version.
+        with suppress(OSError, ValueError, KeyError, TypeError):
             report = json.loads(file.read_text(encoding="utf-8"))
-            if report["machine"]["cpu"] != cpu_name():
-                continue
             (suite,) = [suite for suite in report["suites"] if suite["suite"] == "hardware"]
-            best: dict[str, float] = {}
+            rates: dict[str, float] = {}
             for each in suite["figures"]:
-                best[each["what"]] = max(best.get(each["what"], 0.0), float(each["value"]["median"]))
-            return _Measured(
-                GB * best["host reads"],
-                1e9 * best["CPU matrix products, float32"],
-                _measured_gpu(suite["gpu_name"], best) if suite["gpu_name"] else None,
-                f"what the self-test measured on this computer on {str(report['started'])[:10]}",
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # one that was stopped, or of another version
-    return None
+                rates[each["what"]] = max(rates.get(each["what"], 0.0), float(each["value"]["median"]))
+            needed = _CPU_RATES | (_GPU_RATES if suite["gpu_name"] else set())
+            if report["machine"]["cpu"] == cpu_name() and needed <= rates.keys():
+                day = str(report["started"])[:10]
+                return suite["gpu_name"], rates, f"what the self-test measured on this computer on {day}"
+    return "", {}, ""
 
 
 def _measured_gpu(name: str, best: Mapping[str, float]) -> GpuPreset:
@@ -235,10 +214,10 @@ def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
         streaming_share=_CPU_STREAMING_SHARE,
         attention_share=0.9,
     )
-    return MachineFigures(gpu, _host(read, flops / native.num_usable_cpus()), False, source)
+    return MachineFigures(gpu, _host(read, flops), False, source)
 
 
-def _host(read: float, core_flops: float) -> HostPreset:
+def _host(read: float, flops: float) -> HostPreset:
     cores = native.num_usable_cpus()
     return HostPreset(
         "this computer",
@@ -246,7 +225,7 @@ def _host(read: float, core_flops: float) -> HostPreset:
         memory_bytes_per_s=read,
         cores=cores,
         core_bytes_per_s=read,
-        core_flops=core_flops,
+        core_flops=flops / cores,
         read_share=1.0,
         idle_cores=0,
     )

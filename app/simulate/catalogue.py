@@ -12,7 +12,6 @@ GIB, GB = 2**30, 1e9
 
 
 def print_catalogue(console: Console) -> None:
-    """Print three tables."""
     gpus = [
         (
             *(gpu.name, f"{gpu.memory_bytes / GIB:.4g}", f"{gpu.memory_bytes_per_s / GB:,.0f}"),

@@ -36,8 +36,6 @@ ENOUGH_TOKENS = 4096  # of KV in GPU memory: less, and the GPU alone could not e
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of a workload."""
-
     gpu: GpuPreset
     host: HostPreset
     model: str
@@ -53,10 +51,7 @@ class Machine:
 def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     """Put the machine together.
 
-    Raises:
-        UsageError: the options make no sense.
-        MemoryError: the model does not fit the machine.
-        OSError: a file cannot be read.
+    Raises UsageError: the options make no sense; MemoryError: the model does not fit; OSError.
     """
     gpu, host = _gpu_and_host(options)
     name = options.model or _usual_model(gpu, host, limits)

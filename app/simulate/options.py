@@ -11,12 +11,7 @@ _workload = partial(typer.Option, rich_help_panel="Workload")
 
 
 class UsageError(ValueError):
-    """A wrong value of an option.
-
-    Args:
-        option: its flag.
-        message: what to do.
-    """
+    """A wrong value of an option, which has this flag; the message says what to do."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)

@@ -27,8 +27,6 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """One or several policies on one machine and workload."""
-
     machine: Machine
     requests: tuple[WorkloadRequest, ...]
     results: dict[str, SimulationResult]
@@ -41,7 +39,6 @@ class SimulationReport:
         return f"{count:,} chats come {f'within {span_s:,.0f} s' if span_s else 'at once'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: `{"policies": {name: figures}}`, units in the names."""
         return {
             "policies": {
                 name: result.to_json()
@@ -100,7 +97,6 @@ class SimulationReport:
         return f"the {tiers[0].title} of {result.longest_tokens:,}"
 
     def _share(self, result: SimulationResult) -> float:
-        """Return how much of the bound a policy reaches; 0 where there is nothing to reach."""
         bound = self.bound_output_tokens_per_s
         return result.output_tokens_per_s / bound if bound else 0.0
 

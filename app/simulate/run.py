@@ -17,13 +17,7 @@ LIMITS = SchedulerLimits(_TOKENS, most_requests(_TOKENS), MAX_TOKEN_MS)
 
 
 def run_simulation(options: SimulationOptions, progress: Progress) -> SimulationReport:
-    """Simulate the workload under every policy, or the one that is named.
-
-    Raises:
-        UsageError: the options make no sense.
-        MemoryError: the model does not fit the machine.
-        OSError: a model's file cannot be read.
-    """
+    """Simulate the workload under every policy, or the one that is named; see `machine` for errors."""
     requests = synthetic(options.num_requests, options.input_tokens, options.output_tokens)
     if options.rate is not None:
         requests = with_rate(requests, options.rate, 0)

@@ -236,9 +236,7 @@ def test_what_the_self_test_measured_here_comes_before_any_datasheet(
         gpu_note="",
         gpu_memory_bytes=GIB,
         figures=tuple(
-            Figure(what, "", 1.0, "", Spread.of([value]))
-            for what, values in measured.items()
-            for value in values
+            Figure(what, "", "", Spread.of([value])) for what, values in measured.items() for value in values
         ),
         notes=(),
     )

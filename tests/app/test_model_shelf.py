@@ -188,9 +188,9 @@ async def test_the_self_test_leaves_the_memory_to_what_is_measured(
         selftest = services.selftest
         await until(services, lambda shelf: shelf.host.loading is None)
         with pytest.raises(SelfTestError, match="coffee"):
-            selftest.start_on(services.host, ["coffee"])
+            selftest.start(["coffee"], services.host)
         assert selftest.reports() == []
-        selftest.start_on(services.host, ["hardware"])
+        selftest.start(["hardware"], services.host)
         await until(services, lambda _: selftest.running is None, SELFTEST)
         assert selftest.error is None
         report = selftest.page(selftest.reports()[0].name)

@@ -11,6 +11,7 @@ import pytest
 
 from neo_desktop.app.news import SELFTEST, News
 from neo_desktop.app.page.selftest import MAX_REPORTS, SelfTest, SelfTestError, reports_folder
+from neo_desktop.app.shelf.hosting import ModelHost
 
 from .conftest import until
 
@@ -139,14 +140,15 @@ async def test_a_crash_is_told_with_its_last_lines() -> None:
     assert selftest.reports() == []
 
 
-async def test_what_must_happen_before_happens_before() -> None:
+async def test_the_model_gives_its_memory_back_first() -> None:
     selftest, order = fake("well"), []
 
-    async def prepare() -> None:
-        order.append(list(reports_folder().parent.glob("selftest/*/report.html")))
+    class Host(ModelHost):
+        async def rest(self) -> None:
+            order.append(selftest.reports())
 
     async with ended(selftest):
-        selftest.start(prepare=prepare)
+        selftest.start(host=Host())
         await until(lambda: selftest.running is None)
     assert order == [[]]
     assert len(selftest.reports()) == 1

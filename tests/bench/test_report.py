@@ -16,6 +16,7 @@ from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.run import run_suites
 from neo_desktop.app.bench.throughput import ThroughputReport
+from neo_desktop.app.bench.workload import Comparison
 from neo_desktop.engine.progress import Progress
 
 OPTIONS = BenchOptions(
@@ -126,7 +127,7 @@ def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
     alone = said("cpu", 1.0)
     assert alone.startswith("No NVIDIA GPU was found, so there is nothing to offload from")
     assert "when 6 requests come at once; each chat gets its tokens at" in alone
-    changed = replace(same, changed_answers=2)
+    changed = replace(same, comparison=Comparison(4, 0, 2))
     assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
     failed = replace(same, errors={"out of memory": 3})
     assert "FAILURE: auto gave up 3 requests" in said("cuda", 1.0, policies=(gpu_only, failed))
