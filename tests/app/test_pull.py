@@ -267,6 +267,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_downloaded(
     assert (data.exists(), hub.requests) == (False, [])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("offline", "sentence"), [("0", "is in"), ("1", "HF_HUB_OFFLINE forbids")])
 def test_the_hubs_own_variables_hold(hub: FakeHub, data: Path, offline: str, sentence: str) -> None:
     command = [sys.executable, "-m", "neo_desktop.app.entry", "models", "pull", "org/tiny"]

@@ -51,7 +51,7 @@ def worker(host: Host, secret: Path) -> Iterator[WorkerProcess]:
 TEN_GIGABITS = Condition(delay_s=0.0005, bits_per_s=1e10)  # a round trip of 1 ms
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "condition",
     [TEN_GIGABITS, Condition(delay_s=0.001, bits_per_s=1e8), Condition(delay_s=0.002, loss=0.01)],
