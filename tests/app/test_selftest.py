@@ -1,7 +1,6 @@
 """The self-test as the page runs it, with a fake `neo-desktop bench`."""
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from neo_desktop.app.news import SELFTEST, News
-from neo_desktop.app.page.selftest import MAX_REPORTS, SelfTest, SelfTestError, reports_folder
+from neo_desktop.app.page.selftest import SelfTest, SelfTestError, reports_folder
 
 from .conftest import until
 
@@ -138,32 +137,3 @@ async def test_a_crash_is_told_with_its_last_lines() -> None:
         await until(lambda: selftest.running is None)
     assert "there is no memory to measure on" in (selftest.error or "")
     assert selftest.view()["reports"] == []
-
-
-async def test_what_must_happen_before_happens_before() -> None:
-    selftest, order = fake("well"), []
-
-    async def prepare() -> None:
-        order.append(list(reports_folder().parent.glob("selftest/*/report.html")))
-
-    async with ended(selftest):
-        selftest.start(None, prepare)
-        await until(lambda: selftest.running is None)
-    assert order == [[]]
-    assert selftest.report(None) is not None
-
-
-async def test_old_reports_go_and_junk_is_ignored() -> None:
-    for number in range(15):
-        folder = reports_folder() / f"2025-01-{number + 1:02}-000000"
-        folder.mkdir(parents=True)
-        (folder / "report.html").write_text("old")
-        (folder / "report.json").write_text("{" if number % 2 else json.dumps({"started": 3}))
-    (reports_folder() / "junk").write_text("x")
-    selftest = fake("well")
-    async with ended(selftest):
-        selftest.start(None)
-        await until(lambda: selftest.running is None)
-    names = [report["name"] for report in selftest.view()["reports"]]
-    assert len(names) == MAX_REPORTS
-    assert names == sorted(names, reverse=True)

@@ -13,12 +13,11 @@ from torch import Tensor
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import offloaded
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
-from neo_desktop.models.registry import load_model, random_model
+from neo_desktop.models.registry import load_model
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Stages, State
 
 CPU = torch.device("cpu")
 PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
@@ -78,24 +77,6 @@ def test_products_do_not_depend_on_where_a_row_is_computed(
         assert ((out.double() - exact).abs() <= bound).all()
     out = linear.multiply(x, x.new_full((count, rows), torch.nan))
     assert ((out.double() - exact).abs() <= bound).all()
-
-
-@given(st.integers(1, 300), st.floats(0, 1), st.integers(1, 2000))
-def test_pieces_are_whole_tiles_next_to_each_other(host_rows: int, share: float, piece_bytes: int) -> None:
-    linear = split_of(torch.randn(64 + host_rows, 6), None, 64)
-    streamed = linear.streamed(share)
-    assert streamed == host_rows or streamed % 16 == 0
-    assert abs(streamed - share * host_rows) <= 8 or streamed == host_rows
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded, "PIECE_BYTES", piece_bytes)
-        pieces = linear.pieces(streamed)
-    ends = [64, *(piece.rows.stop for piece in pieces)]
-    assert [piece.rows.start for piece in pieces] == ends[:-1]
-    assert ends[-1] == 64 + streamed
-    assert all(piece.elements * 4 <= max(piece_bytes, 16 * 6 * 4) for piece in pieces)
-    assert sum(piece.packed.nbytes for piece in pieces) == -(-streamed // 16) * 16 * 6 * 4
-    matrix = linear.host_matrix(streamed)
-    assert (0 if matrix is None else sum(part[3] for part in matrix[0])) == host_rows - streamed
 
 
 @pytest.mark.parametrize(
@@ -159,26 +140,6 @@ def logits_in_steps(model: Decoder, token_ids: Tensor, share: float) -> Tensor:
             Stages, "post_attention", lambda self, layer, state: advance(self, layer, None, state, None)
         )
         return logits_of_all(model, token_ids)
-
-
-def test_steps_are_cut_at_what_is_split_and_nowhere_else() -> None:
-    config = shape("tiny")
-    names = {"0.down": 0, "1.qkv": 64, "1.output": 0}
-    model = Decoder(config, dtype=torch.float32, device=CPU, form=OffloadedFormat(PLAIN, DENSE, names))
-    stages = Stages(model)
-    assert {name for _, name in stages.offloaded_matrices} == {"output", "down", "qkv"}
-    of = config, 2, torch.float32, CPU
-    state = State.empty(*of, Scratch.empty(*of))
-
-    def cut(finished: int | None, begun: int | None) -> list[tuple[bool, str | None]]:
-        steps = stages.steps(finished, begun, state)
-        return [(step.work is not None, step.product and step.product.name) for step in steps]
-
-    assert cut(None, 0) == [(True, None)]
-    assert cut(0, 1) == [(True, "down"), (True, "qkv"), (True, None)]
-    assert cut(1, None) == [(False, "output"), (True, None)]
-    assert cut(None, None) == []
-    assert not random_model(config, dtype=torch.float32, device=CPU).has_splits
 
 
 def test_what_cannot_be_split_is_told() -> None:
