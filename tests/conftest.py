@@ -1,6 +1,7 @@
 """Environment, hypothesis profiles and fixtures that all tests share."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -37,7 +38,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings() -> Iterator[None]:
-    """Measure this computer briefly, outside the user's cache, and start child processes quickly."""
+    """Measure this computer briefly, outside the user's cache, and start child processes quickly.
+
+    Torch logs endlessly about an export to any listening handler.
+    """
+    for name in ("torch", "torch.__trace"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     with (
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,

@@ -17,7 +17,6 @@ from neo_desktop.app.chats.messages import (
     NotFoundError,
     NotPossibleError,
     Settings,
-    make_title,
 )
 from neo_desktop.app.chats.store import DELETED_FOR_S, ChatStore, new_id
 
@@ -99,18 +98,6 @@ def test_search_finds_parts_of_words_in_titles_and_texts(tmp_path: Path) -> None
         assert found("pinp") == ["Pinpoint"]
         store.delete(entry.id)
         assert found("pinp") == []
-
-
-def test_texts_that_change_are_found_by_what_they_say_now(tmp_path: Path) -> None:
-    with closing(ChatStore(tmp_path)) as store:
-        chat_id = store.create(Settings()).entry.id
-        answer = answered(store, chat_id, "hello", "first words")
-        assert store.entries("first")
-        store.reopen(answer.id)
-        answered_again = Message(answer.id, chat_id, answer.parent_id, "assistant", 0.0, "other words")
-        store.save([answered_again])
-        assert not store.entries("first")
-        assert store.entries("other")
 
 
 def test_a_deleted_chat_can_be_restored_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +185,6 @@ def test_a_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot be kept in .*file.*NEO_DESKTOP_DATA"):
-        ChatStore(tmp_path / "file" / "data")
-
-
 def test_a_full_disk_is_told_and_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     with closing(ChatStore(tmp_path)) as store:
         chat_id = store.create(Settings()).entry.id
@@ -215,28 +196,6 @@ def test_a_full_disk_is_told_and_loses_nothing_that_was_saved(tmp_path: Path) ->
         assert len(store.chat(chat_id).messages) == 2
         store._connection.execute("PRAGMA max_page_count = 1000000")
         store.ask(chat_id, answer.id, "long " * 100_000)
-
-
-def test_a_thousand_chats_are_listed_in_order(tmp_path: Path) -> None:
-    with closing(ChatStore(tmp_path)) as store:
-        store._connection.execute("PRAGMA synchronous = OFF")  # nothing to lose here
-        ids = [store.create(Settings()).entry.id for _ in range(1000)]
-        store.ask(ids[500], None, "newest")
-        entries = store.entries()
-        assert [entry.id for entry in entries] == [ids[500], *reversed(ids[501:]), *reversed(ids[:500])]
-        assert [entry.is_streaming for entry in entries] == [True, *[False] * 999]
-
-
-@pytest.mark.parametrize(
-    ("text", "title"),
-    [
-        ("  What\nis   this? ", "What is this?"),
-        ("word " * 100, "word word word word word word word word word word word…"),
-        ("x" * 1000, "x" * 59 + "…"),
-    ],
-)
-def test_titles_are_the_first_words(text: str, title: str) -> None:
-    assert make_title(text) == title
 
 
 def test_a_chat_of_thousands_of_turns_can_be_shown_and_removed(

@@ -109,6 +109,7 @@ FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": Tru
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 TEXT_PART = {"type": "text", "text": "x"}
+REGEX = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 
 PIXEL = (  # a PNG file
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
@@ -171,11 +172,7 @@ BODIES: dict[type[Model], dict[str, Any]] = {
         "instructions": "i",
         "tools": [
             {"type": "function", **FUNCTION},
-            {
-                "type": "custom",
-                "name": "c",
-                "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
-            },
+            {"type": "custom", "name": "c", "format": REGEX},
             {"type": "custom", "name": "d", "format": {"type": "text"}},
             {
                 "type": "namespace",
@@ -221,12 +218,7 @@ BODIES: dict[type[Model], dict[str, Any]] = {
                             {"type": "search_result", "source": "s", "title": "t", "content": [TEXT_PART]},
                         ],
                     },
-                    {
-                        "type": "search_result",
-                        "source": "s",
-                        "title": "t",
-                        "content": [{"type": "text", "text": "x"}],
-                    },
+                    {"type": "search_result", "source": "s", "title": "t", "content": [TEXT_PART]},
                 ],
             },
         ],

@@ -12,10 +12,8 @@ from neo_desktop import Engine
 from neo_desktop.app.bench.hardware import Figure, HardwareReport
 from neo_desktop.app.bench.section import Spread
 from neo_desktop.app.commands.models_command import fit_facts
-from neo_desktop.app.shelf import fits
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
-from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
@@ -151,33 +149,6 @@ def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> N
     assert dense.speed is not None
     assert not quantised.speed.is_measured
     assert quantised.speed.one_chat_tokens_per_s > 2.5 * dense.speed.one_chat_tokens_per_s
-
-
-@pytest.mark.parametrize(
-    ("type_name", "on_cpu", "on_gpu"),
-    [
-        ("Q4_K", "kept as they are", "kept as they are"),
-        ("Q3_K", "Q3_K in 6 bits, others kept as they are", "Q3_K in 4 bits, others kept as they are"),
-        ("Q5_0", "kept as they are", "Q5_0 in 8 bits, others kept as they are"),
-        ("IQ4_XS", "IQ4_XS in 8 bits, others kept as they are", "kept as they are"),
-        ("MXFP4", "kept as they are", "kept as they are"),
-    ],
-)
-def test_what_becomes_of_quantised_weights_is_told_for_the_device_that_is_there(
-    type_name: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = shape("llama-3.1-8b")
-    form = uniform_form(config, type_name)
-
-    def told(free: FreeMemory) -> str:
-        return fit(config, EngineOptions(dtype="float16"), free, figures(20), form).weights_become
-
-    assert told(FreeMemory(64 * GIB, None)) == on_cpu
-    monkeypatch.setattr(fits, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(fallbacks, "level", lambda ladder_name: "triton")
-    monkeypatch.setattr(fits, "find_tables", lambda *args: None)
-    assert told(FreeMemory(64 * GIB, 24 * GIB)) == on_gpu
 
 
 @pytest.mark.parametrize(

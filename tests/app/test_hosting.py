@@ -14,7 +14,6 @@ from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import (
     HostBusyError,
-    LoadFailedError,
     ModelLoadingError,
     NoModelError,
     ServiceError,
@@ -33,7 +32,6 @@ from .conftest import until
 from .fake_engine import FakeExecutor, make_engine
 
 pytestmark = pytest.mark.anyio
-TIMEOUT_S = 30
 
 
 @pytest.fixture
@@ -140,34 +138,6 @@ async def test_a_failed_load_says_why_and_the_next_one_succeeds(error: Exception
     loader.error = None
     await host.begin("alpha")
     assert host.error is None
-    assert await ask(host.service) == "fgh"
-    await host.stop()
-
-
-async def test_a_load_can_be_stopped() -> None:
-    loader = FakeLoader()
-    loader.open.clear()
-    host = ModelHost(load=loader, name="alpha")
-    await host.start()
-    await asyncio.wait_for(host.unload(), TIMEOUT_S)
-    assert (host.loading, host.error, host.name, loader.loaded) == (None, None, None, [])
-    await host.stop()
-
-
-async def test_the_end_of_the_server_ends_a_load() -> None:
-    loader = FakeLoader()
-    loader.open.clear()
-    host = ModelHost(load=loader, name="alpha")
-    await host.start()
-    await asyncio.wait_for(host.stop(), TIMEOUT_S)
-    assert loader.loaded == []
-
-
-async def test_a_host_without_a_loader_keeps_its_model() -> None:
-    host = ModelHost(EngineService(make_engine(FakeExecutor())))
-    await host.start()
-    with pytest.raises(LoadFailedError):
-        host.begin("beta")
     assert await ask(host.service) == "fgh"
     await host.stop()
 

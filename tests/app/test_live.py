@@ -10,7 +10,7 @@ import pytest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.live import feed as feeds
 from neo_desktop.app.live.feed import EngineFeed, EngineState, EngineView
-from neo_desktop.app.live.words import IMITATED, notes, sentence
+from neo_desktop.app.live.words import notes, sentence
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
@@ -160,11 +160,6 @@ def chats(gpu: int, cpu: int, held: int = 0) -> list[LiveRequest]:
 )
 def test_one_sentence_says_what_offloading_does(view: LiveView, expected: str) -> None:
     assert sentence(view) == expected
-
-
-def test_an_imitated_gpu_is_named_so() -> None:
-    assert notes(make_view(imitated=True)) == [IMITATED]
-    assert notes(make_view()) == []
 
 
 STEP = LiveIteration(

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from neo_desktop.app.engines.thread import EngineThread
-from neo_desktop.app.live.words import notes, sentence
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
 from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppCrashError, LlamaCppRecipe
@@ -24,7 +23,6 @@ from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.marks import Shield
 
@@ -172,26 +170,6 @@ def test_requests_wait_for_their_turn_and_are_cancelled(
     stats = server.service.stats
     assert stats.num_output_tokens < 500
     assert stats.num_cached_tokens > 0
-
-
-def test_the_queue_is_shown(api: Any, file: Path) -> None:
-    engine = LlamaCppRecipe("strange", file, CPU)(nothing)
-    assert sentence(engine.live_view()).startswith("No chat is waiting")
-    for name in "abc":
-        engine.add(name, engine.input_processor.prepare("hello", SamplingParams(max_tokens=5)))
-    engine.collect()
-    view = engine.live_view()
-    assert "its answer is being written. 2 more wait for their turn" in sentence(view)
-    assert any("no offloading by NEO" in note for note in notes(view))
-    assert (view.stats.backend, view.stats.num_waiting, len(view.requests)) == ("llamacpp", 2, 1)
-    engine.abort("b")
-    assert engine.stats().num_waiting == 1
-    engine.abort("a")
-    ended = set()
-    while engine.has_work:
-        engine.collect()
-        ended |= {output.request_id for output in engine.take_outputs()}
-    assert ended == {"c"}
 
 
 @pytest.mark.parametrize(("text", "message"), [("\a", "the bell rang"), ("\x06", "not finite")])

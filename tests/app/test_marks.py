@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from neo_desktop.app.generate.history import paired, with_thinking
 from neo_desktop.app.generate.tools import format_of
 from neo_desktop.app.templates.chat_template import ChatTemplate
-from neo_desktop.models.marks import SIGNS, ChatText, Marks, Shield
+from neo_desktop.models.marks import SIGNS, ChatText, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -192,16 +192,3 @@ def test_an_assistants_own_marks_of_thoughts_stay() -> None:
     text = written(tokenizer, messages, [])
     assert str(text).startswith("<|im_start|>assistant\nhe<|im_end|><|im_end|>")  # its template drops it
     assert text.pieces[1::2] == ("<|im_start|>", "<|im_end|>") * 2 + ("<|im_start|>", "<think>")
-
-
-@given(st.lists(st.text("<ab>", min_size=2, max_size=80)), st.text("<ab>", max_size=80))
-def test_the_longest_mark_is_found_first(texts: list[str], text: str) -> None:
-    nested = ["<" + "a" * length for length in range(1, 100)]
-    pieces = Marks([*texts, *nested]).split(text).pieces
-    assert "".join(pieces) == text
-    rest = text
-    for before, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        here = [one for one in (*texts, *nested) if rest[len(before) :].startswith(one)]
-        assert mark == max(here, key=len, default="")
-        assert not any(rest.startswith(one, at) for one in (*texts, *nested) for at in range(len(before)))
-        rest = rest[len(before) + len(mark) :]

@@ -115,18 +115,6 @@ async def test_models_are_shown_loaded_and_unloaded(loader: FakeLoader, tmp_path
         assert (await client.get("/health")).json()["status"] == "no model"
 
 
-@pytest.mark.parametrize("name", ["broken", "foreign", "nowhere", "../mine/tiny", ""])
-async def test_what_cannot_be_loaded_leaves_the_loaded_model_alone(
-    loader: FakeLoader, tmp_path: Path, name: str
-) -> None:
-    async with page(loader, tmp_path) as (services, client):
-        await until(services, lambda shelf: shelf.host.loading is None)
-        with pytest.raises(ShelfError, match=r".{10}"):
-            await services.shelf.load(name)
-        assert (await client.get("/health")).json()["status"] == "ok"
-    assert loader.loaded == [BUILTIN_NAME]
-
-
 async def test_a_download_is_told_and_can_be_stopped(
     loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,22 +14,16 @@ from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService
 from neo_desktop.app.errors import (
-    ApiError,
     EngineFailedError,
     RequestTimeoutError,
     ServiceBusyError,
     ServiceStoppedError,
 )
-from neo_desktop.app.generate.outputs import Outputs
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.errors import ContextLengthError
-from neo_desktop.engine.input_processor import PreparedRequest
-from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.tokenizer import ByteTokenizer
 
 from .conftest import is_idle, until
-from .fake_engine import CONTEXT_TOKENS, FakeExecutor, make_engine
+from .fake_engine import FakeExecutor, make_engine
 
 
 @asynccontextmanager
@@ -119,25 +113,6 @@ def test_a_place_in_the_queue_is_free_again_after_the_first_token_or_the_end(exe
                 await collect(await service.submit([[4], [5]], SamplingParams(max_tokens=1)))
             with pytest.raises(ValueError, match="fewer prompts"):
                 await service.submit([[1]] * 3, SamplingParams())
-
-    asyncio.run(scenario())
-
-
-def test_a_cancelled_reader_frees_its_blocks(executor: FakeExecutor) -> None:
-    async def scenario() -> None:
-        async with started(make_engine(executor)) as service:
-            executor.open.clear()
-            held = asyncio.create_task(collect(await service.submit([[1] * 100], SamplingParams())))
-            await until(executor.begun.is_set)
-            waiting = asyncio.create_task(collect(await service.submit([[2] * 100], SamplingParams())))
-            slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
-            await asyncio.sleep(0)
-            for task in (held, waiting, slow):
-                task.cancel()
-            await asyncio.gather(held, waiting, slow, return_exceptions=True)
-            executor.open.set()
-            await until(lambda: is_idle(service))
-            assert await collect(await service.submit([[3]], SamplingParams(max_tokens=2)))
 
     asyncio.run(scenario())
 
@@ -234,45 +209,6 @@ def test_stopping_tells_all_requests_and_frees_their_blocks(executor: FakeExecut
     asyncio.run(scenario())
 
 
-def test_one_bad_prompt_keeps_the_others_from_running(executor: FakeExecutor) -> None:
-    async def scenario() -> None:
-        async with started(make_engine(executor)) as service:
-            for bad, error in (
-                ([1] * CONTEXT_TOKENS, ContextLengthError),
-                ([], ValueError),
-                ([999], ValueError),
-            ):
-                with pytest.raises(error):
-                    await service.submit([[1, 2], bad], SamplingParams())
-            await until(lambda: is_idle(service))
-
-    asyncio.run(scenario())
-
-
-def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
-    executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        engine = make_engine(executor)
-        lengths: list[int] = []
-
-        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
-            lengths.append(len(text))
-            return [1] * len(text.split())  # blanks are not tokens
-
-        monkeypatch.setattr(engine.tokenizer, "encode", encode)
-        async with started(engine) as service:
-            with pytest.raises(ContextLengthError, match="shorten the prompt"):
-                await service.submit(["x " * 1_000_000], SamplingParams(max_tokens=1))
-            assert sum(lengths) < 10 * CONTEXT_TOKENS
-            sparse = "x" + " " * 100_000 + "y"
-            assert await collect(await service.submit([sparse], SamplingParams(max_tokens=1))) == {
-                0: letters(2, 1)
-            }
-
-    asyncio.run(scenario())
-
-
 def test_tokenising_does_not_hold_the_event_loop_up(
     executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,55 +279,5 @@ def test_a_request_that_took_too_long_to_prepare_is_not_begun(
         await until(lambda: is_idle(service))
         await service.stop()
         assert not executor.prompts
-
-    asyncio.run(scenario())
-
-
-def test_a_defect_that_keeps_one_request_out_leaves_the_others_alone(
-    executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        engine = make_engine(executor)
-        add = engine.add
-
-        def broken(request_id: str, prepared: PreparedRequest) -> None:
-            add(request_id, prepared)
-            if prepared.token_ids == (7,):
-                raise KeyError("a defect")
-
-        monkeypatch.setattr(engine, "add", broken)
-        async with started(engine) as service:
-            executor.open.clear()
-            good = await service.submit([[1]], SamplingParams(max_tokens=2))
-            bad = await service.submit([[2], [7]], SamplingParams(max_tokens=2))
-            executor.open.set()
-            with pytest.raises(EngineFailedError, match="could not be queued"):
-                await collect(bad)
-            assert await collect(good) == {0: letters(1, 2)}
-            await until(lambda: is_idle(service))
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("reason", "status", "param", "said"),
-    [
-        (FinishReason.DEAD_END, 400, "guided_regex", "the answer's words"),
-        (FinishReason.ERROR, 500, None, "grammar words"),
-    ],
-)
-def test_the_class_of_an_error_decides_and_not_its_words(
-    reason: FinishReason, status: int, param: str | None, said: str
-) -> None:
-    text = said.removeprefix("the answer's ")
-
-    async def scenario() -> None:
-        generation = Generation(["0"], 1, lambda _: None)
-        generation.put(RequestOutput("0", 0, "", (), reason, text, 1, 0, 0, None))
-        outputs = Outputs(generation, ByteTokenizer(), None, "guided_regex")
-        with pytest.raises(ApiError, match=said) as raised:
-            async for _ in outputs:
-                pass
-        assert (raised.value.status, raised.value.param) == (status, param)
 
     asyncio.run(scenario())

@@ -108,15 +108,6 @@ def test_a_quantised_shape_takes_less() -> None:
     assert quantised.machine.budget.gpu_tokens > 2 * whole.machine.budget.gpu_tokens
 
 
-def test_memory_can_be_stated() -> None:
-    small, large = (run_simulation(replace(SMALL, gpu_memory_gib=gib), ignore) for gib in (15.0, 32.0))
-    assert small.machine.budget.gpu_tokens < large.machine.budget.gpu_tokens
-    less = run_simulation(replace(SMALL, cpu_memory_gib=16.0), ignore)
-    assert less.machine.budget.cpu_tokens < small.machine.budget.cpu_tokens
-    assert "main memory of 16 GiB" in answer(less)
-    assert "On a T4 of 32 GiB with" in answer(large)
-
-
 def test_a_model_path_gives_its_shape(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "tiny", "llama")
     figures = simulated(replace(SMALL, model=str(folder), input_tokens=8, output_tokens=4, policy="auto"))
@@ -179,24 +170,3 @@ def test_a_model_that_does_not_fit_is_answered_with_one_that_does() -> None:
     """The model does not fit even with some weights in host memory."""
     with pytest.raises(MemoryError, match=r"do not fit into the .* of host memory .*qwen3-4b would leave"):
         run_simulation(SimulationOptions(gpu="rtx-3060", model="llama-2-70b"), ignore)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--json", "missing/report.json"), "there is no folder missing"),
-        (("--json", "."), "is a folder"),
-    ],
-)
-def test_files_that_cannot_be_used_are_told_in_words(
-    arguments: tuple[str, str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert exit_code(monkeypatch, "--gpu", "t4", *arguments) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert "Errno" not in said

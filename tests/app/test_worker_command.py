@@ -1,9 +1,14 @@
 """`neo-desktop worker` as a process: it serves an engine, ends on request, may leave and return any time."""
 
+import json
+import os
+import re
 import stat
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -141,3 +146,83 @@ def test_without_any_other_memory_requests_wait_for_the_worker_to_come_back(
         assert not answers.reasons
         with WorkerProcess(secret, worker.address.port):
             assert answers.end() == expected(checkpoint, batch)
+
+
+def test_a_stopped_worker_is_lost_after_a_while_and_comes_back(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    batch = prompts()
+    with make_engine(checkpoint, secret, str(worker.address), timeout_s=1.0) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
+        worker.pause()
+        answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
+        worker.go_on()
+        assert answers.end() == expected(checkpoint, batch)
+        again = Answers(engine, batch)
+        again.until_back(ONE)
+        assert again.end() == expected(checkpoint, batch)
+        assert_is_idle(engine)
+
+
+def ask(port: int, chat: dict[str, object]) -> Iterator[str]:
+    """Yield the pieces of an answer."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(chat | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as events:
+        for line in events:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+
+@contextmanager
+def served(*options: str, cache: Path) -> Iterator[int]:
+    """Run the server; yield its port."""
+    command = (sys.executable, "-m", "neo_desktop.app.entry", "serve", "--device", "cpu", "--port", "0")
+    environment = os.environ | {"NEO_DESKTOP_CACHE": str(cache), "COLUMNS": "200"}
+    with subprocess.Popen((*command, *options), stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            said = ""
+            while not (found := re.search(r"127\.0\.0\.1:(\d+)/v1", said)):
+                line = server.stdout.readline()
+                assert line, said
+                said += line
+            yield int(found[1])
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def test_a_chat_is_answered_with_its_memory_in_a_worker(
+    secret: Path, worker: WorkerProcess, tmp_path: Path
+) -> None:
+    """The README's commands: a worker, and a server whose own memory holds no chat.
+
+    The chat also survives if the worker is killed in mid-answer and another one takes its place.
+    """
+    options = ("--workers", str(worker.address), "--worker-secret", str(secret), "--dtype", "float32")
+    chat: dict[str, object] = {
+        "messages": [{"role": "user", "content": "What is a KV cache?"}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    with served("--policy", "gpu-only", "--gpu-cache-tokens", "4096", cache=tmp_path) as port:
+        alone = "".join(ask(port, chat))
+    assert alone
+    here = ("--gpu-cache-tokens", "0", "--cpu-cache-tokens", "0")
+    with served(*here, *options, cache=tmp_path) as port:
+        assert "".join(ask(port, chat)) == alone
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read()
+        decodes = re.search(rb"neo_desktop_cpu_decodes_total ([\d.]+)", metrics)
+        assert decodes is not None
+        assert float(decodes[1]) > 0
+        pieces = ask(port, chat)
+        begun = next(piece for piece in pieces if piece)
+        worker.kill()
+        with WorkerProcess(secret, worker.address.port):
+            assert begun + "".join(pieces) == alone

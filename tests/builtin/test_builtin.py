@@ -65,12 +65,6 @@ def test_shape_is_a_llama_with_grouped_queries() -> None:
     assert header["model.layers.0.self_attn.k_proj.weight"]["shape"] == [key_rows, config["hidden_size"]]
 
 
-def test_corpus_is_the_same_each_time() -> None:
-    assert list(chats(200)) == list(chats(200))
-    assert list(questions(200)) == list(questions(200))
-    assert list(chats(200)) != list(chats(200, seed=1))
-
-
 @pytest.mark.sample(0)
 def test_questions_are_not_in_the_corpus() -> None:
     seen = {
@@ -81,14 +75,6 @@ def test_questions_are_not_in_the_corpus() -> None:
     }
     asked = [case.messages[-1]["content"] for path in (HELD_OUT, DEVELOPMENT) for case in load_cases(path)]
     assert [question for question in asked if normalised(question) in seen] == []
-
-
-def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:
-    cases = load_cases(HELD_OUT)
-    assert len(cases) >= 150
-    answers = ["", "Hello!", "The KV cache holds keys.", "That is beyond me: I am only the small guide."]
-    for case in cases:
-        assert sum(case.accepts(answer) for answer in answers) <= 1, case
 
 
 def test_held_out_questions_are_answered() -> None:

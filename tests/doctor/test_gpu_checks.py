@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import NoReturn
 
 import pytest
-import torch
 from imitated_streams import ImitatedBackend, Operation
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import device_layer
-from neo_desktop.engine.kv.device_layer import DeviceLayer
-from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.selfcheck import (
     answers,
     expert_checks,
@@ -28,7 +25,7 @@ from neo_desktop.engine.selfcheck import (
     offload_checks,
     recurrent_checks,
 )
-from neo_desktop.engine.selfcheck.answers import alone, quick_shape
+from neo_desktop.engine.selfcheck.answers import alone
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.offload_checks import (
     check_copies,
@@ -40,7 +37,6 @@ from neo_desktop.engine.selfcheck.offload_checks import (
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.shapes import SHAPES, shape
 
 KERNELS = (
     "row_copy",
@@ -93,12 +89,6 @@ def test_right_kernels_pass(rig: SmallRig, kernel: str, level: str) -> None:
     if kernel != "row_copy":
         assert 0 < float(figures["error"]) < 1e-5
         assert float(figures["ms"]) > 0
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_right_kernels_of_16_bits_pass(kernel: str, dtype: str) -> None:
-    checks(SmallRig(Subject(shape="tiny", device="cpu", dtype=dtype)))[f"{kernel}-torch"].run()
 
 
 @pytest.mark.parametrize("level", [level.name for level in MECHANISMS["prompt_attention"].levels])
@@ -180,18 +170,6 @@ def test_lost_hand_overs_fail(rig: SmallRig) -> None:
         check_relay(rig, LossyBackend(1), no_pause)
 
 
-def test_a_swap_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostLayer, "write", lambda self, k, v, slots: None)
-    with pytest.raises(CheckError, match="other values"):
-        check_swap(rig)
-
-
-def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceLayer, "read", lambda self, slots, out: out.zero_())
-    with pytest.raises(CheckError, match="other values"):
-        checks(rig)["row_copy-triton"].run()
-
-
 @pytest.mark.parametrize(
     ("mechanism", "level"),
     [(name, level.name) for name, mechanism in MECHANISMS.items() for level in mechanism.levels],
@@ -200,14 +178,6 @@ def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, level: s
     """All other mechanisms are on their lowest level, except what the tested level requires."""
     with on_levels(alone(mechanism, level, MECHANISMS)):
         assert fallbacks.level(mechanism) == level
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES))
-def test_a_quick_check_has_room_beside_any_model(name: str) -> None:
-    quick = quick_shape(shape(name))
-    assert quick.weight_bytes(torch.float16) < 2.5 * 2**30
-    kept = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "qk_norm", "attention_sinks")
-    assert all(getattr(quick, each) == getattr(shape(name), each) for each in kept)
 
 
 def test_answers_of_a_quick_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

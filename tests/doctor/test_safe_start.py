@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fallback_levels import restored_fallbacks
 
-from neo_desktop.engine.doctor import machine, safe_start
+from neo_desktop.engine.doctor import safe_start
 from neo_desktop.engine.doctor.safe_start import begin_start, careful_levels, forgive, start_in_full, steps
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, fallbacks
@@ -63,12 +62,6 @@ def test_a_start_that_ends_well_leaves_nothing(folder: Path) -> None:
     assert not fallbacks.limits()
 
 
-def test_an_error_told_in_a_sentence_leaves_nothing(folder: Path) -> None:
-    with pytest.raises(MemoryError), safe_start.safe_start(CPU):
-        raise MemoryError("the weights do not fit")
-    assert not list(folder.iterdir())
-
-
 def test_a_killed_start_makes_the_next_one_careful(caplog: pytest.LogCaptureFixture) -> None:
     killed_start()
     with caplog.at_level(logging.WARNING), safe_start.safe_start(CPU):
@@ -115,39 +108,6 @@ def test_care_is_kept_after_the_second_time_until_it_is_forgotten() -> None:
     assert not limits_of_a_start()
 
 
-def test_another_version_starts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed_start()
-    monkeypatch.setattr(machine, "__version__", "99.0")
-    with safe_start.safe_start(CPU):
-        assert not fallbacks.limits()
-
-
-def test_programs_that_start_at_once_do_not_disturb_each_other(folder: Path) -> None:
-    other = begun()
-    try:
-        with safe_start.safe_start(CPU):
-            assert len(list(folder.glob("*.mark"))) == 2
-            start_in_full()
-            assert len(list(folder.glob("*.mark"))) == 2
-        assert not fallbacks.limits()
-        assert len(list(folder.glob("*.mark"))) == 1
-    finally:
-        other.kill()
-        other.communicate()
-
-
-def test_two_that_die_of_the_same_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits = []
-    for number in (2, 1):  # two deaths must not limit more than one
-        monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / str(number)))
-        for process in [begun() for _ in range(number)]:
-            process.kill()
-            process.communicate()
-        with restored_fallbacks(), safe_start.safe_start(CPU):
-            limits.append(dict(fallbacks.limits()))
-    assert limits[0] == limits[1] != {}
-
-
 def test_a_process_that_was_ended_on_purpose_is_forgiven() -> None:
     process = begun()
     process.send_signal(signal.SIGKILL)
@@ -165,14 +125,6 @@ def test_a_gpu_left_unusable_counts_as_a_crash_and_full_memory_does_not(code: in
         raise error
     with safe_start.safe_start(CPU):
         assert bool(fallbacks.limits()) is is_careful
-
-
-def test_damaged_marks_do_no_harm(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "1-0.mark").write_text("{")
-    (folder / "2-0.mark").write_text('{"process": "2@0"}')
-    begin_start(CPU).end()
-    assert not fallbacks.limits()
 
 
 def test_a_folder_that_cannot_be_written_to_stops_no_start(

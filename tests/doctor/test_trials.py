@@ -53,27 +53,10 @@ def test_each_way_to_fail_is_told(
     assert "programmers" not in (outcome.reason or "")
 
 
-def test_figures_come_with_failures(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["wrong"].figures["cases"] == 3
-    assert outcomes["wrong"].figures["bound"] == 1e-3
-
-
 def test_later_checks_do_without_what_failed(outcomes: dict[str, Outcome]) -> None:
     figures = outcomes["where"].figures
     assert figures["rope_append"] == "triton"  # its check ran out of memory, so nothing is known
     assert (figures["graphs"], figures["paged_decode"], figures["norm"]) == ("eager", "torch", "torch")
-
-
-def test_what_others_need_is_done_again_after_a_crash(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["needed"].figures["count"] == 1
-    assert outcomes["where"].figures["count"] == 1  # by another child
-
-
-def test_the_listener_is_told_of_begins_and_ends(
-    outcomes: dict[str, Outcome], told: list[tuple[str, Outcome | None]]
-) -> None:
-    assert [outcome for _, outcome in told if outcome is not None] == list(outcomes.values())
-    assert [title for title, outcome in told if outcome is None] == [o.title for o in outcomes.values()]
 
 
 def test_limits_follow_from_outcomes(outcomes: dict[str, Outcome]) -> None:
@@ -87,14 +70,6 @@ def test_limits_follow_from_outcomes(outcomes: dict[str, Outcome]) -> None:
     assert [outcome.name for outcome in unserved(list(outcomes.values()))] == ["leave", "refused"]
 
 
-def test_where_all_rungs_failed_nothing_serves() -> None:
-    failed = [
-        Outcome(level, level, "norm", level, Result.FAILED, "it is wrong") for level in ("triton", "torch")
-    ]
-    assert [limit.level for limit in limits_of(failed)] == ["torch"]
-    assert unserved(failed) == failed[1:]
-
-
 def test_a_subject_that_cannot_be_had_is_told() -> None:
     (outcome,) = run_selfchecks(Subject(model="nothing"), child=CHILD)
     assert outcome.result is Result.FAILED
@@ -105,7 +80,3 @@ def test_a_child_that_cannot_start_ends_the_checks() -> None:
     (outcome,) = run_selfchecks(Subject(), child=(*CHILD, "dead"))
     assert outcome.result is Result.CRASHED
     assert "exit code 3" in str(outcome.reason)
-
-
-def test_outcomes_survive_being_kept(outcomes: dict[str, Outcome]) -> None:
-    assert [Outcome.from_json(o.to_json()) for o in outcomes.values()] == list(outcomes.values())

@@ -58,28 +58,6 @@ def test_a_verdict_is_found_again_and_limits_the_ladder(caplog: pytest.LogCaptur
     assert [message.count("SIGSEGV") for message in caplog.messages] == [1]
 
 
-def test_what_there_was_no_memory_for_is_tried_again_by_the_next_start() -> None:
-    key = subject_key(SUBJECT, CPU)
-    full = Outcome("norm", "Norm", "norm", "triton", Result.NO_MEMORY, "there was too little GPU memory")
-    found = new_verdict(key, [full], is_quick=True)
-    found.apply(fallbacks)
-    assert not fallbacks.limits()
-    assert not found.failed
-    keep(found)
-    assert read_verdict(key) is None
-
-
-@pytest.mark.parametrize("is_quick", [True, False])
-@pytest.mark.parametrize(
-    "name", ["model", "answers", "answers-lowest", "answers-graphs-host-flags", "memory"]
-)
-def test_answers_without_memory_are_not_tried_again_by_each_start(name: str, is_quick: bool) -> None:
-    key = subject_key(SUBJECT, CPU)
-    full = Outcome(name, "Answers", None, None, Result.NO_MEMORY, "there was too little GPU memory")
-    keep(new_verdict(key, [full], is_quick=is_quick))
-    assert (read_verdict(key) is not None) == is_quick
-
-
 def test_another_shape_dtype_version_or_torch_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(verdict(subject_key(SUBJECT, CPU)))
     for other in (Subject(shape="llama-3.2-1b", dtype="float32"), Subject(shape="tiny", dtype="bfloat16")):
@@ -142,12 +120,6 @@ def test_a_gpu_that_fails_on_every_rung_is_refused_with_what_to_do(gpu: SimpleNa
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"every fallback level.*--device cpu"):
             check_at_first_start(subject, CUDA, None, CHILD)
-
-
-def test_a_gpu_that_ends_every_process_is_refused_and_tried_again(gpu: SimpleNamespace) -> None:
-    with pytest.raises(RuntimeError, match=r"exit code 3.*--device cpu"):
-        check_at_first_start(SUBJECT, CUDA, None, (*CHILD, "dead"))
-    assert read_verdict(subject_key(SUBJECT, CUDA)) is None
 
 
 def test_a_cpu_is_not_checked_at_a_start_and_the_checks_can_be_left_out(

@@ -1,13 +1,10 @@
 """Size KV memory from free memory, other programs' use, and caps."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fallback_levels import Levels
 
-from neo_desktop.engine.execute.prefill_kernels import choose_kernel
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.profiling import budget
@@ -47,43 +44,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[KVTier, int]:
     return budget.kv_bytes(CONFIG, DTYPE, LIMITS, FreeMemory.now(device), caps or MemoryCaps())
-
-
-@pytest.mark.parametrize(
-    ("capability", "name", "level", "has_masks"),
-    [
-        ((8, 6), "llama-3.1-8b", "flash", False),
-        ((8, 6), "gpt-oss-20b", "flash", False),  # with sliding windows
-        ((7, 5), "llama-3.1-8b", "flash", False),
-        ((7, 5), "gpt-oss-20b", "flash", True),
-        ((8, 6), "gpt-oss-20b", "memory-efficient", True),
-        ((8, 6), "llama-3.1-8b", "math", True),
-    ],
-)
-def test_masks_count_where_a_kernel_is_given_some(
-    capability: tuple[int, int],
-    name: str,
-    level: str,
-    has_masks: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    levels: Levels,
-) -> None:
-    levels(prompt_attention=level)
-    config = shape(name)
-    monkeypatch.setattr(budget, "kernel_on", lambda device, *rest: choose_kernel(capability, *rest))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    context = min(config.max_context_tokens, budget.LONG_CONTEXT_TOKENS)
-    masks = context * LIMITS.max_batch_tokens * (1 + DTYPE.itemsize)
-    less = activation_bytes(config, LIMITS, DTYPE) - activation_bytes(config, LIMITS, DTYPE, CUDA)
-    assert less == (0 if has_masks else masks)
-    assert activation_bytes(replace(config, attention_softcap=50.0), LIMITS, DTYPE, CUDA) > masks
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
-    free = FreeMemory.now(CUDA)
-    gained = [
-        budget.kv_bytes(config, DTYPE, LIMITS, free, MemoryCaps(), device=device)[KVTier.DEVICE]
-        for device in (CUDA, None)
-    ]
-    assert gained[0] - gained[1] == less
 
 
 def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:
@@ -171,30 +131,6 @@ def test_swapped_kv_and_the_other_pools_together_take_no_more(
     assert blocks[KVTier.DEVICE] * of_block + on_device <= available[KVTier.DEVICE]
     assert blocks.get(KVTier.HOST, 0) * of_block + on_host <= available[KVTier.HOST]
     assert on_device <= available[KVTier.DEVICE] / 8
-
-
-def test_no_more_is_swapped_than_comes_over_the_bus_while_the_gpu_reads(machine: SimpleNamespace) -> None:
-    free, all_tokens = FreeMemory.now(CUDA), CONFIG.kv_bytes_per_token(DTYPE)
-
-    def streamed(bus_share: float) -> int:
-        tiers = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
-        blocks = budget.pool_blocks(
-            CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, tiers=tiers, bus_share=bus_share
-        )
-        return blocks[KVTier.STREAMED] * BLOCK_SIZE
-
-    for bus_share in (0.01, 0.03):
-        comes = bus_share * (WEIGHTS + kv(CUDA)[KVTier.DEVICE])
-        assert comes * 0.8 < streamed(bus_share) * all_tokens * 31 / 32 <= comes
-    assert streamed(1.0) == streamed(2.0)  # the GPU memory for its layers is the limit
-
-
-def test_without_a_gpu_kv_is_swapped_only_where_nobody_else_attends_to_host_memory(
-    machine: SimpleNamespace,
-) -> None:
-    for tiers in ((KVTier.DEVICE, KVTier.STREAMED), (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)):
-        blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, tiers=tiers)
-        assert (blocks[KVTier.STREAMED] > 0) == (KVTier.HOST not in tiers)
 
 
 def test_a_swap_cache_of_any_size_may_be_asked_for_and_leaves_others_what_they_asked_for(

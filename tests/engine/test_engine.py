@@ -7,16 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from async_policy import AllAsync
 from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from engine_prompts import GREEDY, prompts
 from idle import assert_is_idle
-from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.batch import IterationPlan, SubBatch
+from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
@@ -276,39 +274,3 @@ def test_wrong_arguments_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(checkpoints["llama"], **({"device": "cpu"} | arguments))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_logits_stay_close_to_float32(checkpoints: dict[str, Path], dtype: str) -> None:
-    """First-token distribution against transformers in float32."""
-    prompt = prompts(6)[5]
-    with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], dtype=torch.float32)
-        reference = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
-    with Engine.from_pretrained(checkpoints["llama"], device="cpu", dtype=dtype) as engine:
-        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
-        (token,) = engine.generate([prompt], params)[0].tokens
-    tolerance = {"float16": 0.02, "bfloat16": 0.2}[dtype]
-    for top in token.top_logprobs:
-        assert top.logprob == pytest.approx(float(reference[top.token_id]), abs=tolerance)
-
-
-def test_a_plan_in_two_sub_batches_gives_the_same_tokens(checkpoints: dict[str, Path]) -> None:
-    batch = prompts(6)
-    with Engine.from_pretrained(
-        checkpoints["llama"], device="cpu", gpu_cache_tokens=320, cpu_cache_tokens=2000, speculate="off"
-    ) as engine:
-        expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
-        start = engine._iterations.executor.start
-        num_split = 0
-
-        def split_in_two(plan: IterationPlan) -> Wait:
-            nonlocal num_split
-            sequences = plan.sub_batches[0].sequences
-            halves = tuple(SubBatch(half) for half in (sequences[::2], sequences[1::2]) if half)
-            num_split += len(halves) == 2
-            return start(IterationPlan(halves, plan.copies))
-
-        engine._iterations.executor.start = split_in_two  # type: ignore[method-assign]
-        assert [output.token_ids for output in engine.generate(batch, GREEDY)] == expected
-        assert num_split > 0

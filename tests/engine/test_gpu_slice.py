@@ -21,12 +21,8 @@ from neo_desktop.app.bench.run import run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
-from neo_desktop.engine.execute.backend import StreamBackend, ThreadBackend
+from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.lane import Lane, Launcher
-from neo_desktop.engine.execute.lanes import TOLD_BY
-from neo_desktop.engine.execute.round_trips import SmallProgram
-from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
@@ -131,38 +127,6 @@ def test_work_inside_goes_to_the_slices_stream_and_in_order(torch_cuda: FakeTorc
     assert torch_cuda.default.waited_for == [main]
     assert cublas.targets[thread] == 0
     assert slice_.note == "All GPU work runs on 16 of the GPU's 132 multiprocessors."
-
-
-def test_an_error_inside_leaves_the_thread_as_it_was(torch_cuda: FakeTorchCuda) -> None:
-    cublas = FakeCublas()
-    cublas.targets[threading.get_ident()] = 40
-    slice_ = make_slice(cublas=cublas)
-    with pytest.raises(KeyError), slice_.on_device():
-        raise KeyError
-    assert torch_cuda.current is torch_cuda.default
-    assert cublas.targets[threading.get_ident()] == 40
-
-
-def test_programs_run_on_streams_of_the_slice_alone(
-    torch_cuda: FakeTorchCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    driver, seen = FakeDriver(), {}
-    backend = StreamBackend(make_slice(driver=driver), None)
-    lanes = set(Lane) - set(TOLD_BY)
-
-    def record(launcher: Launcher) -> None:
-        for lane in lanes:
-            launcher.run(
-                lane, Stage("work", 0, 0, 1), lambda lane=lane: seen.update({lane: torch_cuda.current})
-            )
-
-    with backend.on_device():
-        assert torch_cuda.current.handle in driver.streams
-        backend.start(SmallProgram("work", record), with_flags=True, with_graphs=False)
-    handles = {stream.handle for stream in seen.values()}
-    assert len(handles) == len(seen) == len(lanes)
-    assert handles <= set(driver.streams)
 
 
 @pytest.fixture

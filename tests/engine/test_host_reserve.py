@@ -6,15 +6,12 @@ import queue
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from threading import Thread
 
 import pytest
-import torch
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_case import tiny_model
 from reserve_case import MEASURED_TIERS, PARAMS, PROMPTS, RESERVE, Machine, tiny_engine
 
 from neo_desktop import SamplingParams
@@ -22,11 +19,9 @@ from neo_desktop.app.engines import loop
 from neo_desktop.app.engines.messages import Event, Status, Stop
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve, reserve_bytes
 from neo_desktop.engine.iterations import Iterations
-from neo_desktop.engine.kv import host_layer
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv.streamed import StreamedPool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.options import EngineOptions
@@ -156,20 +151,6 @@ def test_tokens_stay_the_same_while_memory_goes_and_comes(
             assert outputs == expected
 
 
-def test_a_system_that_takes_nothing_back_is_told_once_and_all_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(host_layer, "_madvise", lambda *_: -1)
-    with tiny_engine("fastdecode", machine=Machine([0] * 1000)) as engine:
-        for _ in range(2):
-            assert [len(output.token_ids) for output in engine.generate(PROMPTS, PARAMS)] == [40] * 8
-        assert engine.stats().pools[KVTier.HOST].num_given_back_blocks == 0
-    assert [record.message for record in caplog.records if "given back" in record.message] == [
-        "memory cannot be given back to other programs, so the caches keep it: [Errno 0] the system refuses "
-        "to take pages back"
-    ]
-
-
 def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "REST_S", 0.01)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -222,20 +203,6 @@ for part in parts:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str) -> None:
     subprocess.run([sys.executable, "-c", RESIDENT_MEMORY.format(dtype=dtype)], check=True)
-
-
-def test_swapped_kv_keeps_its_first_blocks() -> None:
-    config = replace(tiny_model((None,) * 4).config, num_kv_heads=4, head_dim=64)
-    pool = StreamedPool(config, 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    for memory in (*pool.parts, *pool.homes):
-        memory.fill_(3)
-    num_bytes = pool.give_back(16)
-    assert 0.7 * 64 * pool.block_bytes < num_bytes <= 0.75 * 64 * pool.block_bytes
-    for home in pool.homes:
-        assert (home[:, : 16 * BLOCK_SIZE] == 3).all()
-        assert (home[:, 16 * BLOCK_SIZE :] == 0).float().mean() > 0.9
-    for part in pool.parts:
-        assert (part[:, :4] == 3).all()
 
 
 def test_an_engine_goes_on_when_memory_cannot_be_looked_at() -> None:

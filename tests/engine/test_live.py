@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from async_policy import AllAsync
 from checkpoints import VOCAB_SIZE, save_checkpoint
 from cost_models import machine
 
@@ -13,16 +12,14 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import (
     IterationPlan,
     IterationTiming,
-    SamplingInput,
     ScheduledSequence,
     SubBatch,
 )
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.live import RATE_S, WATCH_S, LiveIteration, LiveView, Notes, Phase
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Notes, Phase
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.schedule.policies import POLICIES
 
 NUM_REQUESTS = 6
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -116,28 +113,6 @@ def test_the_timeline_of_the_last_iteration_has_both_sub_batches_and_all_lanes(c
     assert alone.overlap is None
 
 
-def test_a_decode_at_its_own_pace_is_not_told_to_wait(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An async decode waits before its start and between its steps, but the CPU works for it meanwhile."""
-    monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
-    waited = 0
-    with make_engine(checkpoint, "auto") as engine:
-        for index, prompt in enumerate(prompts()):
-            engine.add(str(index), engine.prepare(prompt, PARAMS))
-        while engine.has_work:
-            requests = {request.arrival: request for request in engine._scheduler.queues}
-            async_groups = engine._scheduler.queues.async_groups
-            for told in engine.live_view().requests:
-                request = requests[told.arrival]
-                is_under_way = request in async_groups
-                assert told.is_held == (request.iterations_waited > 0 and not is_under_way)
-                waited += is_under_way and request.iterations_waited > 0
-            engine.step()
-        assert engine.stats().num_async_decodes > 0
-    assert waited > 0
-
-
 def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: Path) -> None:
     with make_engine(checkpoint, "neo") as engine:
         with_tables = list(views(engine))[-1]
@@ -153,21 +128,6 @@ def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: P
         engine._cost_model = None
         without = list(views(engine))[-1]
     assert without.limit is None
-
-
-def test_a_single_request_is_not_measured_against_a_full_gpu(checkpoint: Path) -> None:
-    """Its tokens come one by one: each token reads all weights, at any memory capacity."""
-    tables = machine(num_layers=2)
-    with make_engine(checkpoint, "auto", tables) as engine:
-        engine.live_view()
-        engine.add("alone", engine.prepare(prompts()[0], PARAMS))
-        while engine.has_work:
-            engine.step()
-        view = engine.live_view()
-    limit = view.limit
-    assert limit is not None
-    num_decodes = sum(len(one.decoded) for one in view.iterations)
-    assert limit.least_ms >= num_decodes * tables.num_layers * tables.linear(1)
 
 
 def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
@@ -197,18 +157,6 @@ def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
     chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, KVTier.DEVICE, table, None)
     decodes = [ScheduledSequence(str(i), (1,), 5, KVTier.HOST, table, None) for i in range(num_decodes)]
     return IterationPlan((SubBatch((chunk, *decodes)),), predicted=IterationTiming(3.0, 0.0))
-
-
-def test_a_decode_at_its_own_pace_counts_as_a_token_once() -> None:
-    """Every async step takes it along; only the last stage of the last step yields a token."""
-    table = IntArray((0,)).view()
-    on_its_way = ScheduledSequence("w", (1,), 5, KVTier.HOST, table, None)
-    sampling = SamplingInput(SamplingParams(), 0, 0, 8, table, table)
-    ended = ScheduledSequence("e", (1,), 7, KVTier.HOST, table, sampling)
-    step = IterationPlan((SubBatch(()),), async_decodes=((on_its_way,), (None,), (ended,)))
-    noted = LiveIteration.of(step, IterationTiming(4.0, 1.0))
-    assert (noted.num_cpu_decodes, noted.num_gpu_decodes, noted.num_outputs) == (2, 0, 1)
-    assert (noted.decoded, noted.decode_context) == (("e",), 8)
 
 
 def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:

@@ -249,69 +249,9 @@ def test_neither_a_lack_of_memory_nor_a_lost_gpu_is_the_kernels_fault(
     assert not fallbacks.limits()
 
 
-@pytest.mark.parametrize("lacks", ["flash", "operators"])
-def test_a_torch_without_a_kernel_uses_the_next_one(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: lacks != "flash")
-    if lacks == "operators":
-        monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
-    expected = PrefillKernel.EFFICIENT if lacks == "flash" else PrefillKernel.MATH
-    prefill.kernel_on.cache_clear()
-    assert prefill.kernel_on(torch.device("cuda"), FP16, 64, False) is expected
-    prefill.kernel_on.cache_clear()
-    assert fallbacks.level("prompt_attention") == ("memory-efficient" if lacks == "flash" else "math")
-
-
-def test_products_take_memory_for_a_piece_of_the_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = 0
-    product = Tensor.__matmul__
-
-    def measured(a: Tensor, b: Tensor) -> Tensor:
-        nonlocal largest
-        out = product(a, b)
-        largest = max(largest, out.numel())
-        return out
-
-    monkeypatch.setattr(Tensor, "__matmul__", measured)
-    monkeypatch.setattr(prefill_kernels, "PIECE_SCORES", 4096)
-    q, (k, v) = torch.randn(300, HEADS, HEAD_DIM), torch.randn(2, 400, KV_HEADS, HEAD_DIM)
-    for window in (None, 50):
-        out = prefill_kernels.by_products(q, k, v, SCALE, window)
-        torch.testing.assert_close(out.double(), dense(q, k, v, SCALE, window), atol=1e-5, rtol=1e-4)
-    assert 0 < largest <= 4096
-
-
 @pytest.mark.parametrize("kernel", PrefillKernel)
 def test_the_installed_torch_has_every_operator(kernel: PrefillKernel) -> None:
     check_operator(kernel)
-
-
-@pytest.mark.parametrize("kernel", [PrefillKernel.FLASH, PrefillKernel.EFFICIENT])
-def test_a_torch_without_an_operator_is_told_at_once(
-    kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
-    with pytest.raises(RuntimeError, match=r"has no usable _\w+_attention_forward: install a version from"):
-        check_operator(kernel)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "window"),
-    [(PrefillKernel.FLASH, None), (PrefillKernel.FLASH, 5), (PrefillKernel.EFFICIENT, None)],
-)
-@torch.inference_mode()
-def test_operators_take_what_they_are_called_with(
-    kernel: PrefillKernel, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch checks names, types and shapes of arguments even for meta tensors."""
-    monkeypatch.setattr(prefill, "kernel_on", lambda *_: kernel)
-    chunks = [
-        Prefill(slice(0, 3), 4, torch.zeros(7, dtype=torch.int64, device="meta")),
-        Prefill(slice(3, 8), 0, torch.zeros(5, dtype=torch.int64, device="meta")),
-    ]
-    q = torch.empty(8, HEADS, HEAD_DIM, dtype=FP16, device="meta")
-    contexts = torch.empty(2, 12, KV_HEADS, HEAD_DIM, dtype=FP16, device="meta")
-    PrefillGroup.of(tuple(chunks)).attend(q, contexts, torch.empty_like(q), SCALE, window)
 
 
 @given(lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8))

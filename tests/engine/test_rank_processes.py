@@ -116,27 +116,6 @@ def test_a_rank_that_is_killed_ends_requests_with_a_sentence(folder: Path) -> No
             divided.step()
 
 
-def test_what_a_lost_rank_wrote_last_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A crash leaves Python's lines on stderr; the log shows them beside the error message."""
-    with engine(folder / "llama", 2) as divided:
-        (other,) = others_of(divided)
-        other.send_signal(signal.SIGSEGV)
-        with pytest.raises(RankLostError, match="part 2 of the model, was ended by SIGSEGV"):
-            divided.generate(PROMPTS[:1], PARAMS)
-    assert f"last output of process {other.pid}" in caplog.text
-    assert "Fatal Python error: Segmentation fault" in caplog.text
-    assert "follower.py" in caplog.text
-
-
-def test_of_several_ranks_the_one_that_was_killed_is_named(folder: Path) -> None:
-    with engine(folder / "llama", 4) as divided:
-        others = others_of(divided)
-        others[1].send_signal(signal.SIGKILL)
-        with pytest.raises(RankLostError, match=rf"process {others[1].pid}.* part 3 .* SIGKILL"):
-            divided.generate(PROMPTS, PARAMS)
-        assert psutil.wait_procs(others, timeout=30)[1] == []
-
-
 def test_a_rank_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, timeout_s in (("TIMEOUT_S", 20.0), ("ANSWER_S", 1.0), ("EXIT_S", 1.0)):
         monkeypatch.setattr(driver, name, timeout_s)

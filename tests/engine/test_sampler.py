@@ -1,6 +1,5 @@
 """The sampler draws from the distribution of its settings, reproducibly."""
 
-import warnings
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from neo_desktop.engine import sampler
 from neo_desktop.engine.batch import SamplingInput
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.sampler import _invert, sample, start_sampling
+from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -274,33 +273,3 @@ def test_random_numbers_are_those_of_philox() -> None:
     flat = torch.zeros(len(inputs), 10_000)  # equal weights: the token drawn reveals the random number
     tokens = sample(flat, inputs)
     assert [token.token_id if token else None for token in tokens] == [int(10_000 * u) for u in expected]
-
-
-def test_random_numbers_at_the_edge_choose_a_token_that_has_some_weight() -> None:
-    weights = torch.tensor([[0.0, 0.3, 0.7, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
-    assert _invert(weights, torch.ones(2, 1)).tolist() == [2, 0]
-    assert _invert(weights, torch.zeros(2, 1)).tolist() == [1, 0]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_starting_waits_for_nothing() -> None:
-    params = [
-        SamplingParams(temperature=0),
-        SamplingParams(top_p=0.9),
-        SamplingParams(presence_penalty=1.0),
-        SamplingParams(logprobs=3),
-    ]
-    inputs = [item(each) for each in params]
-    rows = logits(4).cuda()
-    expected = sample(rows, inputs)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            wait = start_sampling(rows, inputs).wait
-            num_waits = sum("synchron" in str(each.message) for each in caught)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert wait() == expected
-    assert num_waits == 0

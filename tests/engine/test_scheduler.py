@@ -215,31 +215,6 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     harness.assert_all_answered()
 
 
-def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> None:
-    harness = Harness(
-        {KVTier.DEVICE: 30, KVTier.HOST: 90},
-        "own pace",
-        max_batch_tokens=256,
-        cost_model=machine(num_layers=4),
-    )
-    harness.add([1] * 20, 90)
-    names = [harness.add([2] * 105, 9) for _ in range(3)]
-    for _ in range(4):
-        harness.step()
-    assert harness.executor.num_turns > 1
-    harness.collect(harness.scheduler.abort(names[1]))
-    for _ in range(12):
-        harness.step()
-    assert len(harness.tokens(names[2])) > 1
-    plan = harness.start()
-    assert plan is not None
-    assert {each.request_id for each in plan.async_sequences} == {f"{names[0]}#0", f"{names[2]}#0"}
-    outputs = harness.scheduler.fail("the card fell out")
-    assert {output.finish_reason for output in outputs} == {FinishReason.ERROR}
-    assert len(outputs) == 3
-    assert free_blocks(harness.kv) == harness.num_blocks
-
-
 def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
     num_blocks = {KVTier.DEVICE: 8, KVTier.HOST: 64}
     auto = Harness(num_blocks, "auto", max_batch_tokens=64)

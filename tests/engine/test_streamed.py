@@ -3,13 +3,11 @@
 import random
 import threading
 import time
-from itertools import pairwise, permutations
+from itertools import permutations
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from executors import Hook, HookedLanes, carry_out_copies, thread_executor
-from hypothesis import given
+from executors import Hook, HookedLanes, thread_executor
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
 from torch_layer import TorchLayer
 
@@ -19,7 +17,7 @@ from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
-from neo_desktop.engine.kv.streamed import WINDOW, StreamedPool
+from neo_desktop.engine.kv.streamed import StreamedPool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.decoder import Decoder
 
@@ -129,23 +127,6 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
         result = executor.execute(plan)
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
-    executor.close()
-
-
-@pytest.mark.parametrize("num_resident", range(NUM_LAYERS + 1))
-def test_any_number_of_layers_may_stay_on_the_device(model: Decoder, num_resident: int) -> None:
-    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS))
-    pool = StreamedPool(
-        model.config, NUM_BLOCKS, BLOCK_SIZE, model.dtype, model.device, TorchLayer, None, num_resident
-    )
-    num_streamed = NUM_LAYERS - max(num_resident, 1)
-    assert len(pool.streamed_layers) == num_streamed
-    assert pool.turn(0) is None  # a resident layer is computed while the next one arrives
-    assert len(pool.parts[0]) == max(num_resident, 1) + min(num_streamed, WINDOW)
-    storage = type(storage)({**{tier: storage[tier] for tier in ALL}, KVTier.STREAMED: pool})
-    executor = thread_executor(model, storage)
-    for plan in (beginning(), mixed(), mixed(1)):
-        run_and_check(model, executor, plan)
     executor.close()
 
 
@@ -289,29 +270,6 @@ def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer]
     executor.close()
 
 
-@given(
-    blocks=st.lists(st.integers(0, 60), min_size=1, max_size=20),
-    most_between=st.integers(0, 6),
-    row_bytes=st.integers(0, 7),
-)
-def test_runs_hold_all_blocks_and_no_large_gap(
-    model: Decoder, blocks: list[int], most_between: int, row_bytes: int
-) -> None:
-    pool = StreamedPool(model.config, 1, BLOCK_SIZE, model.dtype, model.device, TorchLayer)
-    block_bytes = 2 * pool.homes[0][0, :BLOCK_SIZE].nbytes
-    pool.bridged_bytes = most_between * block_bytes + row_bytes
-    runs = pool.runs_of(torch.tensor(blocks, dtype=torch.int32).numpy())
-    brought = [block for first, count in runs for block in range(first, first + count)]
-    assert set(blocks) <= set(brought)
-    assert {run.first for run in runs} | {run.first + run.num_blocks - 1 for run in runs} <= set(blocks)
-    assert brought == sorted(set(brought))
-    for before, after in pairwise(runs):
-        assert after.first - (before.first + before.num_blocks) > most_between
-    for before, after in pairwise(sorted(set(blocks))):
-        is_bridged = after - before - 1 <= most_between
-        assert all(block in brought for block in range(before, after)) == is_bridged or after == before + 1
-
-
 def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder) -> None:
     """Every stage of every lane, layer and sub-batch fails once; then the same plan gives its tokens."""
     stages: list[tuple[str, Stage]] = []
@@ -367,26 +325,3 @@ def test_of_decodes_nothing_is_stored_before_the_iteration_has_ended_well(model:
         slots = [9 * BLOCK_SIZE + 20 % BLOCK_SIZE, 3 * BLOCK_SIZE + 9 % BLOCK_SIZE]
         assert [layer.nonzero().flatten().tolist() for layer in changed] == [sorted(slots)] * (NUM_LAYERS - 1)
     executor.close()
-
-
-@pytest.mark.parametrize("way", [(KVTier.DEVICE, KVTier.STREAMED), (KVTier.HOST, KVTier.STREAMED)], ids=str)
-def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder, way: tuple[KVTier, KVTier]) -> None:
-    home, away = way
-    storage = make_storage(model, dict.fromkeys(way, NUM_BLOCKS))
-    blocks = [3, 4, 5, 9, 1]
-    slots = torch.tensor([block * BLOCK_SIZE + i for block in blocks for i in range(BLOCK_SIZE)])
-    shape = (2, len(slots), *storage[home].row_shape)
-    rows = [torch.randn(shape) for _ in range(NUM_LAYERS)]
-    for layer, each in enumerate(rows):
-        storage[home].rows_at(slots).write(layer, each)
-    there = [BlockCopy(home, block, away, 20 - block) for block in blocks]
-    back = [BlockCopy(away, 20 - block, home, block) for block in blocks]
-    for copies in (there, back):
-        carry_out_copies(model.config, model.dtype, storage, copies)
-        if copies is there:
-            for layer in range(NUM_LAYERS):
-                storage[home].rows_at(slots).write(layer, torch.zeros(shape))
-    for layer, each in enumerate(rows):
-        found = torch.empty(shape)
-        storage[home].rows_at(slots).read(layer, found)
-        assert torch.equal(found, each)

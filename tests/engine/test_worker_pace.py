@@ -60,38 +60,6 @@ def test_the_round_trip_of_a_worker_is_paid_once_in_an_iteration_and_not_in_each
     assert alone_ms < apart.predicted_ms < alone_ms + 3 * 5.0
 
 
-def test_the_bound_on_a_token_holds_for_workers_too() -> None:
-    cost = far()
-    generator = CandidateGenerator(cost, on_device(16), HostQueue([(ONE, 500)] * 40))
-    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
-    token_ms = (cost.num_layers + 1) * apart.predicted_ms
-    assert list(generator.with_async(generator.front(0, 0), token_ms))
-    assert not list(generator.with_async(generator.front(0, 0), 0.99 * token_ms))
-
-
-def test_each_place_gets_as_many_as_it_has_time_for() -> None:
-    """A slow CPU does not delay workers, and no tier uses another tier's time."""
-    cost = far(cpu_token_ms=0.004)
-    slow = cost.attention[KVTier.HOST]
-    fast = Surface(slow.x, slow.y, [[ms / 1000 for ms in row] for row in slow.ms])
-    cost = replace(cost, attention={**cost.attention, ONE: fast, TWO: fast})
-    queue = [(tier, 500) for tier in (KVTier.HOST, ONE, TWO) for _ in range(30)]
-    generator = CandidateGenerator(cost, on_device(16), HostQueue(queue))
-    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
-    counts = {tier: decodes.requests for tier, decodes in apart.shape.async_decodes.items()}
-    assert counts[ONE] == counts[TWO] == 30
-    assert 0 < counts[KVTier.HOST] < 30
-
-
-def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
-    cost = far(sending_ms=0.4)
-    queue = [(tier, 100) for tier in (ONE, TWO) for _ in range(60)]
-    generator = CandidateGenerator(cost, on_device(4), HostQueue(queue))
-    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
-    assert 0 < apart.num_async < 120
-    assert set(apart.shape.async_decodes) <= set(WORKERS)
-
-
 queues = st.lists(st.tuples(st.sampled_from((KVTier.HOST, *WORKERS)), st.integers(1, 3000)), max_size=60)
 
 
@@ -239,13 +207,6 @@ def test_what_grows_with_the_context_is_attention_and_the_rest_the_way() -> None
         assert attention(n, context) == pytest.approx(0.001 * n * context)
         assert network.all(n) == pytest.approx(1.0 + 0.01 * n)
         assert network.sending(n) == pytest.approx(0.6 * 0.01 * (n - 1))
-
-
-def test_noise_makes_no_time_negative() -> None:
-    attention, network = divided(Surface((1, 64), (64, 1024), ((1.0, 20.0), (1.0, 30.0))), 0.6)
-    for n in (1, 8, 64, 500):
-        assert attention(n, 100) >= 0
-        assert network.all(n) >= network.sending(n) >= 0
 
 
 # The whole engine.

@@ -1,8 +1,5 @@
 """Async decodes on streams of any order, in graphs, and after failures."""
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import pytest
 import torch
 from async_case import AsyncIterations, Conveyor
@@ -15,7 +12,6 @@ from seeds import seeds
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -25,7 +21,6 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.watchdog import Timeout
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.native.relay import READY
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -105,32 +100,6 @@ def test_no_memory_for_a_turns_graph_loses_nothing(model: Decoder) -> None:
         check_result(model, plan, context, executor.execute(plan))
     assert backend.num_captured == 2
     assert not backend.was_graph
-    executor.close()
-
-
-def test_the_relay_has_them_in_the_order_of_the_device(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the relay waits for a flag behind work that waits for the relay; with few queues, forever."""
-    executor, backend = make_executor(model)
-    executor.execute(prompts("abcdefg"))
-    batches: list[HostBatch] = []
-    start = Relays.start
-
-    def note(relays: Relays, given: Sequence[HostBatch], *rest: object) -> None:
-        batches[:] = given
-        start(relays, given, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Relays, "start", note)
-    for plan, context in Conveyor(model.config.num_layers, "de", ("acb", "fg")).turns(4):
-        check_result(model, plan, context, executor.execute(plan))
-        assert [batch.is_async for batch in batches] == [False, True, False]
-        flags = [batch.offload_buffers.flags[READY] for batch in batches]
-        wanted = [each[layer].data_ptr() for layer in range(model.config.num_layers) for each in flags]
-        raised = [o for o in backend.operations if o.flag is not None and not o.is_wait]
-        assert [operation.flag for operation in raised] == wanted
-        for earlier, later in pairwise(raised):
-            assert later.follows(earlier)
     executor.close()
 
 

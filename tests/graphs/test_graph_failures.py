@@ -142,27 +142,6 @@ def test_a_step_that_does_not_end_ends_the_engine_before_its_memory_is_somebody_
     executor.close()
 
 
-@pytest.mark.parametrize("name", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_nor_may_another_error_hide_that_step(
-    name: type[RuntimeError], model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor, backend = make_executor(model)
-    executor.execute(prompts("ac"))
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise name("no such luck")
-
-    def give_up(_: Relay) -> NoReturn:
-        raise RelayStalledError("the CPU did not end its attention")
-
-    monkeypatch.setattr(backend, "start", refuse)
-    monkeypatch.setattr(Relay, "finish", give_up)
-    monkeypatch.setattr(Relay, "close", lambda _: False)
-    with pytest.raises(StageStalledError, match="the CPU did not end its attention"):
-        executor.execute(decodes("ac"))
-    executor.close()
-
-
 @pytest.mark.parametrize(
     ("level", "are_graphs"),
     [("host-flags", (True, True, True)), ("device-only", (False, True, False)), ("eager", (False,) * 3)],

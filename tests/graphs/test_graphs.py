@@ -1,13 +1,12 @@
 """Iterations as graphs give the tokens of a plain computation, in any order of the streams."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from fallback_levels import Levels
 from graph_case import GREEDY, HOMES, TOKENS, contexts, decodes, make_executor, prompts, sequence
-from imitated_streams import ImitatedBackend, Operation
+from imitated_streams import ImitatedBackend
 from pipeline_case import (
     RandomIterations,
     check_result,
@@ -142,16 +141,6 @@ def test_decodes_whose_blocks_move_wait_for_them_in_every_layer(model: Decoder, 
     executor.close()
 
 
-def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Decoder) -> None:
-    executor, backend = make_executor(model)
-    executor.execute(prompts("abcdef"))
-    for parts, waits in ((("abcd", "fe"), 2), (("ce",), 1), (("ac", "d"), 2)):
-        for _ in range(2):
-            executor.execute(decodes(*parts))
-            assert backend.check_flags() == 2 * waits
-    executor.close()
-
-
 @pytest.mark.parametrize("parts", [("abf",), ("cde",), ("cd", "e"), ("ac",), ("", "a")])
 def test_one_place_or_one_sub_batch(model: Decoder, parts: tuple[str, ...]) -> None:
     """Cover `gpu-only`, `fastdecode`, and one sub-batch with attention on both CPU and device."""
@@ -270,38 +259,6 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> N
         model.embedding = embedding
     assert result.sampled.keys() == {"a", "c"}
     assert "not finite" in result.failed["b"]
-    executor.close()
-
-
-def test_a_wait_that_is_missing_shows(model: Decoder) -> None:
-    """The imitated streams detect missing waits: without the events, some order gives other tokens."""
-
-    class Forgetful(ImitatedBackend):
-        def enqueue(self, operations: Sequence[Operation]) -> None:
-            super().enqueue([replace(operation, after=()) for operation in operations])
-
-    plan = decodes("abcd", "fe")
-    for seed in range(20):
-        executor, _ = make_executor(model, backend=Forgetful(seed))
-        try:
-            for each in (prompts("abcdef"), plan):
-                check_result(model, each, contexts(each), executor.execute(each))
-        except AssertionError:
-            return
-        finally:
-            executor.close()
-    pytest.fail("no order showed that nothing waits")
-
-
-def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, levels: Levels) -> None:
-    executor, backend = make_executor(model)
-    executor.execute(prompts("ab"))
-    for names in ("ab", "a", "ab", "a"):
-        executor.execute(decodes(names))
-    assert backend.num_programs == 2
-    levels(norm="torch")
-    executor.execute(decodes("ab", step=1))
-    assert backend.num_programs == 0
     executor.close()
 
 

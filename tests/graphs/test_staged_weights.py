@@ -98,23 +98,6 @@ def test_decodes_are_still_one_graph(whole: Decoder, num_queues: int | None) -> 
     executor.close()
 
 
-@pytest.mark.usefixtures("_staged")
-def test_buffers_are_filled_ahead(whole: Decoder) -> None:
-    """The GPU requests the next piece before it waits for one, so that CPU and bus copy at the same time."""
-    executor, backend = make_executor(host_model(1.0, WINDOWS))
-    executor.execute(decodes("ab"))
-    on_lane = [o for o in backend.operations if o.lane is Lane.WEIGHTS and (o.flag or o.is_wait)]
-    asked = taken = 0
-    for operation in on_lane:
-        if operation.is_wait:
-            assert asked == min(taken + 2, 4 * len(WINDOWS))
-            taken += 1
-        else:
-            asked += 1
-    assert asked == taken == 4 * len(WINDOWS)
-    executor.close()
-
-
 @pytest.mark.usefixtures("_partly_staged")
 @pytest.mark.parametrize("seed", range(3))
 def test_experts_that_are_streamed(seed: int) -> None:

@@ -1,6 +1,5 @@
 """Programs on a GPU, with streams, graphs and a driver that only record their calls."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ import torch
 from neo_desktop.engine.cuda import driver
 from neo_desktop.engine.cuda.errors import DeviceStalledError, StreamMemoryError
 from neo_desktop.engine.cuda.streams import WholeDevice
-from neo_desktop.engine.cuda.workspaces import clear_workspaces
-from neo_desktop.engine.execute import backend as backends
 from neo_desktop.engine.execute import build as building
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
@@ -249,60 +246,6 @@ def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> N
     wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
     waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
     assert waits == ["device"]  # the start of the capture
-
-
-def captures(gpu: FakeGpu, runs: StreamBackend, key: str) -> int:
-    """Run a program twice, so that it is surely a graph; return the number of captured graphs."""
-    gpu.log.clear()
-    for _ in range(2):
-        carry_out(runs, key, offload_buffers(gpu, flags()))
-    return gpu.names().count("begin capture")
-
-
-def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing one graph makes torch free the cuBLAS workspace that all graphs of the stream use."""
-    monkeypatch.setattr(backends, "MAX_GRAPHS", 2)
-    runs = backend(gpu)
-    assert [captures(gpu, runs, key) for key in ("a", "b", "a", "c")] == [1, 1, 0, 1]
-    assert [captures(gpu, runs, key) for key in ("c", "a", "b")] == [0, 1, 1]
-
-    gpu.is_full = True
-    with pytest.raises(torch.OutOfMemoryError):
-        captures(gpu, runs, "d")
-    gpu.is_full = False
-    assert runs.has_graphs  # the handler of the memory error must know that graphs exist
-    assert captures(gpu, runs, "b") == 1
-
-
-def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def clear() -> bool:
-        gpu.log.clear()
-        is_cleared = clear_workspaces(torch.device("cuda"))
-        assert gpu.log == [("synchronize",)] + [("clear",)] * is_cleared  # not while the GPU uses it
-        return is_cleared
-
-    gc.collect()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: gpu.log.append(("synchronize",)))
-    monkeypatch.setattr(
-        torch._C, "_cuda_clearCublasWorkspaces", lambda: gpu.log.append(("clear",)), raising=False
-    )
-    assert clear()
-    runs, others = backend(gpu), backend(gpu)
-    captures(gpu, runs, "a")
-    captures(gpu, others, "a")
-    assert not clear()
-    runs.forget()
-    assert not clear()
-    del others
-    gc.collect()
-    assert clear()
-
-
-def test_a_torch_that_cannot_clear_cublas_memory_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
-    assert not clear_workspaces(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("can_end", [True, False])

@@ -9,14 +9,12 @@ import pytest
 import triton
 
 from benchmarks.sass_budget import (
-    FIGURES,
     TRITON_OF_TORCH,
     compile_all,
     read_budget,
     run,
     table,
     worse,
-    write_budget,
 )
 from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
 
@@ -156,28 +154,6 @@ def test_the_budget_is_of_what_users_have() -> None:
     (pinned,) = [each for each in project["optional-dependencies"]["dev"] if each.startswith("triton")]
     newest = max(TRITON_OF_TORCH.values())
     assert pinned.startswith(f"triton=={newest.rpartition('.')[0]}.*")
-
-
-def test_a_budget_is_kept_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = read_budget()
-    monkeypatch.setattr("benchmarks.sass_budget.BUDGET", tmp_path / "budget.json")
-    assert read_budget() == {}
-    write_budget(budget)
-    assert read_budget() == budget
-
-
-def test_a_figure_that_is_worse_is_named() -> None:
-    budget = read_budget()[max(TRITON_OF_TORCH.values())]
-    name, figures = next(iter(budget.items()))
-    assert set(figures) == set(FIGURES)
-    assert worse(budget, budget) == []
-    assert worse(budget, budget | {name: {**figures, "registers": figures["registers"] - 1}}) == []
-    for figure, step in (("registers", 1), ("instructions", 1), ("wide_loads", -1), ("programs_per_sm", -1)):
-        (complaint,) = worse(budget, budget | {name: {**figures, figure: figures[figure] + step}})
-        assert name in complaint
-        assert figure in complaint
-    (complaint,) = worse(budget, {other: budget[other] for other in budget if other != name})
-    assert "not compiled" in complaint
 
 
 def test_what_is_reckoned_with_when_nothing_is_known_fits(kernels: list[dict[str, Any]]) -> None:

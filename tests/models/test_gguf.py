@@ -16,7 +16,6 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import TYPES as STORED_TYPES
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import load_model
-from neo_desktop.models.rope import LinearScaling
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -98,15 +97,6 @@ def test_scaled_rotations_agree_with_transformers(variant: str, make_checkpoint:
     torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
 
 
-def test_a_window_that_llama_cpp_does_not_read_hides_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
-    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": None})
-    path = write_gguf(tmp_path / "model.gguf", model, metadata={"llama.attention.sliding_window": 5})
-    token_ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model(token_ids[None]).logits[0]
-    torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
-
-
 def config_with(model: Any, folder: Path, **entries: Any) -> ModelConfig:
     named = {f"llama.{key.replace('__', '.')}": value for key, value in entries.items()}
     return open_checkpoint(write_gguf(folder / "model.gguf", model, metadata=named)).config()
@@ -142,14 +132,6 @@ def test_entries_that_change_the_numbers_are_left_to_llama_cpp(
     _, model = make_checkpoint(**SIZES)
     with pytest.raises(UnsupportedModelError):
         config_with(model, tmp_path, **entries)
-
-
-def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(make_checkpoint: Any, tmp_path: Path) -> None:
-    _, model = make_checkpoint(**SIZES)
-    assert config_with(model, tmp_path, rope__scaling__factor=4.0).rope.scaling == LinearScaling(4.0)
-    assert config_with(model, tmp_path, rope__scaling__factor=0.0).rope.scaling is None
-    none = {"rope__scaling__factor": 4.0, "rope__scaling__type": "none"}
-    assert config_with(model, tmp_path, **none).rope.scaling is None
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -270,11 +252,3 @@ def test_what_cannot_be_computed_is_refused_by_name(
     path = write_gguf(tmp_path / "model.gguf", model, metadata=changes)
     with pytest.raises(ModelError, match=message):
         Engine.from_pretrained(path, device="cpu")
-
-
-@pytest.mark.parametrize("name", STORED_TYPES)
-def test_blocks_are_decoded_on_their_own_device(name: str) -> None:
-    kind = STORED_TYPES[name]
-    floats = kind.dequantised(torch.empty(2, kind.nbytes, dtype=torch.uint8, device="meta"))
-    assert floats.device.type == "meta"
-    assert floats.shape == (2, kind.elements)

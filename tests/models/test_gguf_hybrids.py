@@ -31,13 +31,6 @@ MTP = {  # a layer of multi-token prediction, as the converter writes it
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_words() -> None:
-    """Silence torch, which logs endlessly about an export to any listening handler."""
-    logging.getLogger("torch").setLevel(logging.WARNING)
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
-
-
 def tokens(count: int) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
 

@@ -1,6 +1,5 @@
 """GGUF files of architectures without a native decoder: traced models, with the tokens of transformers."""
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,6 @@ from neo_desktop.models.traced.spec import examined
 
 CPU = torch.device("cpu")
 ARCHITECTURES = sorted({architecture for architecture, _, _ in WRITTEN.values()} | {"olmo3"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_words() -> None:
-    """Silence torch, which logs endlessly about an export to any listening handler."""
-    logging.getLogger("torch").setLevel(logging.WARNING)
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
 
 def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:

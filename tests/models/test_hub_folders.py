@@ -53,13 +53,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_words() -> None:
-    """Silence torch's many messages about an export."""
-    logging.getLogger("torch").setLevel(logging.WARNING)
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root, saved = tmp_path_factory.mktemp("hub"), set[str]()

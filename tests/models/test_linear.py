@@ -145,12 +145,6 @@ def test_a_cpu_keeps_tiles_and_a_tied_head_is_not_held_twice(
     assert decoder.nbytes == config.weight_bytes(torch.float32)
 
 
-def test_odd_widths_and_other_devices_stay_plain() -> None:
-    for columns, device in ((5, CPU), (4, torch.device("meta"))):
-        linear = DENSE.empty(4, columns, has_bias=False, dtype=torch.float32, device=device)
-        assert linear.form == "plain"
-
-
 def copied(model: Decoder, **options: Any) -> Decoder:
     copy = Decoder(model.config, dtype=model.dtype, device=CPU, **options)
     for target, source in zip(named_weights(copy), named_weights(model), strict=True):
@@ -164,51 +158,3 @@ def test_a_model_computes_the_same_in_any_form() -> None:
     assert {linear.form for linear in plain.linears()} == {"plain"}
     found, expected = (logits_of_all(each, torch.arange(9)) for each in (model, plain))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-class Rounded(Plain):
-    """Format with 8-bit numbers and a scale per row: a format may keep any data."""
-
-    form = "rounded"
-
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        self.dtype, self.bias = dtype, None
-        self.numbers, self.scales = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
-
-    def memory(self) -> dict[torch.device, int]:
-        return {CPU: self.numbers.nbytes + self.scales.nbytes}
-
-    def load(self, row: int, weight: Tensor) -> None:
-        scales = weight.float().abs().amax(1, keepdim=True) / 127
-        self.scales[row : row + len(weight)] = scales
-        self.numbers[row : row + len(weight)] = (weight / scales).round().to(torch.int8)
-
-    def dense(self) -> Tensor:
-        return (self.numbers * self.scales).to(self.dtype)
-
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        return torch.mm(x, self.dense().T, out=out)
-
-
-class RoundedForm(Dense):
-    def empty(
-        self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> Linear:
-        return Rounded(rows, columns, dtype)
-
-    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return rows * (columns + 4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_another_form_needs_nothing_but_itself(tied: bool) -> None:
-    """Loading, computing and counting do not depend on the format's data in memory."""
-    config = replace(shape("tiny"), tie_word_embeddings=tied)
-    model = random_model(config, dtype=torch.float32, device=CPU)
-    rounded = copied(model, form=RoundedForm())
-    assert "rounded" in {linear.form for linear in rounded.linears()}
-    found, expected = (logits_of_all(each, torch.arange(9)) for each in (rounded, model))
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
-    assert model.nbytes == config.weight_bytes(torch.float32)
-    assert rounded.nbytes == config.weight_bytes(torch.float32, RoundedForm()) < model.nbytes
-    assert rounded.memory() == {CPU: rounded.nbytes}

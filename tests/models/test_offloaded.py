@@ -13,7 +13,6 @@ from torch import Tensor
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import offloaded
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.ops import Product
@@ -80,24 +79,6 @@ def test_products_do_not_depend_on_where_a_row_is_computed(
         assert ((out.double() - exact).abs() <= bound).all()
     out = linear.multiply(x, x.new_full((count, rows), torch.nan))
     assert ((out.double() - exact).abs() <= bound).all()
-
-
-@given(st.integers(1, 300), st.floats(0, 1), st.integers(1, 2000))
-def test_pieces_are_whole_tiles_next_to_each_other(host_rows: int, share: float, piece_bytes: int) -> None:
-    linear = split_of(torch.randn(64 + host_rows, 6), None, 64)
-    streamed = linear.streamed(share)
-    assert streamed == host_rows or streamed % 16 == 0
-    assert abs(streamed - share * host_rows) <= 8 or streamed == host_rows
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded, "PIECE_BYTES", piece_bytes)
-        pieces = linear.pieces(streamed)
-    ends = [64, *(piece.rows.stop for piece in pieces)]
-    assert [piece.rows.start for piece in pieces] == ends[:-1]
-    assert ends[-1] == 64 + streamed
-    assert all(piece.elements * 4 <= max(piece_bytes, 16 * 6 * 4) for piece in pieces)
-    assert sum(piece.packed.nbytes for piece in pieces) == -(-streamed // 16) * 16 * 6 * 4
-    matrix = linear.host_matrix(streamed)
-    assert (0 if matrix is None else sum(part[3] for part in matrix[0])) == host_rows - streamed
 
 
 @pytest.mark.parametrize(

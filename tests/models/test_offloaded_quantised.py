@@ -21,7 +21,7 @@ from neo_desktop.models.linear.codes import CODINGS
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import WeightFormat
-from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
+from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised
 from neo_desktop.models.registry import check_model, load_model
 from neo_desktop.models.stored_form import StoredForm, stored_form
 
@@ -144,18 +144,3 @@ def test_a_split_model_computes_with_the_weights_of_its_file(
 def test_a_cpu_keeps_all_that_a_gpu_keeps() -> None:
     """Otherwise a matrix could be quantised on one side, and dequantised on the other."""
     assert CODINGS.keys() <= set(KERNEL_TYPES)
-
-
-def test_what_unpacks_is_launched_before_the_first_iteration() -> None:
-    launched = []
-
-    class Kernels:
-        def unpack_quantised(self, type_name: str, packed: Tensor, out: Tensor) -> None:
-            launched.append((type_name, packed.nbytes, tuple(out.shape)))
-
-    host_form = StoredForm(stored={NAME: (PartShape("Q4_K", 100), PartShape("Q6_K", 100))})
-    form = OffloadedFormat(PLAIN, host_form, {NAME: 64}, Kernels()).named(NAME)
-    linear = form.empty(200, 256, has_bias=False, dtype=torch.float16, device=CPU)
-    assert isinstance(linear, OffloadedLinear)
-    linear.launch_all()
-    assert launched == [(name, packed_bytes(name, 16, 256), (16, 256)) for name in ("Q4_K", "Q6_K")]

@@ -90,25 +90,6 @@ def test_rotation_turns_pairs_of_channels_by_angles(
     assert torch.equal(found[:, -kv_heads:].double(), value)
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_only(operators: Operators) -> None:
-    frequencies = RopeConfig(theta=10_000.0).inverse_frequencies(64)
-    query, key = normal(2, 5, 64, seed=3)
-
-    def rotated(heads: Tensor, position: int) -> Tensor:
-        cos, sin = torch.empty(2, 1, 1, 64)
-        rotation(torch.tensor([position]), frequencies, 1.0, cos, sin)
-        row = torch.cat((heads, torch.zeros(1, 64))).flatten()[None]  # with a value
-        operators.rope(row, cos, sin, 1, None, EPS)
-        return row.view(6, 64)[:5]
-
-    def score(query_position: int, key_position: int) -> Tensor:
-        return (rotated(query, query_position) * rotated(key, key_position)).sum(-1)
-
-    torch.testing.assert_close(score(900, 880), score(20, 0), rtol=0, atol=1e-3)
-    torch.testing.assert_close(score(33, 33), (query * key).sum(-1), rtol=0, atol=1e-4)
-    assert (score(900, 880) - score(900, 881)).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", native.available_isas())
 def test_a_row_alone_is_what_it_is_among_others(isa: str, dtype: torch.dtype) -> None:
@@ -130,18 +111,3 @@ def test_a_row_alone_is_what_it_is_among_others(isa: str, dtype: torch.dtype) ->
     for threads in (1, 3):
         for one, of_all in zip(alone, computed(slice(None), threads), strict=True):
             assert torch.equal(one[0], of_all[123])
-
-
-def test_numbers_that_are_not_finite_stay_with_their_row() -> None:
-    for isa in native.available_isas():
-        x, weight = normal(3, 40), normal(40)
-        x[1, 17], x[2, 3] = torch.nan, torch.inf
-        out = torch.empty(3, 40)
-        native.add_rms_norm(x, torch.zeros(3, 40), weight, EPS, out, isa=isa)
-        assert out[0].isfinite().all()
-        assert out[1].isnan().all()
-        gated = torch.empty(3, 20)
-        native.silu_mul(x, gated, isa=isa)
-        assert gated[0].isfinite().all()
-        assert gated[1].isnan().sum() == 1
-        assert gated[2, 3].isinf()

@@ -122,17 +122,6 @@ def test_what_is_not_finite_stays_with_its_row_and_zeros_are_zeros(isa: str) -> 
     check(x[rows], linear.dense(), None, product[rows])
 
 
-def test_inputs_and_results_may_be_strided_or_empty() -> None:
-    linear = loaded([(PartShape("Q8_0", 20), stored_rows("Q8_0", 20, 64))], 64)
-    wide = torch.randn(6, 160, generator=torch.Generator().manual_seed(0))
-    room = torch.full((6, 50), 7.0)
-    for x in (wide[:, 96:], wide[:, 3:67], wide[:, :128:2], wide[:0, :64]):
-        linear.multiply(x, room[: len(x), 10:30])
-        check(x, linear.dense(), None, room[: len(x), 10:30].contiguous())
-    assert (room[:, :10] == 7).all()
-    assert (room[:, 30:] == 7).all()
-
-
 @pytest.mark.parametrize("name", KERNEL_TYPES)
 def test_rows_are_those_of_the_file_and_can_be_looked_up(name: str) -> None:
     raw = stored_rows(name, 50, 512)
@@ -237,30 +226,6 @@ def test_parts_of_one_matrix_may_be_stored_differently(make_checkpoint: Any, tmp
         assert layer.mlp.down.form == dequantised.layers[0].mlp.down.form
     found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
     assert 0 < (found - expected).norm() < 0.03 * expected.norm()
-
-
-def test_it_is_said_whether_weights_were_dequantised(
-    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    _, model = make_checkpoint(**SIZES)
-    kept_and_dequantised(
-        write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1", type_names={"output": "MXFP4"})
-    )
-    said = "a: weights in Q4_1, MXFP4 and F32"
-    assert f"{said}, kept as they are" in caplog.messages
-    assert f"{said}, dequantised to float32" in caplog.messages
-
-
-def test_it_is_said_what_takes_more_bits(
-    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    _, model = make_checkpoint(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
-    kept_and_dequantised(
-        write_gguf(tmp_path / "a.gguf", model, type_name="Q4_K", type_names={"ffn_down": "Q3_K"})
-    )
-    assert "a: weights in Q4_K and Q3_K, Q3_K in 6 bits, others kept as they are" in caplog.messages
 
 
 def test_scales_that_are_not_finite_are_refused(make_checkpoint: Any, tmp_path: Path) -> None:

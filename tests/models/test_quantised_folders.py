@@ -23,7 +23,7 @@ from neo_desktop.models.weights import named_weights
 TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 def test_each_format_is_what_it_is_described_to_be(
@@ -44,6 +44,7 @@ def test_each_format_is_what_it_is_described_to_be(
         assert torch.equal(weight.dense(), exact[weight.name]), weight.name
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", FORMATS)
 def test_groups_of_whole_blocks_stay_in_their_bits(name: str, make_checkpoint: Any) -> None:
     """Minima are rounded to float16, which shifts a whole group; symmetric groups are exact."""
@@ -89,6 +90,7 @@ def test_a_minimum_is_off_by_a_2048th_of_itself(dtype: torch.dtype, make_checkpo
         ).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["awq", "gptq, symmetric", "gptq, 8 bits, symmetric", "gptq, reordered"])
 def test_a_gpu_has_the_numbers_of_a_cpu(name: str, make_checkpoint: Any) -> None:
     path, _ = make_checkpoint(**SIZES)
@@ -105,7 +107,7 @@ def test_a_gpu_has_the_numbers_of_a_cpu(name: str, make_checkpoint: Any) -> None
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq, reordered", "packed, asymmetric", "fp8, blocks"])
 def test_an_engine_gives_the_tokens_of_the_dequantised_weights(

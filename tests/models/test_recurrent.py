@@ -1,7 +1,7 @@
 """Models with recurrent layers give the tokens of transformers, with all policies and after failures."""
 
-import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,8 @@ from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.setup import take_memory
 
 TOKENS = 14
+COST = machine(cpu_token_ms=1e-6)
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_words() -> None:
-    logging.getLogger("torch").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +43,14 @@ def prompts() -> list[list[int]]:
     return [others[0], others[1], base[:32] + others[2], base[:33] + others[3], base, base[:48]]
 
 
-def engine_of(folder: Path, policy: str, **changes: object) -> Engine:
-    options = {
-        "model": folder,
-        "device": "cpu",
-        "gpu_cache_tokens": 192,
-        "cpu_cache_tokens": 640,
-        "max_batch_tokens": 48,
-        "max_batch_requests": 6,
-    }
-    loaded = load(EngineOptions(**(options | changes)))  # type: ignore[arg-type]
-    parts = take_memory(loaded, EngineOptions(**(options | changes)))  # type: ignore[arg-type]
-    return Engine.from_parts(parts, policy, cost_model=machine(cpu_token_ms=1e-6))
+OPTIONS = EngineOptions(
+    device="cpu", gpu_cache_tokens=192, cpu_cache_tokens=640, max_batch_tokens=48, max_batch_requests=6
+)
+
+
+def engine_of(folder: Path, policy: str) -> Engine:
+    options = replace(OPTIONS, model=folder, gpu_cache_tokens=1024)
+    return Engine.from_parts(take_memory(load(options), options), policy, cost_model=COST)
 
 
 def check(engine: Engine, folder: Path) -> None:
@@ -66,12 +58,14 @@ def check(engine: Engine, folder: Path) -> None:
     assert [list(each.token_ids) for each in engine.generate(prompts(), GREEDY)] == expected
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
     folder = folder_of(family)
+    options = replace(OPTIONS, model=folder)
+    loaded = load(options)
     for policy in sorted(POLICIES):
-        with engine_of(folder, policy) as engine:
+        with Engine.from_parts(take_memory(loaded, options), policy, cost_model=COST) as engine:
             check(engine, folder)
             before = engine._scheduler.counters.num_cached_tokens
             check(engine, folder)  # prompts come back: from checkpoints
@@ -102,7 +96,7 @@ def test_iterations_that_fail_leave_states_as_they_were(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of("qwen3.5")
-    with engine_of(folder, "gpu-only", gpu_cache_tokens=1024) as engine:
+    with engine_of(folder, "gpu-only") as engine:
         executor = engine._iterations.executor
         failing = Failing(executor.start)
         monkeypatch.setattr(executor, "start", failing)
@@ -114,7 +108,7 @@ def test_several_answers_and_edits_of_one_prompt(folder_of: Callable[[str], Path
     """The answers share the prompt's state, and no answer sees another's tokens."""
     folder = folder_of("granite-4-h")
     prompt = prompts()[4]
-    with engine_of(folder, "auto", gpu_cache_tokens=1024) as engine:
+    with engine_of(folder, "auto") as engine:
         outputs = engine.generate([prompt], SamplingParams(n=4, max_tokens=20, temperature=1.0, seed=7))
         again = engine.generate([prompt], SamplingParams(n=4, max_tokens=20, temperature=1.0, seed=7))
         assert [each.token_ids for each in outputs] == [each.token_ids for each in again]

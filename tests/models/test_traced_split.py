@@ -75,7 +75,7 @@ def logits_in_steps(model: TracedDecoder, token_ids: Tensor, share: float) -> Te
     return logits
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None:
     token_ids = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(seed))
@@ -92,7 +92,7 @@ def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None
     torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["gpu-only", "neo", "auto"])
 def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     """The device holds the requested part of the weights; measurements decide the division."""
@@ -117,6 +117,7 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     ]
 
 
+@pytest.mark.sample(1)
 def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages have more matmuls than names, and one name would stand for matrices of two widths."""
     monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
@@ -131,6 +132,7 @@ def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch:
     torch.testing.assert_close(logits_in_steps(model, token_ids, 0.4), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     """The device may still use a buffer that became too small."""
     config = read_traced(folder)

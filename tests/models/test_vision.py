@@ -1,6 +1,5 @@
 """Images in prompts: models give the tokens of transformers, with all policies and after prefix hits."""
 
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,11 +30,6 @@ CHATS = [
     ("**", (1, 0)),
     ("no image", ()),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_words() -> None:
-    logging.getLogger("torch").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from itertools import product
 from typing import NamedTuple
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,11 +151,3 @@ def test_gates_and_ups_may_be_kept_differently() -> None:
     x, ids, weights = given_rows(9, 2, 4, 32, torch.float32)
     found, expected = multiply(mixed, x, ids, weights), exact(mixed, x, ids, weights)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_matrices_that_cannot_be_divided_among_experts_are_refused() -> None:
-    gate, up, down = layer(4, 32, 16, torch.float32).kept
-    with pytest.raises(ValueError, match="64 rows cannot be those of 3 experts"):
-        native.packed_experts(3, gate.native, up.native, down.native)
-    with pytest.raises(ValueError, match="cannot be those of 8 experts"):
-        native.packed_experts(8, gate.native, up.native, down.native)

@@ -106,21 +106,6 @@ def test_what_is_wrong_is_refused_before_anything_begins() -> None:
         )
 
 
-def test_each_layer_has_sinks_of_its_own() -> None:
-    case = make_case([400, 120], group=2)
-    sinks = [torch.full((4,), value) for value in (-2.0, 0.0, 5.0)]
-    layers = [RelayLayer(case.k_cache, case.v_cache, None, None, 0, each) for each in sinks]
-    relay, batch = Relay(layers, block_size=16, scale=case.scale), batch_of(case)
-    relay.start([batch])
-    for layer, each in enumerate(sinks):
-        assert torch.equal(offload(batch, layer), replace(case, sinks=each).run())
-    relay.finish()
-    with pytest.raises(ValueError, match="all layers must have as many sinks"):
-        Relay([layers[0], replace(layers[1], sinks=None)], block_size=16, scale=1.0)
-    with pytest.raises(ValueError, match=r"sinks has shape \[6\]; expected \[4\]"):
-        Relay([replace(layers[0], sinks=torch.zeros(6))] * 3, block_size=16, scale=1.0).start([batch])
-
-
 def test_the_relay_sleeps_between_iterations() -> None:
     case = make_case([2000, 700])
     relay, batch = relay_of(case), batch_of(case)
@@ -249,63 +234,6 @@ except RuntimeError as error:
     assert ended.stderr == ""
     assert ended.stdout.splitlines() == [said, "the relay's last iteration has not ended"]
     assert ended.returncode == 0
-
-
-def test_a_gpu_that_raises_its_flag_when_it_was_just_given_up_begins_no_step() -> None:
-    """The relay's thread sees the flag before it sees the timeout, which may happen by chance."""
-    rest = f"""
-while True:  # until it looks at the flag, which takes all of its time: utime, in ticks
-    busy = [thread for thread in threads() - others if int(status(thread)[11]) > 1]
-    if busy:
-        break
-(server,) = busy
-libc.tgkill(os.getpid(), server, signal.SIGUSR1)
-while not batch.flags[1, :, 0].all():  # until it was given up
-    time.sleep(0.01)
-{BEGIN_STEP}
-
-def wake():
-    while True:
-        time.sleep(0.5)  # in which finish begins to wait
-        libc.tgkill(os.getpid(), server, signal.SIGUSR2)
-
-threading.Thread(target=wake, daemon=True).start()
-try:
-    relay.finish()
-except RelayStalledError as error:
-    print(error)
-print(relay.close())
-"""
-    ended = stuck_program(3.0, rest)
-    assert ended.stderr == ""
-    assert ended.stdout.splitlines() == [
-        "the GPU did not hand over q, k and v for layer 0 of sub-batch 0 within 3.0 s",
-        "True",
-    ]
-
-
-def test_after_a_step_in_which_it_was_given_up_the_relay_begins_no_other() -> None:
-    rest = f"""{BEGIN_STEP}
-try:
-    relay.finish()
-except RelayStalledError as error:
-    print(error)
-batch.flags[1] = 0
-batch.flags[0] = 1
-protect(mmap.PROT_READ)
-mine = threads() - others
-while batch.flags[1, 0, 0] == 0 or any(status(thread)[0] == "R" for thread in mine):
-    for thread in mine:
-        libc.tgkill(os.getpid(), thread, signal.SIGUSR2)
-    time.sleep(0.1)
-print(batch.flags[1, :, 0].tolist(), relay.close())
-"""
-    ended = stuck_program(0.5, rest)
-    assert ended.stderr == ""
-    assert ended.stdout.splitlines() == [
-        "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
-        "[1, 0, 0] True",
-    ]
 
 
 def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None:

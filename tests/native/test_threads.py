@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,31 +124,7 @@ def test_environment_forces_an_isa(monkeypatch: pytest.MonkeyPatch) -> None:
         case.run()
 
 
-def test_features_agree_with_the_operating_system() -> None:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    listed = [line.split() for line in lines if line.startswith(("flags", "Features"))]  # x86, ARM
-    if not listed:
-        pytest.skip("no flags in /proc/cpuinfo to compare with")
-    flags = listed[0]
-    names = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
-    features = native.cpu_features()
-    assert features == {name: names.get(name, name) in flags for name in features}
-
-
-def test_read_bandwidth_is_a_positive_rate() -> None:
-    assert native.read_bandwidth(1 << 22, num_threads=2, repeats=2) > 0
-    with pytest.raises(ValueError, match="nbytes and repeats must be at least 1, not 0 and 5"):
-        native.read_bandwidth(0)
-
-
 def test_huge_pages_are_asked_for_once_the_tensor_holds_a_page() -> None:
     assert not native.advise_huge_pages(torch.empty(8))
     with pytest.raises(ValueError, match="contiguous"):
         native.advise_huge_pages(torch.empty(4, 4).mT)
-
-
-def test_numa_nodes_are_interleaved_only_where_there_are_several() -> None:
-    nodes = Path("/sys/devices/system/node/has_memory")
-    several = nodes.exists() and any(mark in nodes.read_text() for mark in ",-")
-    assert native.interleave_numa_nodes(torch.empty(1 << 22, dtype=torch.uint8)) == several

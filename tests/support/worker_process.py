@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,22 +18,17 @@ class WorkerProcess:
     Args:
         secret: file with the secret.
         port: port to listen on; 0: any free one.
-        host: address to listen on.
-        prefix: command prefix, for example for another network.
     """
 
     def __init__(
         self,
         secret: Path,
         port: int = 0,
-        host: str = "127.0.0.1",
-        prefix: Sequence[str] = (),
-        more: Sequence[str] = (),
     ) -> None:
-        command = (sys.executable, "-m", "neo_desktop.app.entry", "worker", "--listen", f"{host}:{port}")
-        options = ("--memory", "0.02", "--worker-secret", str(secret), "--threads", "1", *more)
+        command = (sys.executable, "-m", "neo_desktop.app.entry", "worker", "--listen", f"127.0.0.1:{port}")
+        options = ("--memory", "0.02", "--worker-secret", str(secret), "--threads", "1")
         self._process = subprocess.Popen(
-            (*prefix, *command, *options),
+            (*command, *options),
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"COLUMNS": "200"},
