@@ -21,6 +21,7 @@ from torch import Tensor
 
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
+from neo_desktop.models.attention import specs_of
 from neo_desktop.models.decoder import Decoder, GatedMLP
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.moe import moe_layers
@@ -77,6 +78,7 @@ class Stages:
         self._reduce = reduce
         self.has_head = has_head
         self.config = decoder.config
+        self.attention = specs_of(decoder.config, decoder.sinks)  # by layer
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self.moe_layers = moe_layers(decoder, self._operators)  # by layer
         self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]

@@ -123,7 +123,7 @@ class DeviceDecodes(Attender):
         return launcher.run(Lane.DEVICE, stage, partial(self._compute, layer))
 
     def _compute(self, layer: int) -> None:
-        config, state, rows = self.stages.config, self.memory.state, self.rows
+        state, rows = self.memory.state, self.rows
         q, k, v = self.stages.heads(state)
         fused_kv_append = self.pool.fused_kv_append
         self.pool.layer(layer).decode(
@@ -134,7 +134,5 @@ class DeviceDecodes(Attender):
             self.block_tables,
             self.context_lens,
             state.attention[rows],
-            config.attention_scale,
-            config.layer_windows[layer],
             self.partials,
         )

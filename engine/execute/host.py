@@ -117,7 +117,7 @@ class HostBatch(HostWork):
 
     def carry_out(self, layer: int) -> None:
         """Attend, or receive a worker's answer."""
-        batch, config, there = self.arguments, self.config, self.pool.layer(layer)
+        batch, there = self.arguments, self.pool.layer(layer)
         if isinstance(there, RemoteLayer):
             if self.is_async:
                 self._take_async(there, layer)
@@ -128,17 +128,7 @@ class HostBatch(HostWork):
         q, k, v, block_tables, context_lens, out = (
             (tensor[layer] for tensor in tensors) if self.is_async else tensors
         )
-        there.decode(
-            q,
-            k,
-            v,
-            None,
-            block_tables,
-            context_lens,
-            out,
-            config.attention_scale,
-            config.layer_windows[layer],
-        )
+        there.decode(q, k, v, None, block_tables, context_lens, out)
 
     def _slots(self, layer: int) -> Tensor:
         """Return the slots of async decodes at a layer."""
@@ -178,10 +168,10 @@ class Relays:
             if not tier.cpu_attends:
                 continue
             layers = []
-            for index, window in enumerate(config.layer_windows):
+            for index in range(config.num_layers):
                 layer = pool.layer(index)
                 assert isinstance(layer, HostLayer)
-                layers.append(layer.for_relay(window))
+                layers.append(layer.for_relay())
             make = partial(
                 Relay,
                 layers,

@@ -10,6 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.execute.prefill_kernels import by_kv_head
 from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.vision.prompt import Sight
 
 
@@ -32,18 +33,15 @@ class ImageSpans:
             return cls()
         return cls(sequence.images.spans(sequence.start, sequence.context_len), sequence.images.sight)
 
-    def attend(
-        self, q: Tensor, context: Rows, out: Tensor, start: int, scale: float, window: int | None
-    ) -> None:
+    def attend(self, q: Tensor, context: Rows, out: Tensor, start: int, spec: AttentionSpec) -> None:
         """Replace the output of causal attention for the rows of images.
 
         Args:
             q: [rows, heads, head_dim] of the chunk; `out` has the same shape.
             context: K and V [2, start + rows, kv_heads, head_dim].
             start: position of the first row.
-            scale: factor on q·k.
-            window: of the layer, in tokens, the query included; None: the whole context.
         """
+        window = spec.window
         if self.sight is Sight.WINDOWED and window is None:
             return
         for first, last in self.spans:
@@ -54,7 +52,7 @@ class ImageSpans:
                 positions = torch.arange(first, last, device=q.device).unsqueeze(1)
                 mask = torch.arange(begin, last, device=q.device) > positions - window
             heads = by_kv_head(q[rows], context[0, begin:last], context[1, begin:last])
-            attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)
+            attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=spec.scale)
             out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -32,6 +32,7 @@ from neo_desktop.engine.execute.prefill_kernels import (
 )
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.models.attention import AttentionSpec
 
 PACKED_TOKENS = 4096  # most context tokens of a group, unless a single chunk has more
 
@@ -112,32 +113,27 @@ class PrefillGroup:
         q: Tensor,
         contexts: Rows,
         out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         """Attend from the chunks to their contexts. All tensors are on q's device.
 
         Args:
             q: [tokens, heads, head_dim] of the sub-batch; `out` has the same shape.
             contexts: K and V [2, contexts, kv_heads, head_dim].
-            scale: Factor on q·k.
-            window: Sliding window in tokens, the query included; None: the whole context.
-            sinks: [heads]: per head, the score of one more token with a value of zero; None: no sinks.
-            softcap: The score s of every other token becomes softcap * tanh(s / softcap); None: no softcap.
 
         Raises:
             RuntimeError: No kernel works, or the GPU failed or ran out of memory.
         """
-        windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
+        longest = max(chunk.context_len for chunk in self.chunks)
+        windowed = spec.window is not None and spec.window < longest
+        causal = spec if windowed else spec._replace(window=None)
         while True:
             level = fallbacks.level("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, level)
-            if softcap is not None and kernel is not PrefillKernel.NATIVE:
+            if spec.softcap is not None and kernel is not PrefillKernel.NATIVE:
                 kernel = PrefillKernel.MATH  # torch's kernels have no softcap
             try:
-                self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
+                self._attend_with(kernel, q, contexts, out, causal)
                 break
             except RuntimeError as error:
                 below = BELOW.get(kernel)
@@ -148,7 +144,7 @@ class PrefillGroup:
         for chunk in self.chunks:
             if chunk.images.spans:
                 context = contexts[:, first : first + chunk.context_len]
-                chunk.images.attend(q[chunk.rows], context, out[chunk.rows], chunk.start, scale, window)
+                chunk.images.attend(q[chunk.rows], context, out[chunk.rows], chunk.start, spec)
             first += chunk.context_len
 
     def _attend_with(
@@ -157,43 +153,38 @@ class PrefillGroup:
         q: Tensor,
         contexts: Rows,
         out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         """Attend with a kernel; only MATH and NATIVE support a softcap."""
-        context_lens = [chunk.context_len for chunk in self.chunks]
-        if window is not None and window >= max(context_lens):
-            window = None
+        context_lens, sinks = [chunk.context_len for chunk in self.chunks], spec.sinks
         if kernel is PrefillKernel.NATIVE:
             native.prompt_attention(
                 q[self.rows],
                 contexts[0],
                 contexts[1],
                 self.ends,
-                scale,
+                spec.scale,
                 out[self.rows],
-                window=window or 0,
+                window=spec.window or 0,
                 sinks=None if sinks is None else sinks.float().contiguous(),
-                softcap=softcap or 0.0,
+                softcap=spec.softcap or 0.0,
             )
             return
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
             attended, lse = flash(
-                q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), scale, window
+                q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), spec
             )
             out[self.rows] = attended if sinks is None else with_sinks(attended, lse.t(), sinks)
             return
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
             if kernel is PrefillKernel.MATH:
-                out[chunk.rows] = by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
+                out[chunk.rows] = by_products(q[chunk.rows], k, v, spec)
             elif kernel is PrefillKernel.EFFICIENT:
-                attended, lse = efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
+                attended, lse = efficient(q[chunk.rows], k, v, spec)
                 out[chunk.rows] = attended if sinks is None else with_sinks(attended, lse, sinks)
             else:
-                out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
+                out[chunk.rows] = causal_attention(q[chunk.rows], k, v, spec)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.models.attention import AttentionSpec
 
 PIECE_SCORES = 32 << 20  # most scores in memory at a time, for kernels that materialize scores
 BOTTOM_RIGHT = 2  # mask type of the memory-efficient kernel: the last query sees the last key
@@ -108,8 +109,7 @@ def flash(
     ends: Tensor,
     max_queries: int,
     max_context: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [queries, heads, head_dim] and log(sum(exp(scores))) [heads, queries]."""
     # The operator behind torch.nn.attention.varlen. That module takes a second to import, and its argument
@@ -123,19 +123,17 @@ def flash(
         max_queries,
         max_context,
         0.0,  # dropout
-        window is None,  # causal; with a window, window_size_right does the same
+        spec.window is None,  # causal; with a window, window_size_right does the same
         False,  # return no mask
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
+        scale=spec.scale,
+        window_size_left=-1 if spec.window is None else spec.window - 1,
         window_size_right=0,
     )
     return out, lse
 
 
-def efficient(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the output [queries, heads, head_dim] and, if needed, log(sum(exp(scores))) [queries, heads]."""
+def efficient(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the output [queries, heads, head_dim] and, for sinks, log(sum(exp(scores))) [queries, heads]."""
     # The operator behind SDPA. Only a mask makes SDPA itself align the last query with the last key.
     queries, keys, values = by_kv_head(q, k, v)
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
@@ -149,8 +147,8 @@ def efficient(
         None,
         0.0,  # dropout
         BOTTOM_RIGHT,
-        needs_lse,
-        scale=scale,
+        spec.sinks is not None,
+        scale=spec.scale,
     )
     # lse is [kv_heads, group, queries], with queries padded to a multiple of 32.
     return out.transpose(0, 1).flatten(1, 2), lse[:, :, : len(q)].permute(2, 0, 1).flatten(1, 2)
@@ -167,21 +165,17 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return out * torch.sigmoid(lse.float() - sinks.float()).unsqueeze(-1).to(out.dtype)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Attend causally from the last `len(q)` tokens of a context.
 
     Args:
         q: [queries, heads, head_dim]
         k: [context, kv_heads, head_dim]
         v: [context, kv_heads, head_dim]
-        scale: Factor on q·k.
-        window: Sliding window in tokens, the query included; None: the whole context.
-        sinks: See `PrefillGroup.attend`.
     """
-    if sinks is not None:
-        return by_products(q, k, v, scale, window, sinks)
+    scale, window = spec.scale, spec.window
+    if spec.sinks is not None:
+        return by_products(q, k, v, spec)
     is_whole = len(q) == len(k) and (window is None or window >= len(k))
     if is_whole:
         return _sdpa(q, k, v, None, scale)
@@ -199,16 +193,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def by_products(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attend with torch's matmuls in fp32; arguments as in `causal_attention` and `PrefillGroup.attend`."""
+def by_products(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attend with torch's matmuls in fp32; arguments as in `causal_attention`."""
+    scale, window, sinks, softcap = spec
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     out = torch.empty_like(q)

@@ -24,6 +24,7 @@ from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.stages import Stages
 
 STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
@@ -32,9 +33,7 @@ STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
 class Prompts(Protocol):
     """Prompt chunks of one tier.
 
-    q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
-    `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
-    included. `sinks` [heads] and `softcap`: see `PrefillGroup.attend`.
+    q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch.
     """
 
     @property
@@ -61,10 +60,7 @@ class Prompts(Protocol):
         q: Tensor,
         kv: Rows,
         out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         """Attend from the chunks to their contexts, as work on the device's lane."""
 
@@ -98,10 +94,7 @@ class DevicePrompts:
         q: Tensor,
         kv: Rows,
         out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         cache = self._pool.layer(layer)
         if not self._pool.fused_kv_append:
@@ -111,7 +104,7 @@ class DevicePrompts:
             if group.has_earlier:
                 contexts = kv.new_empty(2, len(group.slots), *kv.shape[2:])
                 cache.read(group.slots, contexts)
-            group.attend(q, contexts, out, scale, window, sinks, softcap)
+            group.attend(q, contexts, out, spec)
 
     def attended(self, launcher: Launcher) -> None:
         """Do nothing."""
@@ -187,17 +180,14 @@ class HostPrompts:
         q: Tensor,
         kv: Rows,
         out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []
             for _, (begin, end) in zip(group.chunks, ends, strict=False):
                 earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
-            group.attend(q, group.pack(kv, earlier), out, scale, window, sinks, softcap)
+            group.attend(q, group.pack(kv, earlier), out, spec)
 
     def attended(self, launcher: Launcher) -> None:
         assert self._sent is not None
@@ -235,12 +225,10 @@ class PromptAttention(Attender):
         return ()
 
     def _compute(self, layer: int, kv: Rows) -> None:
-        config, state = self.stages.config, self.memory.state
+        state, spec = self.memory.state, self.stages.attention[layer]
         q, _, _ = self.stages.heads(state)
-        window, sinks = config.layer_windows[layer], self.stages.decoder.layers[layer].sinks
-        given = state.attention, config.attention_scale, window, sinks, config.attention_softcap
         for each in self.prompts:
-            each.attend(layer, q, kv, *given)
+            each.attend(layer, q, kv, state.attention, spec)
 
 
 def prompts_of(

@@ -14,6 +14,7 @@ from neo_desktop.engine.kernels.dispatch import (
 )
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.operators import Store
 
 
@@ -31,10 +32,9 @@ class DeviceLayer(KVLayer):
         self,
         parts: tuple[Tensor, ...],
         block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+        super().__init__(parts, block_size, spec)
         self._k, self._v = parts
         self._num_sms = num_sms(self.device)
 
@@ -48,7 +48,8 @@ class DeviceLayer(KVLayer):
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         parts = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         sinks = torch.zeros(config.num_heads, device=device) if config.attention_sinks else None
-        first = cls(tuple(part[0] for part in parts), block_size, sinks, config.attention_softcap)
+        spec = AttentionSpec(1.0, None, sinks, config.attention_softcap)
+        first = cls(tuple(part[0] for part in parts), block_size, spec)
         first.launch_all_kernels(config.num_heads)
         return parts
 
@@ -64,7 +65,7 @@ class DeviceLayer(KVLayer):
         for splits in (1, 2):  # without merging and with it
             parts = self._partials(q, 1, splits)
             tensors = q, self._k, self._v, zero.view(1, 1), zero, q, *parts
-            paged_decode(*tensors, 1.0, None, self.sinks, self.softcap)
+            paged_decode(*tensors, *self.spec)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         write_rows(k, v, self._k, self._v, slots)
@@ -88,17 +89,15 @@ class DeviceLayer(KVLayer):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
         if k is not None and v is not None and slots is not None:
             self.write(k, v, slots)
         # Only the device knows the longest context. Splits beyond the end of a context cost next to nothing.
         most = min(block_tables.shape[1], self._k.shape[0]) * self.block_size
-        parts = (partials or partial(self._partials, q))(min(most, window or most))
+        parts = (partials or partial(self._partials, q))(min(most, self.spec.window or most))
         tensors = q, self._k, self._v, block_tables, context_lens, out, *parts
-        paged_decode(*tensors, scale, window, self.sinks, self.softcap)
+        paged_decode(*tensors, *self.spec)
 
     def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:
         """Allocate at most a few MB, which torch's allocator keeps for the next layer."""

@@ -12,6 +12,7 @@ from neo_desktop import native
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.native.relay import RelayLayer
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has none
@@ -38,10 +39,9 @@ class HostLayer(KVLayer):
         self,
         parts: tuple[Tensor, ...],
         block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+        super().__init__(parts, block_size, spec)
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
         self._k = k.transpose(-3, -2) if in_pairs else k  # the kernels' order: tokens before pairs
@@ -82,9 +82,11 @@ class HostLayer(KVLayer):
         both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
         return sum(give_back_pages(memory, num_blocks // BLOCKS_PER_RUN) for memory in (both, *scales))
 
-    def for_relay(self, window: int | None) -> RelayLayer:
+    def for_relay(self) -> RelayLayer:
         """Return the layer in the form that `native.relay` takes."""
-        return RelayLayer(self._k, self._v, self._k_scale, self._v_scale, window or 0, self.sinks)
+        return RelayLayer(
+            self._k, self._v, self._k_scale, self._v_scale, self.spec.window or 0, self.spec.sinks
+        )
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         native.paged_kv_write(k, v, self._k, self._v, slots, k_scale=self._k_scale, v_scale=self._v_scale)
@@ -123,8 +125,6 @@ class HostLayer(KVLayer):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store and attend in one call; the kernel computes the slots itself."""
@@ -134,16 +134,16 @@ class HostLayer(KVLayer):
             self._v,
             block_tables,
             context_lens,
-            scale,
+            self.spec.scale,
             out,
             block_size=self.block_size,
             k=k,
             v=v,
-            window=window or 0,
+            window=self.spec.window or 0,
             k_scale=self._k_scale,
             v_scale=self._v_scale,
-            sinks=self.sinks,
-            softcap=self.softcap or 0.0,
+            sinks=self.spec.sinks,
+            softcap=self.spec.softcap or 0.0,
         )
 
 

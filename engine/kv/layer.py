@@ -7,13 +7,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from neo_desktop.models.attention import AttentionConfig, AttentionSpec
 from neo_desktop.models.operators import Store
 
 # K and V in one tensor, [2, tokens, kv_heads, head_dim], in the model's layout: the form for transfers.
 Rows = Tensor
 
 
-class KVShape(Protocol):
+class KVShape(AttentionConfig, Protocol):
     """The part of a model's configuration that determines the size of its KV."""
 
     @property
@@ -25,9 +26,7 @@ class KVShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def attention_sinks(self) -> bool: ...  # heads attend to one more token, see `KVLayer.decode`
-    @property
-    def attention_softcap(self) -> float | None: ...  # see `KVLayer.decode`
+    def attention_sinks(self) -> bool: ...  # see `AttentionSpec`
 
 
 class Partials(NamedTuple):
@@ -44,11 +43,10 @@ class KVLayer(ABC):
 
     Args:
         parts: One layer of `allocate`'s result.
-        sinks: [heads] fp32, see `decode`.
-        softcap: See `decode`.
+        spec: The constants of its attention, with sinks in fp32.
     """
 
-    __slots__ = ("block_size", "device", "sinks", "softcap")
+    __slots__ = ("block_size", "device", "spec")
 
     fused_kv_append = False  # True if the kernel that makes rows stores them, False if `decode` does
 
@@ -56,13 +54,11 @@ class KVLayer(ABC):
         self,
         parts: tuple[Tensor, ...],
         block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
         self.block_size = block_size
         self.device = parts[0].device
-        self.sinks = sinks
-        self.softcap = softcap
+        self.spec = spec
 
     @classmethod
     @abstractmethod
@@ -110,14 +106,9 @@ class KVLayer(ABC):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store one new token per request, and attend from it to the request's whole context.
-
-        With sinks, each head attends to one more token, whose score is the sink and whose value is zero.
-        In a layer with a softcap, the score s of every other token becomes softcap * tanh(s / softcap).
 
         Args:
             q: [requests, heads, head_dim]; `out` has the same shape.
@@ -126,8 +117,6 @@ class KVLayer(ABC):
                 the kernel for host memory computes it.
             block_tables: [requests, max_blocks] int32
             context_lens: [requests] int32, the new token included.
-            scale: Factor on q·k.
-            window: Sliding window in tokens; None: the whole context.
             partials: Returns memory for partial results, given the most tokens of a context; None: allocate.
         """
 

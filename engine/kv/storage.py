@@ -13,6 +13,7 @@ from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.models.attention import specs_of
 from neo_desktop.models.config import ModelConfig
 
 
@@ -60,14 +61,10 @@ class KVPool:
         in_memory = replace(config, num_layers=max(memory_of_layers) + 1)
         self.parts = self.kind.allocate(in_memory, num_blocks, block_size, dtype, device)
         self.row_shape = config.num_kv_heads, config.head_dim
+        specs = specs_of(config, sinks and [each.to(device, torch.float32) for each in sinks])
         self._layers = [
-            self.kind(
-                tuple(part[memory] for part in self.parts),
-                block_size,
-                None if sinks is None else sinks[index].to(device, torch.float32),
-                config.attention_softcap,
-            )
-            for index, memory in enumerate(memory_of_layers)
+            self.kind(tuple(part[memory] for part in self.parts), block_size, spec)
+            for spec, memory in zip(specs, memory_of_layers, strict=True)
         ]
 
     def layer(self, index: int) -> KVLayer:

@@ -117,7 +117,7 @@ class IterationTimer:
             begun_ns = time.perf_counter_ns()
             result = runner.execute(plan)
             ended_ns = time.perf_counter_ns()
-            if not result.timing.is_first:
+            if result.timing is not None and not result.timing.is_first:
                 break
         spans = self._timeline.last
         layers = self._layers_for(point)

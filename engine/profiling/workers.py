@@ -68,7 +68,7 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
             times = []
             for _ in range(1 + REPEATS):  # the first repetition sends the tables
                 begun_s = time.perf_counter()
-                layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
+                layer.decode(q, k, v, None, tables, lens, out)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
         rows_ms.append(row)

@@ -25,7 +25,6 @@ class RemoteLayer(KVLayer):
     def __init__(self, link: AnyLink, index: int, block_size: int) -> None:
         self.block_size = block_size
         self.device = CPU
-        self.sinks = self.softcap = None  # the worker has them
         self._link = link
         self._index = index
 
@@ -51,11 +50,9 @@ class RemoteLayer(KVLayer):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """Attend on the worker, which knows scale and windows; see `KVLayer`."""
+        """Attend on the worker, which knows the layer's constants; see `KVLayer`."""
         assert k is not None
         assert v is not None
         self.ask(q, k, v, block_tables, context_lens)

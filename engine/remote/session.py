@@ -19,6 +19,7 @@ from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
+from neo_desktop.models.attention import specs_of
 
 NUM_TABLES = 4  # block tables to keep: two sub-batches each of this and the previous iteration
 NUM_INPUTS = 2  # unanswered messages per connection: the next rows arrive while the worker attends
@@ -48,14 +49,10 @@ class Session:
         self.num_blocks = num_blocks
         kind: type[KVLayer] = HostLayer if device.type == "cpu" else GpuLayer
         parts = kind.allocate(shape, num_blocks, shape.block_size, shape.kv_dtype, device)
+        specs = specs_of(shape, None if sinks is None else list(sinks.to(device)))
         self._layers = [
-            kind(
-                tuple(part[index] for part in parts),
-                shape.block_size,
-                None if sinks is None else sinks[index].to(device),
-                shape.attention_softcap,
-            )
-            for index in range(shape.num_layers)
+            kind(tuple(part[index] for part in parts), shape.block_size, spec)
+            for index, spec in enumerate(specs)
         ]
         self._channels: set[Channel] = set()
         self._changes = threading.Lock()
@@ -170,8 +167,7 @@ class _Desk:
 
         def attend() -> None:
             out = self._outputs.view((header.rows, heads, shape.head_dim), shape.dtype)
-            window = shape.windows[header.layer]
-            self._layers[header.layer].decode(q, k, v, None, tables, lens, out, shape.scale, window)
+            self._layers[header.layer].decode(q, k, v, None, tables, lens, out)
             self._channel.send(Kind.OUTPUT, bytes_of(out), rows=header.rows)
 
         return attend
@@ -241,8 +237,6 @@ class GpuLayer(DeviceLayer):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store the new K and V, and attend. `slots` has one slot per request; a context of 0 has none."""
@@ -255,7 +249,7 @@ class GpuLayer(DeviceLayer):
             self.write(k, v, slots)
             device_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
             device_out = torch.empty_like(device_q, memory_format=torch.contiguous_format)
-            super().decode(device_q, None, None, None, tables, lens, device_out, scale, window, partials)
+            super().decode(device_q, None, None, None, tables, lens, device_out, partials)
             out.copy_(device_out)
 
 

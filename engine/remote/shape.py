@@ -21,10 +21,10 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # the factor on q·k
-    windows: tuple[int | None, ...]  # per layer; None: full attention
+    attention_scale: float  # see `AttentionSpec`
+    layer_windows: tuple[int | None, ...]  # per layer
     attention_sinks: bool
-    attention_softcap: float | None  # softcap: score s becomes softcap * tanh(s / softcap)
+    attention_softcap: float | None
     block_size: int  # tokens
     dtype: torch.dtype  # of q, k, v and the output
     kv_dtype: torch.dtype  # of K and V in memory
@@ -50,7 +50,7 @@ class AttentionShape:
     @property
     def num_layers(self) -> int:
         """Number of attention layers."""
-        return len(self.windows)
+        return len(self.layer_windows)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `from_json`."""
@@ -65,18 +65,18 @@ class AttentionShape:
         """
         try:
             dtypes = {name: _DTYPES[data[name]] for name in ("dtype", "kv_dtype")}
-            shape = cls(**(data | dtypes | {"windows": tuple(data["windows"])}))
+            shape = cls(**(data | dtypes | {"layer_windows": tuple(data["layer_windows"])}))
             limits = (
                 (shape.num_layers, MAX_LAYERS),
                 (shape.num_heads, MAX_HEADS),
                 (shape.num_kv_heads, MAX_HEADS),
                 (shape.head_dim, MAX_HEAD_DIM),
                 (shape.block_size, MAX_BLOCK_SIZE),
-                *((window, 1 << 40) for window in shape.windows if window is not None),
+                *((window, 1 << 40) for window in shape.layer_windows if window is not None),
             )
             if not all(isinstance(size, int) and 1 <= size <= most for size, most in limits):
                 raise ValueError("a size is out of range")
-            if not isinstance(shape.scale, float) or not isinstance(shape.attention_sinks, bool):
+            if not isinstance(shape.attention_scale, float) or not isinstance(shape.attention_sinks, bool):
                 raise ValueError("the scale is not a number, or the sinks flag is missing")
             if shape.attention_softcap is not None and not 0 < shape.attention_softcap < math.inf:
                 raise ValueError("the softcap is not a positive number")

@@ -34,6 +34,7 @@ from neo_desktop.engine.selfcheck.kv_checks import (
 )
 from neo_desktop.engine.selfcheck.recurrent_checks import check_recurrent
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels, require
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
@@ -245,19 +246,20 @@ def check_prompts(rig: Rig) -> Figures:
     rows_given = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
     q, contexts = given_q.to(rig.device), rows_given.to(rig.device)
     (group,) = groups_of(chunks)
-    errors, scale = [0.0], config.attention_scale
+    errors = [0.0]
     sinks = None if rig.sinks is None else rig.sinks.to(rig.device)
+    spec = AttentionSpec(config.attention_scale, None, sinks, config.attention_softcap)
     out = torch.empty_like(q)
     for window in rig.windows:
         out.fill_(torch.nan)
-        group.attend(q, contexts, out, scale, window, sinks, config.attention_softcap)
+        group.attend(q, contexts, out, spec._replace(window=window))
         actual = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
             expected = _dense(rig, given_q[chunk.rows], k, v, window)
             errors.append(error_of(actual[chunk.rows], expected))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(group.attend, q, contexts, out, scale, None, sinks, config.attention_softcap)
+    work = partial(group.attend, q, contexts, out, spec)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}
 
 

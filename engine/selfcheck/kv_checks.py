@@ -77,7 +77,8 @@ class LayerCase:
         q, k, v, slots, tables = self._there(self.q, self.k[newest], self.v[newest], last, self.tables)
         lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         out = torch.full_like(q, torch.nan)
-        self.layer.decode(q, k, v, slots, tables, lens, out, self.scale, window)
+        self.layer.spec = self.layer.spec._replace(window=window)
+        self.layer.decode(q, k, v, slots, tables, lens, out)
         return out.cpu()
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
+from neo_desktop.models.attention import specs_of
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.operators import Operators, Store
 from neo_desktop.models.ops import Product
@@ -44,6 +45,7 @@ class TracedStages(Stages):
     def __init__(self, decoder: TracedDecoder, operators: Operators | None = None) -> None:
         self.decoder = decoder
         self.config = config = decoder.config
+        self.attention = specs_of(config, decoder.sinks)
         self.has_head = True
         self.moe_layers = {}
         self._reduce = None

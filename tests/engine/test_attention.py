@@ -11,7 +11,7 @@ from seeds import seeds
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.execute import transfers
+from neo_desktop.engine.execute import moves as block_moves
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -39,7 +39,7 @@ def make_storage(
 @pytest.mark.parametrize("seed", seeds(8, 20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One move frees a block, and a later move may fill it again."""
-    monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
+    monkeypatch.setattr(block_moves, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
     rng = random.Random(seed)
     storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])
     shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)

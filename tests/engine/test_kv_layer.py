@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.execute import transfers
+from neo_desktop.engine.execute import moves as block_moves
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
@@ -114,7 +114,7 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     to_host: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(block_moves, "TOKENS_AT_ONCE", at_once)
     torch.manual_seed(1)
     host_dtype = torch.int8 if in_8_bits else dtype
     pools = {
@@ -178,7 +178,8 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     layer.write(k[2:], v[2:], earlier)
     q = torch.randn(2, group * KV_HEADS, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
-    layer.decode(q, k[:2], v[:2], new, tables, lens, out, CONFIG.attention_scale, window)
+    layer.spec = layer.spec._replace(window=window)
+    layer.decode(q, k[:2], v[:2], new, tables, lens, out)
 
     for row, context in enumerate(contexts):
         keys, values = read(layer, context, rows_dtype)

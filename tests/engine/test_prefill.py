@@ -19,6 +19,7 @@ from neo_desktop.engine.execute.prefill_kernels import (
     choose_kernel,
 )
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.models.attention import AttentionSpec
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 SCALE = 0.3
@@ -117,7 +118,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
         before = iter(earlier)
         for group in groups_of(chunks):
             contexts = group.pack(kv, [next(before) for _ in group.chunks])
-            group.attend(q, contexts, out, SCALE, window, sinks, softcap)
+            group.attend(q, contexts, out, AttentionSpec(SCALE, window, sinks, softcap))
 
     for chunk, rows in zip(chunks, earlier, strict=True):
         keys, values = (
@@ -139,7 +140,7 @@ def test_causal_attention_equals_dense(
     q = torch.randn(num_queries, HEADS, HEAD_DIM).to(dtype)
     k, v = torch.randn(2, num_keys, KV_HEADS, HEAD_DIM).to(dtype)
     for sinks in (None, torch.randn(HEADS).to(dtype)):
-        out = causal_attention(q, k, v, SCALE, window, sinks)
+        out = causal_attention(q, k, v, AttentionSpec(SCALE, window, sinks))
         tolerance = 4 * torch.finfo(dtype).eps
         expected = dense(q, k, v, SCALE, window, sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -188,7 +189,7 @@ def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     out = torch.full_like(q, torch.nan)
     chunk = Prefill(slice(0, 8), 4, torch.zeros(12, dtype=torch.int64))
     monkeypatch.setattr(prefill, "kernel_on", lambda device, *others: choose_kernel(capability, *others))
-    PrefillGroup.of((chunk,)).attend(q, contexts, out, SCALE, window)
+    PrefillGroup.of((chunk,)).attend(q, contexts, out, AttentionSpec(SCALE, window))
     expected = dense(q, contexts[0], contexts[1], SCALE, window)
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=4e-3)
 

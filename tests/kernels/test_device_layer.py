@@ -17,6 +17,7 @@ from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv.streamed import StreamedPool
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
 
@@ -90,7 +91,8 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
             layer.write(k[:-1].to(where), v[:-1].to(where), context[:-1].to(where))
         out = torch.full_like(q, torch.nan, device=where)
         moved = (tensor.to(where) for tensor in arguments)
-        layer.decode(*moved, out, config.attention_scale, window)  # type: ignore[call-arg]
+        layer.spec = layer.spec._replace(window=window)
+        layer.decode(*moved, out)  # type: ignore[call-arg]
         outs.append(out.cpu())
     how = config.attention_scale, window, None if sinks is None else sinks[1], config.attention_softcap
     expected = torch.cat([dense(q[i : i + 1], k, v, *how) for i, (k, v) in enumerate(rows)])
@@ -142,13 +144,14 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
             zeros = torch.zeros(requests, dtype=torch.int32, device=device)
             q = torch.zeros(requests, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
             k, tables = q[:, : config.num_kv_heads], zeros.new_zeros(requests, 400)
-            layer.decode(q, k, k, zeros.long() - 1, tables, zeros, q, 1.0, window)
+            layer.spec = AttentionSpec(1.0, window)
+            layer.decode(q, k, k, zeros.long() - 1, tables, zeros, q)
     assert set(launched) == set(at_start) == {False, True}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: torch.device) -> None:
-    config = replace(make_config(), num_layers=4)
+    config = replace(make_config(), num_layers=4, layer_windows=(None,) * 4)
     pools = [
         make_pool(config, HostLayer, 12, dtype, CPU),
         make_pool(config, DeviceLayer, 9, dtype, device),

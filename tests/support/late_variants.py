@@ -15,6 +15,7 @@ from neo_desktop.engine.kernels.dispatch import rope_append
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.shapes import shape
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -49,7 +50,9 @@ def main() -> None:
         # The model's tensors: rows of one product, decodes after an odd number of prompt tokens.
         qkv = torch.empty(requests + 3, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.float16)[3:]
         rotated = torch.empty(requests + 3, HEADS + KV_HEADS, HEAD_DIM, dtype=torch.float16)[3:]
-        pool.layer(layer % 2).decode(
+        decoding = pool.layer(layer % 2)
+        decoding.spec = AttentionSpec(0.125, window)
+        decoding.decode(
             rotated[:, :HEADS],
             rotated[:, HEADS:],
             qkv[:, -KV_HEADS:],
@@ -57,8 +60,6 @@ def main() -> None:
             numbers(layer, requests * max_blocks).view(requests, max_blocks),
             numbers(layer + 1, requests),
             torch.empty(requests, HEADS, HEAD_DIM, dtype=torch.float16),
-            0.125,
-            window,
         )
         rotate(pool, layer, requests)
         rows = torch.empty(2, requests, KV_HEADS, HEAD_DIM, dtype=torch.float16)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Rows
+from neo_desktop.models.attention import AttentionSpec
 
 
 class TorchLayer(KVLayer):
@@ -18,10 +19,9 @@ class TorchLayer(KVLayer):
         self,
         parts: tuple[Tensor, ...],
         block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+        super().__init__(parts, block_size, spec)
         self._k, self._v = parts
 
     @classmethod
@@ -48,10 +48,9 @@ class TorchLayer(KVLayer):
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
-        scale: float,
-        window: int | None,
         partials: object = None,
     ) -> None:
+        scale, window, sinks, softcap = self.spec
         if k is not None and v is not None and slots is not None:
             self.write(k, v, slots)
         for row, (table, context_len) in enumerate(zip(block_tables.long(), context_lens, strict=True)):
@@ -62,8 +61,8 @@ class TorchLayer(KVLayer):
             )
             queries = q[row].double().unflatten(0, (keys.shape[0], -1))
             scores = queries @ keys.transpose(1, 2) * scale
-            if self.softcap is not None:
-                scores = self.softcap * (scores / self.softcap).tanh()
-            if self.sinks is not None:
-                scores = torch.cat((scores, self.sinks.double().view(*queries.shape[:2], 1)), 2)
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(*queries.shape[:2], 1)), 2)
             out[row] = (scores.softmax(-1)[:, :, : end - first] @ values).flatten(0, 1).to(out.dtype)
