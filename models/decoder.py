@@ -50,11 +50,10 @@ class LayerWeights:
     post_attention_norm: Tensor  # [hidden]
     mlp: GatedMLP | Experts
 
-    def linear(self, name: str) -> Linear | None:
-        """Return one matrix of `TURN`; None: the layer is a mixture of experts and lacks it."""
-        if name in ("gate_up", "down"):
-            return None if isinstance(self.mlp, Experts) else getattr(self.mlp, name)
-        return {"output": self.output, "qkv": self.qkv}[name]
+    def linears(self) -> Iterator[Linear]:
+        """Yield the matrices."""
+        yield from (self.qkv, self.output)
+        yield from (getattr(self.mlp, field.name) for field in fields(self.mlp))
 
 
 TURN = ("output", "gate_up", "down", "qkv")
@@ -166,7 +165,5 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices of linear layers, the head included."""
         for weights in self.layers:
-            mlp = weights.mlp
-            yield from (weights.qkv, weights.output)
-            yield from (getattr(mlp, field.name) for field in fields(mlp))
+            yield from weights.linears()
         yield self.lm_head

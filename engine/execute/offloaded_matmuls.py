@@ -29,7 +29,7 @@ from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
-from neo_desktop.models.decoder import TURN, LayerWeights
+from neo_desktop.models.decoder import TURN
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
 from neo_desktop.models.ops import DividedExperts, Product
@@ -37,12 +37,6 @@ from neo_desktop.models.stages import Stages, Step
 from neo_desktop.native.relay import RelayProduct, empty_flags
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
-
-
-def splits_of(weights: LayerWeights) -> Iterator[tuple[str, OffloadedLinear]]:
-    """Yield `(name, matrix)` for the offloaded matrices of a layer."""
-    linears = ((name, weights.linear(name)) for name in TURN)
-    yield from ((name, linear) for name, linear in linears if isinstance(linear, OffloadedLinear))
 
 
 @dataclass(frozen=True, slots=True)

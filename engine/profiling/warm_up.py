@@ -22,7 +22,6 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.layout import MAX_DECODES
-from neo_desktop.engine.execute.offloaded_matmuls import splits_of
 from neo_desktop.engine.execute.recurrent import allocate_states
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
@@ -33,6 +32,7 @@ from neo_desktop.engine.profiling.synthetic import ALL_SAMPLERS, plan_of, sequen
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.traced.decoder import TracedDecoder
 
 NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # per tier; all requests share them, because the outputs are discarded
@@ -158,7 +158,7 @@ def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
         return decoder  # its stages are one piece
     windows = decoder.config.layer_windows
     kinds = [
-        (window, *((name, split.resident_rows) for name, split in splits_of(weights)))
+        (window, *(m.resident_rows if isinstance(m, OffloadedLinear) else None for m in weights.linears()))
         for window, weights in zip(windows, decoder.layers, strict=True)
     ]
     return with_layers(decoder, [kinds.index(kind) for kind in dict.fromkeys(kinds)])

@@ -18,13 +18,9 @@ from neo_desktop.models.traced.sizes import FusedSizes
 
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
-    """A layer's weights outside the fused matrices; it has no matrices under the names of `TURN`."""
+    """A layer's weights outside the fused matrices."""
 
     sinks: Tensor | None = None
-
-    def linear(self, name: str) -> Linear | None:
-        """Return None: no matrix of `TURN`."""
-        return None
 
 
 class TracedDecoder(Decoder):
