@@ -1,5 +1,6 @@
 """Imports go downward only (the contracts are in pyproject.toml), and importing stays cheap."""
 
+import ast
 import os
 import re
 import subprocess
@@ -45,6 +46,18 @@ def test_only_policies_and_set_up_name_a_tier() -> None:
         if re.search(r"\bKVTier\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
     }
     assert named == {"engine/kv_tier.py", "engine/setup.py", "engine/schedule/policies.py"}
+
+
+def test_the_loop_over_layers_names_no_technique() -> None:
+    """A technique is an attender, or a way of linear stages, in a file of its own."""
+    tree = ast.parse((REPOSITORY / "engine" / "execute" / "program.py").read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    techniques = "async_decodes", "decodes", "moves", "offloaded", "prompts", "ranks", "streamed", "worker"
+    assert not {module for module in imported if module and any(word in module for word in techniques)}
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not {
+        name for name in named if re.search("async|offload|stream|expert|worker|prompt", name.lower())
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.decodes import DecodeOffload, DeviceDecodes
 from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
+from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
+from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
@@ -129,9 +131,7 @@ class ProgramBuilder:
             asked = []  # the rank with the output head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         shared = [moves] if stream is None else [moves, stream]
-        return Program(
-            self._stages, self._workspace, memory, passes, shared, self.products, outputs, chooses=chooses
-        )
+        return self._program(memory, passes, shared, outputs, chooses=chooses)
 
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
@@ -140,9 +140,22 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         stream = None if self._swaps is None else self._swaps.stream((), moves)
         passes = [self._pass(part, no_members, (), stream=stream) for part in memory.parts]
-        return Program(
-            self._stages, self._workspace, memory, passes, [moves], self.products, outputs, chooses=True
-        )
+        return self._program(memory, passes, [moves], outputs, chooses=True)
+
+    def _program(
+        self,
+        memory: BatchMemory,
+        passes: Sequence[SubBatchPass],
+        shared: Sequence[Attender],
+        outputs: Outputs,
+        *,
+        chooses: bool,
+    ) -> Program:
+        ending = OutputHead(self._stages, self._workspace, passes, self.products, outputs, chooses=chooses)
+        used = [each.products for each in passes if each.products is not None] + ending.products
+        are_fixed = memory.is_fixed and all(each.is_fixed for each in passes)
+        linears = Linears(self._stages, self.products, used, are_fixed=are_fixed)
+        return Program(self._workspace, memory, passes, shared, linears, ending, outputs, chooses=chooses)
 
     def _prefetch_stream(
         self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None, moves: Moves

@@ -1,11 +1,11 @@
 """Linear stages of an iteration: whole, or cut at offloaded matmuls (HeteGen) or all-reduces (Megatron)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
-from neo_desktop.engine.execute.offloaded_matmuls import OffloadedPass
+from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import WeightStream
@@ -17,18 +17,37 @@ Begin = Callable[[Launcher], Sequence[Signal]]
 """Submits what precedes a stage; returns the signals that the stage waits for."""
 
 
-@dataclass(frozen=True)
 class Linears:
     """The linear stages of an iteration.
 
     Args:
-        stream: Streams rows of offloaded matrices to the device; None: no matrix is offloaded.
-        is_cut_at_sums: True if parts end at all-reduces, which no graph contains.
+        products: The model's offloaded matrices; None: it has none.
+        used: Their matmuls in this iteration, in the device's order.
+        are_fixed: True if graphs contain the iteration's fixed parts.
     """
 
-    stages: Stages
-    stream: WeightStream | None
-    is_cut_at_sums: bool
+    def __init__(
+        self,
+        stages: Stages,
+        products: OffloadedMatmuls | None,
+        used: Sequence[OffloadedPass],
+        *,
+        are_fixed: bool,
+    ) -> None:
+        self.stages = stages
+        self.are_fixed = are_fixed and stages.writes_in_place
+        # Ranks cut their stages at all-reduces, which no graph contains; that only pays with graphs.
+        self._is_cut_at_sums = stages.is_part and self.are_fixed
+        # Streams rows of offloaded matrices to the device; None: the model has none.
+        self.stream: WeightStream | None = None
+        if products is not None:
+            indices = range(stages.config.num_layers + 1)
+            self.stream = products.stream(p for index in indices for each in used for p in each.pieces(index))
+
+    @property
+    def on_host(self) -> list[HostWork]:
+        """The CPU's copies of weights."""
+        return [] if self.stream is None or self.stream.staged is None else [self.stream.staged]
 
     def add(
         self,
@@ -42,7 +61,7 @@ class Linears:
         is_fixed: bool,
     ) -> None:
         """Add a stage to the iteration's parts; see `submit`."""
-        if self.is_cut_at_sums:
+        if self._is_cut_at_sums:
             build.add(lambda launcher: launcher.wait(begin(launcher)), is_fixed=is_fixed)
             build.add_steps(stage, self.stages.steps(stage.layer, state, store()), is_fixed=is_fixed)
             return

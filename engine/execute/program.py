@@ -40,7 +40,6 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import GraphKey
 from neo_desktop.engine.execute.linears import Linears
-from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.part import Part, PartBuilder
@@ -48,7 +47,6 @@ from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
-from neo_desktop.models.stages import Stages
 
 
 class Program:
@@ -58,47 +56,36 @@ class Program:
         workspace: Working memory.
         memory: The iteration's part of the working memory.
         shared: Copies of KV for both sub-batches.
-        products: The model's offloaded matrices; None: it has none.
+        linears: The linear stages.
+        ending: What follows the last layer.
         outputs: The requested outputs.
         chooses: True if the last part chooses the most probable token of every row.
     """
 
     def __init__(
         self,
-        stages: Stages,
         workspace: Workspace,
         memory: BatchMemory,
         passes: Sequence[SubBatchPass],
         shared: Sequence[Attender],
-        products: OffloadedMatmuls | None,
+        linears: Linears,
+        ending: OutputHead,
         outputs: Outputs,
         *,
         chooses: bool,
     ) -> None:
-        self._num_layers = stages.config.num_layers
         self._workspace = workspace
         self._memory = memory
         self._passes = tuple(passes)
         self._shared = tuple(shared)
         self._attenders = (*shared, *(attender for each in passes for attender in each.attenders))
+        self._linears, self._ending = linears, ending
+        self._num_layers = linears.stages.config.num_layers
         self.outputs = outputs
         self._chooses = chooses
-        # True if the fixed parts can be graphs.
-        self.is_fixed = memory.is_fixed and stages.writes_in_place and all(each.is_fixed for each in passes)
-        self._ending = OutputHead(stages, workspace, self._passes, products, outputs, chooses=chooses)
-        self._stream = None
-        if products is not None:
-            of_layers = [each.products for each in passes if each.products is not None]
-            self._stream = products.stream(
-                piece
-                for index in range(self._num_layers + 1)
-                for each in (*of_layers, *self._ending.products)
-                for piece in each.pieces(index)
-            )
-        # Ranks cut their stages at all-reduces, which only pays with graphs.
-        self._linears = Linears(stages, self._stream, stages.is_part and self.is_fixed)
-        # True if layers are fixed; streamed weights or KV flow through them, so all layers or none are.
-        flows = self._stream is not None or any(each.spans_layers for each in shared)
+        self.is_fixed = linears.are_fixed  # True if the fixed parts can be graphs
+        # True if layers are fixed. Copies that flow through them allow graphs of all layers or of none.
+        flows = linears.stream is not None or any(each.spans_layers for each in shared)
         self._has_fixed_layers = chooses or not flows
         # True if work that is not fixed precedes each layer.
         self._fetches = any(each.fetches for each in self._attenders)
@@ -127,10 +114,7 @@ class Program:
         for each in self._passes:
             works += [] if each.products is None else each.products.on_host
             works += [work for attender in each.attenders for work in attender.on_host]
-        works += self._ending.on_host
-        if self._stream is not None and self._stream.staged is not None:
-            works.append(self._stream.staged)
-        return works
+        return [*works, *self._ending.on_host, *self._linears.on_host]
 
     def copied(self) -> tuple[float, float, int]:
         """Return the measured copies of streamed KV; see `Attender.copied`."""
