@@ -127,19 +127,19 @@ def _card(one: Candidate, shelf: ModelShelf) -> Markup:
 
 
 def _facts(one: Candidate) -> Iterator[str]:
-    summary = one.model.summary
-    if summary.size_bytes:
-        yield size(summary.size_bytes)
-    if summary.dtype:
-        yield summary.dtype
-    if summary.parameters:
-        yield f"{large_count(summary.parameters)} parameters"
+    model = one.model
+    if model.size_bytes:
+        yield size(model.size_bytes)
+    if model.dtype:
+        yield model.dtype
+    if model.parameters:
+        yield f"{large_count(model.parameters)} parameters"
     if one.reason is None and one.runs_llamacpp:
         yield "computed by llama.cpp"
-    if one.reason is None and summary.is_by_transformers:
+    if one.reason is None and model.is_by_transformers:
         yield "by the code of transformers"
-    if summary.context_tokens:
-        yield f"context {summary.context_tokens:,}"
+    if model.context_tokens:
+        yield f"context {model.context_tokens:,}"
 
 
 def _chats(fit: Fit) -> Markup:
