@@ -63,7 +63,11 @@ def find_figures(device: torch.device, reports: Path | None = None) -> MachineFi
         return _cpu_figures(read, flops, source) if rates else _quick_figures()
     name = torch.cuda.get_device_name(device)
     if gpu_name == name:
-        return MachineFigures(_measured_gpu(name, rates), _host(read, flops), True, source)
+        bus = GB * min(rates["host to GPU"], rates["GPU to host"])
+        products = 1e9 * rates["GPU matrix products, float16"]
+        # Real work loses only little of measured figures.
+        gpu = _gpu(name, GB * rates["GPU reads"], products, bus, (0.9, 0.95, 0.65, 1.0))
+        return MachineFigures(gpu, _host(read, flops), True, source)
     try:
         gpu = _preset(name)
     except ValueError:
@@ -161,23 +165,6 @@ def _measured(reports: Path) -> tuple[str, Mapping[str, float], str]:
     return "", {}, ""
 
 
-def _measured_gpu(name: str, best: Mapping[str, float]) -> GpuPreset:
-    """A measured GPU: real work loses only little of these figures."""
-    return GpuPreset(
-        name=name,
-        host="this computer",
-        memory_bytes=0,
-        memory_bytes_per_s=GB * best["GPU reads"],
-        tensor_flops=1e9 * best["GPU matrix products, float16"],
-        bus_bytes_per_s=GB * min(best["host to GPU"], best["GPU to host"]),
-        multiprocessors=1,
-        matmul_share=0.9,
-        streaming_share=0.95,
-        attention_share=0.65,
-        bus_share=1.0,
-    )
-
-
 def _preset(name: str) -> GpuPreset:
     """The datasheet's figures by the driver's name: "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA L4"."""
     words = [word for word in name.split() if word.lower() not in ("nvidia", "geforce", "tesla", "gpu")]
@@ -202,19 +189,28 @@ def _quick_figures() -> MachineFigures | str:
 
 
 def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
-    gpu = GpuPreset(
-        name="cpu",
-        host="cpu",
+    gpu = _gpu("cpu", read, flops, read, (_CPU_MATMUL_SHARE, _CPU_STREAMING_SHARE, 0.9, 0.8))
+    return MachineFigures(gpu, _host(read, flops), False, source)
+
+
+def _gpu(
+    name: str, read: float, flops: float, bus: float, shares: tuple[float, float, float, float]
+) -> GpuPreset:
+    """Return a device of measured rates; `shares`: of them, by matmuls, streaming, attention and the bus."""
+    matmul_share, streaming_share, attention_share, bus_share = shares
+    return GpuPreset(
+        name=name,
+        host="this computer",
         memory_bytes=0,
         memory_bytes_per_s=read,
         tensor_flops=flops,
-        bus_bytes_per_s=read,
+        bus_bytes_per_s=bus,
         multiprocessors=1,
-        matmul_share=_CPU_MATMUL_SHARE,
-        streaming_share=_CPU_STREAMING_SHARE,
-        attention_share=0.9,
+        matmul_share=matmul_share,
+        streaming_share=streaming_share,
+        attention_share=attention_share,
+        bus_share=bus_share,
     )
-    return MachineFigures(gpu, _host(read, flops), False, source)
 
 
 def _host(read: float, flops: float) -> HostPreset:
