@@ -43,11 +43,7 @@ _BRANCH = """id IN (WITH RECURSIVE way(id) AS (VALUES (?) UNION ALL
 class ChatStore:
     """The chats of a user. One thread at a time may use it; several processes may use one file.
 
-    Args:
-        folder: the user's data folder, made if it is missing.
-
-    Raises:
-        StoreError: here and in all methods, when the file cannot be read or written.
+    All methods raise StoreError when the file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,10 +163,7 @@ class ChatStore:
     ) -> tuple[Message, Message]:
         """Add a question after an answer (None: a first one) and its empty answer; both are shown.
 
-        Raises:
-            NotFoundError: chat, parent or attachment.
-            NotPossibleError: the parent is no answer.
-            BeingAnsweredError: the parent is not complete.
+        Raises NotFoundError: chat, parent or attachment; NotPossibleError: the parent is no complete answer.
         """
         with transaction(self._connection):
             entry = self._entry(chat_id)
@@ -197,12 +190,7 @@ class ChatStore:
             return self._new_answer(self.message(answer.parent_id))
 
     def reopen(self, answer_id: str) -> Message:
-        """Make an answer that ended live, to be continued.
-
-        Raises:
-            NotFoundError, NotPossibleError: it is a question.
-            BeingAnsweredError: it is being written.
-        """
+        """Make an answer that ended live, to be continued; NotFoundError, NotPossibleError."""
         with transaction(self._connection):
             answer = self._answer(answer_id)
             if answer.is_live:

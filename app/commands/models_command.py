@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, print_rows, set_up_logging, stdout
 from neo_desktop.app.words import large_count, size
 from neo_desktop.engine.options import OPTIONS
 
@@ -120,10 +120,7 @@ def info(
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
     found = loader.candidate(loader.catalogue.get(loader.catalogue.first if is_path else name))
-    table = Table.grid(padding=(0, 1))
-    for label, text in _facts(found):
-        table.add_row(label, escape(text))
-    stdout.print(table, highlight=False)
+    print_rows(_facts(found))
     opt.write_json(json_file, found.to_json())
 
 
