@@ -173,13 +173,9 @@ def _snapshot(repository: Path) -> Path | None:
     with suppress(OSError, UnicodeDecodeError):
         main = (repository / "refs" / "main").read_text(encoding="utf-8")[:200].strip()
         snapshots = [path for path in snapshots if path.name == main] or snapshots
-    return max(snapshots, key=_modified_s, default=None)
-
-
-def _modified_s(path: Path) -> float:
     with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+        return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    return None
 
 
 def _real(path: Path) -> Path | None:
