@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,8 +30,10 @@ from neo_desktop.models.config import ModelConfig
 MEASURED = "the tables that were measured on this computer with this model"
 _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
-_CPU_MATMUL_SHARE = 0.8  # of what square matrices reach, by those of a model
-_CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by reading weights
+# Of what square matrices and plain reads reach, by matmuls and by reading weights.
+_CPU_SHARES = {"matmul_share": 0.8, "streaming_share": 0.8, "attention_share": 0.9}
+# Real work loses only little of a GPU's measured figures.
+_GPU_SHARES = {"matmul_share": 0.9, "streaming_share": 0.95, "attention_share": 0.65, "bus_share": 1.0}
 _CPU_RATES = {"host reads", "CPU matrix products, float32"}  # of the suite hardware
 _GPU_RATES = {"GPU reads", "GPU matrix products, float16", "host to GPU", "GPU to host"}
 
@@ -65,8 +68,7 @@ def find_figures(device: torch.device, reports: Path | None = None) -> MachineFi
     if gpu_name == name:
         bus = GB * min(rates["host to GPU"], rates["GPU to host"])
         products = 1e9 * rates["GPU matrix products, float16"]
-        # Real work loses only little of measured figures.
-        gpu = _gpu(name, GB * rates["GPU reads"], products, bus, (0.9, 0.95, 0.65, 1.0))
+        gpu = _gpu(name, GB * rates["GPU reads"], products, bus, **_GPU_SHARES)
         return MachineFigures(gpu, _host(read, flops), True, source)
     try:
         gpu = _preset(name)
@@ -189,15 +191,12 @@ def _quick_figures() -> MachineFigures | str:
 
 
 def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
-    gpu = _gpu("cpu", read, flops, read, (_CPU_MATMUL_SHARE, _CPU_STREAMING_SHARE, 0.9, 0.8))
+    gpu = _gpu("cpu", read, flops, read, **_CPU_SHARES)
     return MachineFigures(gpu, _host(read, flops), False, source)
 
 
-def _gpu(
-    name: str, read: float, flops: float, bus: float, shares: tuple[float, float, float, float]
-) -> GpuPreset:
-    """Return a device of measured rates; `shares`: of them, by matmuls, streaming, attention and the bus."""
-    matmul_share, streaming_share, attention_share, bus_share = shares
+def _gpu(name: str, read: float, flops: float, bus: float, **shares: Any) -> GpuPreset:
+    """Return a device of measured rates, of which work reaches these shares."""
     return GpuPreset(
         name=name,
         host="this computer",
@@ -206,10 +205,7 @@ def _gpu(
         tensor_flops=flops,
         bus_bytes_per_s=bus,
         multiprocessors=1,
-        matmul_share=matmul_share,
-        streaming_share=streaming_share,
-        attention_share=attention_share,
-        bus_share=bus_share,
+        **shares,
     )
 
 
