@@ -29,7 +29,7 @@ _State = tuple[tuple[str, int, int], ...]  # names, sizes and times of files
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that can be named, as far as it is known."""
+    """A model that can be named; None stands for unknown facts."""
 
     path: Path
     size_bytes: int  # of its files
