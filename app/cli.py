@@ -15,7 +15,7 @@ from neo_desktop.app.commands.models_command import models
 from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
-from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stderr, stdout
+from neo_desktop.app.commands.terminal import loading_bar, print_rows, set_up_logging, stderr, stdout
 from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
@@ -116,11 +116,11 @@ def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
 def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
     set_up_logging(debug)
-    from neo_desktop.app.commands.machine_table import print_machine
+    from neo_desktop.app.commands.machine_table import machine_rows
     from neo_desktop.engine.profiling.hardware import machine_info
 
     machine = machine_info()
-    print_machine(machine, stdout)
+    print_rows(machine_rows(machine))
     opt.write_json(json_file, asdict(machine))
 
 

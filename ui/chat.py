@@ -199,7 +199,7 @@ class ChatView:
             if act == "continue":
                 await self.chats.answers.resume(message_id)
             else:
-                await self.chats.show(look.chat_id, message_id)
+                await self.chats.change(look.chat_id, leaf_id=message_id)
 
     async def choose_example(self, look: Look, event: gr.SelectData) -> None:
         """Ask an example's question."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from markupsafe import Markup
 
@@ -180,36 +180,30 @@ def _iteration(live: LiveView, device: str) -> Markup:
 
 
 def _facts(live: LiveView) -> Markup:
-    stats = live.stats
-    is_llamacpp = stats.backend == LLAMACPP
-    memory = "host" if live.device_name is None else "gpu"
-    rows = [
-        ("Model", stats.model),
-        ("Runs on", live.device_name or ("CPU (GPU imitated)" if live.is_gpu_imitated else "CPU")),
-        ("Computed by", "llama.cpp") if is_llamacpp else ("Policy", stats.policy),
-        ("Weights", f"{live.weights_bytes / 1e6:,.0f} MB, {memory}"),
-        ("Computes in", stats.dtype),
-        ("Iterations", f"{stats.num_iterations:,}"),
-    ]
-    if not is_llamacpp:
-        rows += [
-            ("… with two sub-batches", _part(stats.num_double_iterations, stats.num_iterations)),
-            ("Tokens written", f"{stats.num_output_tokens:,}"),
-            ("… attention on the CPU", _part(stats.num_cpu_decodes, stats.num_output_tokens)),
-            ("… asynchronously", _part(stats.num_async_decodes, stats.num_output_tokens)),
-        ]
-    if (speculative := stats.speculative) is not None and speculative.num_drafts:
-        rows += [
-            ("… drafted", _part(speculative.num_accepted_tokens, stats.num_output_tokens)),
-            ("Drafts", f"{speculative.mean_width:.1f} tokens, {speculative.gain:.2f} times as fast"),
-        ]
-    rows += [
-        ("Prompt tokens", f"{stats.num_prompt_tokens:,}"),
-        ("… from the prefix cache", _part(stats.num_cached_tokens, stats.num_prompt_tokens)),
-        ("Moved / preempted", f"{stats.num_moves:,} / {stats.num_preemptions:,}"),
-    ]
-    pairs = [(tag("dt", name), tag("dd", value)) for name, value in rows]
+    pairs = [(tag("dt", name), tag("dd", value)) for name, value in _counters(live)]
     return _card("Model", tag("dl", pairs, class_="facts"))
+
+
+def _counters(live: LiveView) -> Iterator[tuple[str, str]]:
+    stats = live.stats
+    yield "Model", stats.model
+    yield "Runs on", live.device_name or ("CPU (GPU imitated)" if live.is_gpu_imitated else "CPU")
+    is_llamacpp = stats.backend == LLAMACPP
+    yield ("Computed by", "llama.cpp") if is_llamacpp else ("Policy", stats.policy)
+    yield "Weights", f"{live.weights_bytes / 1e6:,.0f} MB, {'host' if live.device_name is None else 'gpu'}"
+    yield "Computes in", stats.dtype
+    yield "Iterations", f"{stats.num_iterations:,}"
+    if not is_llamacpp:
+        yield "… with two sub-batches", _part(stats.num_double_iterations, stats.num_iterations)
+        yield "Tokens written", f"{stats.num_output_tokens:,}"
+        yield "… attention on the CPU", _part(stats.num_cpu_decodes, stats.num_output_tokens)
+        yield "… asynchronously", _part(stats.num_async_decodes, stats.num_output_tokens)
+    if (speculative := stats.speculative) is not None and speculative.num_drafts:
+        yield "… drafted", _part(speculative.num_accepted_tokens, stats.num_output_tokens)
+        yield "Drafts", f"{speculative.mean_width:.1f} tokens, {speculative.gain:.2f} times as fast"
+    yield "Prompt tokens", f"{stats.num_prompt_tokens:,}"
+    yield "… from the prefix cache", _part(stats.num_cached_tokens, stats.num_prompt_tokens)
+    yield "Moved / preempted", f"{stats.num_moves:,} / {stats.num_preemptions:,}"
 
 
 def _part(part: int, whole: int) -> str:

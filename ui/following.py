@@ -1,11 +1,13 @@
 """Generators that write parts of a page while a person looks at it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import gradio as gr
 from gradio.context import LocalContext
+
+from neo_desktop.app.news import News
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 MAX_UNREAD = 4  # messages of a session
@@ -39,6 +41,27 @@ def follow_panel(shown: gr.HTML, follow: Callable[[], AsyncIterator[str]]) -> No
                 return
 
     while_seen(shown, read, [shown])
+
+
+def follow_topic(
+    shown: gr.HTML,
+    news: News,
+    topic: str,
+    draw: Callable[[], str],
+    first: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Let a panel show what `draw` returns, at each change of a topic, after `first`."""
+
+    async def follow() -> AsyncIterator[str]:
+        with news.follow(topic) as changed:
+            if first is not None:
+                await first()
+            while True:
+                changed.clear()
+                yield draw()
+                await changed.wait()
+
+    follow_panel(shown, follow)
 
 
 async def is_read(request: gr.Request) -> bool:

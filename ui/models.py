@@ -1,6 +1,6 @@
 """The Models view: the models on this computer, their fit and predicted speed; load, unload, download."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import gradio as gr
 from markupsafe import Markup
@@ -12,7 +12,7 @@ from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.app.shelf.model_loader import Candidate
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.words import large_count, number, size
-from neo_desktop.ui.following import QUIET, follow_panel
+from neo_desktop.ui.following import QUIET, follow_topic
 from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
@@ -32,14 +32,6 @@ def models_view(services: PageServices) -> None:
         )
         start = gr.Button("Download", variant="primary")
 
-    async def follow() -> AsyncIterator[str]:
-        with services.news.follow(MODELS) as changed:
-            await shelf.look()
-            while True:
-                changed.clear()
-                yield models_html(shelf)
-                await changed.wait()
-
     async def act(event: gr.EventData) -> None:
         asked: dict[str, str] = event._data
         with telling():
@@ -58,7 +50,7 @@ def models_view(services: PageServices) -> None:
             shelf.start_pull(model.strip())
         return ""
 
-    follow_panel(shown, follow)
+    follow_topic(shown, services.news, MODELS, lambda: models_html(shelf), shelf.look)
     shown.act(act, None, None, **QUIET)
     gr.on([name.submit, start.click], pull, [name], [name], **QUIET)
 
@@ -127,19 +119,19 @@ def _card(one: Candidate, shelf: ModelShelf) -> Markup:
 
 
 def _facts(one: Candidate) -> Iterator[str]:
-    summary = one.model.summary
-    if summary.size_bytes:
-        yield size(summary.size_bytes)
-    if summary.dtype:
-        yield summary.dtype
-    if summary.parameters:
-        yield f"{large_count(summary.parameters)} parameters"
+    model = one.model
+    if model.size_bytes:
+        yield size(model.size_bytes)
+    if model.dtype:
+        yield model.dtype
+    if model.parameters:
+        yield f"{large_count(model.parameters)} parameters"
     if one.reason is None and one.runs_llamacpp:
         yield "computed by llama.cpp"
-    if one.reason is None and summary.is_by_transformers:
+    if one.reason is None and model.is_by_transformers:
         yield "by the code of transformers"
-    if summary.context_tokens:
-        yield f"context {summary.context_tokens:,}"
+    if model.context_tokens:
+        yield f"context {model.context_tokens:,}"
 
 
 def _chats(fit: Fit) -> Markup:

@@ -1,7 +1,6 @@
 """The Self-test view: runs `neo-desktop bench` and shows its reports."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import gradio as gr
@@ -10,7 +9,7 @@ from markupsafe import Markup
 from neo_desktop.app.news import SELFTEST
 from neo_desktop.app.page.selftest import SUITES, SelfTest, SelfTestError
 from neo_desktop.app.page.services import PageServices
-from neo_desktop.ui.following import QUIET, follow_panel
+from neo_desktop.ui.following import QUIET, follow_topic
 from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
@@ -30,13 +29,6 @@ def selftest_view(services: PageServices) -> None:
     shown = panel(elem_id="selftest")
     report = panel(elem_id="report")
 
-    async def follow() -> AsyncIterator[str]:
-        with services.news.follow(SELFTEST) as changed:
-            while True:
-                changed.clear()
-                yield selftest_html(selftest)
-                await changed.wait()
-
     async def begin(chosen: list[str]) -> None:
         with telling():
             selftest.start(chosen, services.host)
@@ -53,7 +45,7 @@ def selftest_view(services: PageServices) -> None:
         html = await asyncio.to_thread(page.read_text, "utf-8")
         return tag("iframe", sandbox="", title="Report", srcdoc=html)  # it runs no script and reaches nothing
 
-    follow_panel(shown, follow)
+    follow_topic(shown, services.news, SELFTEST, lambda: selftest_html(selftest))
     start.click(begin, [suites], None, **QUIET)
     shown.act(act, None, [report], **QUIET)
 

@@ -80,7 +80,7 @@ class SettingsView:
                 chat = await self._chat.chats.create(settings)
                 self._chat.go(look, chat.entry.id)
             if chat.settings != settings:
-                await self._chat.chats.set(chat.entry.id, settings)
+                await self._chat.chats.change(chat.entry.id, settings=settings)
 
     async def choices(self) -> Any:
         """Offer the presets that there are."""

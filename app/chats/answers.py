@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import FunctionThread, StoreError
-from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, Settings, State, to_send
+from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, State, to_send
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.engines.service import EngineService
@@ -21,7 +21,6 @@ from neo_desktop.app.generate import outputs, sampling
 from neo_desktop.app.generate.conversation import Begun, Conversation
 from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +152,9 @@ class Answers:
             settings, way = await self._worker(self._store.way_to, question_id)
             begun = Begun(growing.message.thought, growing.message.text)
             conversation = Conversation(to_send(way, settings), begun=begun)
-            async with await outputs.begin(
-                service, conversation, sampling_params(settings, service)
-            ) as answer:
+            # What the chat does not set is the model's own.
+            params = sampling.sampling_params(service.sampling_defaults, **settings.sampling())
+            async with await outputs.begin(service, conversation, params) as answer:
                 growing.begin(answer, service.model_name)
                 async for step in answer:
                     growing.add(step)
@@ -220,8 +219,3 @@ class Answers:
         self._news.tell(chat_topic(chat_id))
         self._news.tell(text_topic(chat_id))
         self._news.tell(CHATS)
-
-
-def sampling_params(settings: Settings, service: EngineService) -> SamplingParams:
-    """The chat's settings, and the model's own where there are none; ValueError: one is out of range."""
-    return sampling.sampling_params(service.sampling_defaults, **settings.sampling())

@@ -61,20 +61,21 @@ class Chats:
         return await self._worker(self._store.version)
 
     async def create(self, settings: Settings) -> Chat:
-        """A new chat without messages; SettingError, NotPossibleError: see `set`."""
+        """Return a new chat without messages; SettingError, NotPossibleError: a value is out of range."""
         _check(settings)
         return await self._change(self._store.create, settings)
 
-    async def rename(self, chat_id: str, title: str) -> None:
-        await self._change(self._store.change, chat_id, title=title)
-
-    async def set(self, chat_id: str, settings: Settings) -> None:
-        """Change how a chat is answered. SettingError, NotPossibleError: a value is out of range."""
-        _check(settings)
-        await self._change(self._store.change, chat_id, settings=settings)
-
-    async def show(self, chat_id: str, message_id: str) -> None:
-        await self._change(self._store.change, chat_id, leaf_id=message_id)
+    async def change(
+        self,
+        chat_id: str,
+        *,
+        title: str | None = None,
+        settings: Settings | None = None,
+        leaf_id: str | None = None,
+    ) -> None:
+        """Change what is given, see `ChatStore.change`; errors as of `create`."""
+        _check(settings or Settings())
+        await self._change(self._store.change, chat_id, title=title, settings=settings, leaf_id=leaf_id)
 
     async def delete(self, chat_id: str) -> None:
         """End a chat's answers and take it off the list; `restore` brings it back."""

@@ -55,11 +55,7 @@ class StoreError(OSError):
 def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
     """Open the file in this folder, for use in any one thread at a time; both are made where they lack.
 
-    Returns:
-        the connection, and what its user should be told: a damaged file has been put aside.
-
-    Raises:
-        StoreError: the folder or the file cannot be used.
+    Returns also what its user should know: a damaged file has been put aside. Raises StoreError.
     """
     file = folder / FILE_NAME
     try:

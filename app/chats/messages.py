@@ -103,11 +103,7 @@ class Message:
         return "".join(files) + self.text
 
     def prompt_content(self) -> str | list[dict[str, Any]]:
-        """The content for the model: images, then the text.
-
-        Raises:
-            ValueError: an imported image is not base64.
-        """
+        """The content for the model: images, then the text. ValueError: an imported image is not base64."""
         images = [
             image_part(base64.b64decode(one.text, validate=True))
             for one in self.attachments

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,12 @@ _BRANCH = """id IN (WITH RECURSIVE way(id) AS (VALUES (?) UNION ALL
 class ChatStore:
     """The chats of a user. One thread at a time may use it; several processes may use one file.
 
-    Args:
-        folder: the user's data folder, made if it is missing.
-
-    Raises:
-        StoreError: here and in all methods, when the file cannot be read or written.
+    All methods raise StoreError when the file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._connection, self.notice = open_database(folder)
+        self._sql = self._connection.execute
         self._owner = this_process()
         self._purge()
 
@@ -64,7 +61,7 @@ class ChatStore:
         """List all chats, the newest first; with a query, those with all its words in title or texts."""
         with transaction(self._connection):
             self._mark_cut()
-            rows = self._connection.execute(f"{_ENTRY} ORDER BY updated_s DESC, rowid DESC").fetchall()
+            rows = self._sql(f"{_ENTRY} ORDER BY updated_s DESC, rowid DESC").fetchall()
             entries = [_entry(row) for row in rows]
             if not query.strip():
                 return entries
@@ -79,7 +76,7 @@ class ChatStore:
         found: dict[str, str] = {}
         words = sorted({word.casefold() for word in query.split()}, key=len, reverse=True)
         for place, word in enumerate(words):
-            hits = self._connection.execute(
+            hits = self._sql(
                 """SELECT id, title FROM chats WHERE holds(title, ?1)
                 UNION ALL SELECT chat_id, text FROM messages WHERE holds(text, ?1)""",
                 (word,),
@@ -112,25 +109,25 @@ class ChatStore:
         with transaction(self._connection):
             chat = self.chat(chat_id)
             if title is not None:
-                self._set(chat_id, title=title)
+                self._set("chats", chat_id, title=title)
             if settings is not None:
-                self._set(chat_id, settings=json.dumps(asdict(settings)))
+                self._set("chats", chat_id, settings=json.dumps(asdict(settings)))
             if leaf_id is not None:
                 messages = {message.id: message for message in chat.messages}
                 if leaf_id not in messages:
                     raise NotFoundError(f"the chat has no message {leaf_id!r}")
-                self._set(chat_id, leaf_id=newest_leaf(messages, leaf_id))
+                self._set("chats", chat_id, leaf_id=newest_leaf(messages, leaf_id))
             return self.chat(chat_id)
 
     def delete(self, chat_id: str) -> None:
         """Take a chat off the list; it can be restored for a day at least. NotFoundError."""
         with transaction(self._connection):
             self._entry(chat_id)
-            self._set(chat_id, deleted_s=time.time())
+            self._set("chats", chat_id, deleted_s=time.time())
 
     def restore(self, chat_id: str) -> Chat:
         with transaction(self._connection):
-            self._set(chat_id, deleted_s=None)
+            self._set("chats", chat_id, deleted_s=None)
             return self.chat(chat_id)
 
     def add_chats(self, chats: Iterable[Chat]) -> list[str]:
@@ -143,7 +140,7 @@ class ChatStore:
     def version(self) -> int:
         """Return a number that changes when another process changes the file."""
         with transaction(self._connection):
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            return int(self._sql("PRAGMA data_version").fetchone()[0])
 
     def message(self, message_id: str) -> Message:
         """Read a message of a chat that is not deleted; NotFoundError."""
@@ -167,10 +164,7 @@ class ChatStore:
     ) -> tuple[Message, Message]:
         """Add a question after an answer (None: a first one) and its empty answer; both are shown.
 
-        Raises:
-            NotFoundError: chat, parent or attachment.
-            NotPossibleError: the parent is no answer.
-            BeingAnsweredError: the parent is not complete.
+        Raises NotFoundError: chat, parent or attachment; NotPossibleError: the parent is no complete answer.
         """
         with transaction(self._connection):
             entry = self._entry(chat_id)
@@ -186,7 +180,7 @@ class ChatStore:
             question = Message(new_id(), chat_id, parent_id, "user", time.time(), text, attachments=files)
             self._insert(question)
             if not entry.title:
-                self._set(chat_id, title=make_title(text or files[0].name))
+                self._set("chats", chat_id, title=make_title(text or files[0].name))
             return question, self._new_answer(question)
 
     def retry(self, answer_id: str) -> Message:
@@ -197,12 +191,7 @@ class ChatStore:
             return self._new_answer(self.message(answer.parent_id))
 
     def reopen(self, answer_id: str) -> Message:
-        """Make an answer that ended live, to be continued.
-
-        Raises:
-            NotFoundError, NotPossibleError: it is a question.
-            BeingAnsweredError: it is being written.
-        """
+        """Make an answer that ended live, to be continued; NotFoundError, NotPossibleError."""
         with transaction(self._connection):
             answer = self._answer(answer_id)
             if answer.is_live:
@@ -223,51 +212,49 @@ class ChatStore:
         """Keep a file's text or image for a later question."""
         file = Attachment(new_id(), name, kind, text)
         with transaction(self._connection):
-            self._put("attachments", asdict(file) | {"created_s": time.time()})
+            self._put("attachments", **asdict(file), created_s=time.time())
         return file
 
     def presets(self) -> list[tuple[str, str]]:
         with transaction(self._connection):
-            return self._connection.execute("SELECT name, text FROM presets ORDER BY name").fetchall()
+            return self._sql("SELECT name, text FROM presets ORDER BY name").fetchall()
 
     def set_preset(self, name: str, text: str) -> None:
         with transaction(self._connection):
-            self._connection.execute("INSERT OR REPLACE INTO presets VALUES (?, ?)", (name, text))
+            self._sql("INSERT OR REPLACE INTO presets VALUES (?, ?)", (name, text))
 
     def remove_preset(self, name: str) -> None:
         with transaction(self._connection):
-            if not self._connection.execute("DELETE FROM presets WHERE name = ?", (name,)).rowcount:
+            if not self._sql("DELETE FROM presets WHERE name = ?", (name,)).rowcount:
                 raise NotFoundError(f"there is no preset {name!r}")
 
     # Parts of transactions.
 
-    def _put(self, table: str, fields: Mapping[str, object]) -> None:
+    def _put(self, table: str, **fields: object) -> None:
         marks = ", ".join("?" * len(fields))
-        self._connection.execute(
-            f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks})", tuple(fields.values())
-        )
+        self._sql(f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks})", tuple(fields.values()))
 
-    def _set(self, chat_id: str, **fields: object) -> None:
+    def _set(self, table: str, row_id: str, **fields: object) -> None:
         names = ", ".join(f"{name} = ?" for name in fields)
-        self._connection.execute(f"UPDATE chats SET {names} WHERE id = ?", (*fields.values(), chat_id))
+        self._sql(f"UPDATE {table} SET {names} WHERE id = ?", (*fields.values(), row_id))
 
     def _entry(self, chat_id: str) -> ChatEntry:
-        row = self._connection.execute(f"{_ENTRY} AND id = ?", (chat_id,)).fetchone()
+        row = self._sql(f"{_ENTRY} AND id = ?", (chat_id,)).fetchone()
         if row is None:
             raise NotFoundError(f"there is no chat {chat_id!r}: it may have been deleted")
         return _entry(row)
 
     def _settings(self, chat_id: str) -> tuple[Settings, str | None]:
-        settings, leaf_id = self._connection.execute(
+        settings, leaf_id = self._sql(
             "SELECT settings, leaf_id FROM chats WHERE id = ?", (chat_id,)
         ).fetchone()
         return Settings(**json.loads(settings)), leaf_id
 
     def _messages(self, condition: str, value: str) -> list[Message]:
         chosen = f"FROM messages WHERE {condition}"
-        rows = self._connection.execute(f"SELECT {', '.join(_COLUMNS)} {chosen} ORDER BY seq", (value,))
+        rows = self._sql(f"SELECT {', '.join(_COLUMNS)} {chosen} ORDER BY seq", (value,))
         files: dict[str, list[Attachment]] = {}
-        for message_id, *fields in self._connection.execute(
+        for message_id, *fields in self._sql(
             f"""SELECT message_id, id, name, kind, text FROM attachments JOIN message_attachments
             ON id = attachment_id WHERE message_id IN (SELECT id {chosen}) ORDER BY position""",
             (value,),
@@ -288,39 +275,34 @@ class ChatStore:
             new_id(), question.chat_id, question.id, "assistant", time.time(), "", state="waiting"
         )
         self._insert(answer)
-        self._set(answer.chat_id, leaf_id=answer.id, updated_s=answer.created_s)
+        self._set("chats", answer.chat_id, leaf_id=answer.id, updated_s=answer.created_s)
         return answer
 
     def _add_chat(self, chat: Chat) -> str:
         entry = chat.entry
         self._put(
             "chats",
-            {
-                "id": entry.id,
-                "title": entry.title,
-                "settings": json.dumps(asdict(chat.settings)),
-                "leaf_id": chat.leaf_id,
-                "created_s": entry.created_s,
-                "updated_s": entry.updated_s,
-            },
+            id=entry.id,
+            title=entry.title,
+            settings=json.dumps(asdict(chat.settings)),
+            leaf_id=chat.leaf_id,
+            created_s=entry.created_s,
+            updated_s=entry.updated_s,
         )
         for message in chat.messages:
             for file in message.attachments:
-                self._put("attachments", asdict(file) | {"created_s": message.created_s})
+                self._put("attachments", **asdict(file), created_s=message.created_s)
             self._insert(message)
         return entry.id
 
     def _insert(self, message: Message) -> None:
-        self._put("messages", self._record(message))
+        self._put("messages", **self._record(message))
         for position, file in enumerate(message.attachments):
-            row = {"message_id": message.id, "position": position, "attachment_id": file.id}
-            self._put("message_attachments", row)
+            self._put("message_attachments", message_id=message.id, position=position, attachment_id=file.id)
 
     def _update(self, message: Message) -> None:
         record = self._record(message)
-        names = ", ".join(f"{name} = ?" for name in _GROWING)
-        values = [record[name] for name in _GROWING]
-        self._connection.execute(f"UPDATE messages SET {names} WHERE id = ?", (*values, message.id))
+        self._set("messages", message.id, **{name: record[name] for name in _GROWING})
 
     def _record(self, message: Message) -> dict[str, object]:
         figures = None if message.figures is None else json.dumps(asdict(message.figures))
@@ -328,7 +310,7 @@ class ChatStore:
         return record | {"figures": figures, "server": self._owner if message.is_live else None}
 
     def _attachment(self, attachment_id: str) -> Attachment:
-        row = self._connection.execute(
+        row = self._sql(
             "SELECT id, name, kind, text FROM attachments WHERE id = ?", (attachment_id,)
         ).fetchone()
         if row is None:
@@ -337,12 +319,12 @@ class ChatStore:
 
     def _mark_cut(self) -> None:
         """Mark the live answers of dead processes as cut."""
-        owners = self._connection.execute(
+        owners = self._sql(
             "SELECT DISTINCT server FROM messages WHERE state IN ('waiting', 'streaming')"
         ).fetchall()
         for (owner,) in owners:
             if owner != self._owner and not is_alive(owner):
-                self._connection.execute(
+                self._sql(
                     """UPDATE messages SET state = 'cut', server = NULL
                     WHERE state IN ('waiting', 'streaming') AND server IS ?""",
                     (owner,),
@@ -353,8 +335,8 @@ class ChatStore:
         before_s = time.time() - DELETED_FOR_S
         with transaction(self._connection):
             self._mark_cut()
-            self._connection.execute("DELETE FROM chats WHERE deleted_s < ?", (before_s,))
-            self._connection.execute(
+            self._sql("DELETE FROM chats WHERE deleted_s < ?", (before_s,))
+            self._sql(
                 """DELETE FROM attachments WHERE created_s < ?
                 AND id NOT IN (SELECT attachment_id FROM message_attachments)""",
                 (before_s,),

@@ -10,11 +10,7 @@ from neo_desktop.app.generate.outputs import Outputs, Step
 
 
 class GrowingAnswer:
-    """Takes in the engine's outputs; `message` is the answer as far as it has come.
-
-    Args:
-        message: without text, or what an earlier run has left, which is gone on with.
-    """
+    """Takes in the engine's outputs; `message` is the answer as far as it has come, in any run."""
 
     def __init__(self, message: Message) -> None:
         self.message = message

@@ -22,21 +22,18 @@ class Without:
         object.__setattr__(self, "names", names)
 
 
-def flag(option: Option, kind: Any, **overrides: Any) -> Any:
+def flag(option: Option, kind: Any) -> Any:
     """Return typer's form of one of the engine's options, for values of this type."""
     # Choices that are registered elsewhere are checked when the options are made.
     values = Literal[option.fixed_choices] if option.fixed_choices else kind
-    help_text, metavar = option.help, option.metavar
+    text, metavar = option.help, option.metavar
     if len("|".join(option.fixed_choices)) > WIDEST_CHOICES:
         metavar = "NAME"
-        help_text += f" One of: {', '.join(option.fixed_choices)}."
-    stated = {
-        "help": help_text,
-        "metavar": metavar,
-        "min": option.least,
-        "rich_help_panel": option.panel,
-    }
-    return Annotated[values, typer.Option(option.flag, **(stated | overrides))]
+        text += f" One of: {', '.join(option.fixed_choices)}."
+    said = typer.Option(
+        option.flag, help=text, metavar=metavar, min=option.least, rich_help_panel=option.panel
+    )
+    return Annotated[values, said]
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

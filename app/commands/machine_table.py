@@ -1,23 +1,13 @@
-"""The table of `neo-desktop info`."""
+"""The rows of `neo-desktop info`."""
 
 from collections.abc import Iterator
-
-from rich.console import Console
-from rich.table import Table
 
 from neo_desktop.app.words import binary_size, size
 from neo_desktop.engine.profiling.hardware import Gpu, MachineInfo
 
 
-def print_machine(machine: MachineInfo, console: Console) -> None:
-    """Print hardware, versions and paths as a table."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in _rows(machine):
-        table.add_row(name, text)
-    console.print(table, highlight=False)
-
-
-def _rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
+def machine_rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
+    """Yield hardware, versions and paths."""
     yield "CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)"
     caches = machine.caches
     sizes = (("L1d", caches.l1d_bytes), ("L2", caches.l2_bytes), ("L3", caches.l3_bytes))

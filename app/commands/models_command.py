@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, print_rows, set_up_logging, stdout
 from neo_desktop.app.words import large_count, size
 from neo_desktop.engine.options import OPTIONS
 
@@ -46,14 +46,14 @@ def list_models(
     for heading in ("Size", "Stored as", "GPU chats", "All chats", "tokens/s"):
         table.add_column(heading, justify="right")
     for each in found:
-        summary, fit = each.model.summary, each.fit
-        cells = [escape(each.model.name), size(summary.size_bytes), escape(summary.dtype or "?")]
+        model, fit = each.model, each.fit
+        cells = [escape(model.name), size(model.size_bytes), escape(model.dtype or "?")]
         if fit is None or each.refusal is not None:
             table.add_row(*cells, style="dim")
             table.add_row(f"  [dim]{escape(each.refusal or 'computed by llama.cpp, without offloading')}[/]")
             continue
         table.add_row(*cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), _speed(fit) or "?")
-        if summary.is_by_transformers:
+        if model.is_by_transformers:
             table.add_row("  [dim]computed by the code of transformers[/]")
         if fit.host_weights_bytes:
             share = fit.host_weights_bytes / fit.weights_bytes
@@ -120,35 +120,32 @@ def info(
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
     found = loader.candidate(loader.catalogue.get(loader.catalogue.first if is_path else name))
-    table = Table.grid(padding=(0, 1))
-    for label, text in _facts(found):
-        table.add_row(label, escape(text))
-    stdout.print(table, highlight=False)
+    print_rows(_facts(found))
     opt.write_json(json_file, found.to_json())
 
 
 def _facts(found: "Candidate") -> Iterator[tuple[str, str]]:
-    summary = found.model.summary
-    yield "Model", found.model.name
-    yield "Folder", str(summary.path)
-    yield "Size", size(summary.size_bytes)
-    yield "Architecture", summary.architecture or "unknown"
-    yield "Parameters", large_count(summary.parameters) if summary.parameters else "unknown"
-    if summary.config is not None and (experts := summary.config.experts) is not None:
-        active = large_count(summary.config.active_parameters)
+    model = found.model
+    yield "Model", model.name
+    yield "Folder", str(model.path)
+    yield "Size", size(model.size_bytes)
+    yield "Architecture", model.architecture or "unknown"
+    yield "Parameters", large_count(model.parameters) if model.parameters else "unknown"
+    if model.config is not None and (experts := model.config.experts) is not None:
+        active = large_count(model.config.active_parameters)
         yield "Experts", f"{experts.per_token} of {experts.count} for each token: {active} parameters"
-    yield "Stored as", summary.dtype or "unknown"
-    yield "Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown"
+    yield "Stored as", model.dtype or "unknown"
+    yield "Context", f"{model.context_tokens:,} tokens" if model.context_tokens else "unknown"
     if found.refusal is not None:
         yield "Cannot be run", found.refusal
     elif found.fit is None:
         yield "Computed by", "llama.cpp, without offloading by NEO"
     else:
-        if summary.is_by_transformers:
+        if model.is_by_transformers:
             yield "Computed by", "the code of transformers, cut into stages at attention"
         yield from fit_facts(found.fit)
         if found.fit.speed is not None and not found.fit.speed.is_measured:
-            measure = f"'neo-desktop doctor --measure --model {found.model.name}'"
+            measure = f"'neo-desktop doctor --measure --model {model.name}'"
             yield "Measured", f"not yet: {measure} measures it"
 
 
@@ -207,9 +204,9 @@ def pull(
     lines.append(f"{name} is in {pulled.path}.")
     # What the catalogue calls it: a folder with one GGUF file is a model of the folder's name.
     paths = (pulled.path, pulled.path.parent)
-    found = [model for model in Catalogue([own_folder()]).models() if model.summary.path in paths]
-    if found and found[0].summary.reason is not None:
-        lines.append(f"It cannot be run: {found[0].summary.reason}.")
+    found = [model for model in Catalogue([own_folder()]).models() if model.path in paths]
+    if found and found[0].reason is not None:
+        lines.append(f"It cannot be run: {found[0].reason}.")
     elif found:
         lines.append(f"Try it: neo-desktop --model {found[0].name}")
     stdout.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
@@ -228,10 +225,10 @@ def remove(
     from neo_desktop.app.shelf.pull import remove as remove_model
 
     model = Catalogue([own_folder()]).get(name)
-    check_removable(model.summary.path)
+    check_removable(model.path)
     if not yes:
-        typer.confirm(f"Delete {model.summary.path} ({size(model.summary.size_bytes)})?", abort=True)
-    remove_model(model.summary.path)
+        typer.confirm(f"Delete {model.path} ({size(model.size_bytes)})?", abort=True)
+    remove_model(model.path)
     stdout.print(f"{escape(name)} is gone.", highlight=False)
 
 

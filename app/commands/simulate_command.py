@@ -7,7 +7,7 @@ import typer
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import with_flags
 from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
-from neo_desktop.app.simulate.options import SimulationOptions, UsageError
+from neo_desktop.app.simulate.options import SimulationOptions
 
 EXAMPLES = """Examples:
 
@@ -37,10 +37,7 @@ def simulate(
         return
     from neo_desktop.app.simulate.run import run_simulation
 
-    try:
-        with loading_bar("Simulating") as progress:
-            report = run_simulation(options, progress)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint=error.option) from None
+    with loading_bar("Simulating") as progress:
+        report = run_simulation(options, progress)
     opt.write_json(json_file, report.to_json())
     report.print(stdout)

@@ -15,12 +15,7 @@ _UNITS = {
     "MS": "ms",
     "SMS": "multiprocessors",
 }
-_BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("more than", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("less than", "lt"),
-}
+_BOUNDS = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "finite": "a finite number"}
 
 

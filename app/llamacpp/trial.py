@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.llamacpp.choice import is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.engine.doctor.outcome import Outcome, Result
@@ -25,23 +24,17 @@ def try_llamacpp() -> Outcome | None:
     if not is_installed() or importlib.util.find_spec("gguf") is None:
         return None
     begun_s = time.perf_counter()
-    reason = None
-    result = Result.OK
+    result, reason = Result.OK, None
+    options = EngineOptions(device="cpu", cpu_cache_tokens=512)
     with tempfile.TemporaryDirectory() as folder:
         for kind in TYPES:
+            path = Path(folder) / f"{kind}.gguf"
             try:
-                _try_type(Path(folder), kind)
+                model = random_model(shape("tiny"), dtype=torch.float32, device=torch.device("cpu"))
+                write_gguf(importlib.import_module("gguf"), model, path, kind)
+                load_llamacpp(LlamaCppRecipe(kind, path, options), lambda share, what: None).close()
             except (RuntimeError, ValueError, OSError, MemoryError) as error:
                 result, reason = Result.FAILED, f"{kind}: {error}"
                 break
     figures = {"ms": 1e3 * (time.perf_counter() - begun_s)}
     return Outcome("llamacpp", TITLE, None, None, result, reason, figures)
-
-
-def _try_type(folder: Path, kind: str) -> None:
-    path = folder / f"{kind}.gguf"
-    model = random_model(shape("tiny"), dtype=torch.float32, device=torch.device("cpu"))
-    write_gguf(importlib.import_module("gguf"), model, path, kind)
-    options = EngineOptions(device="cpu", cpu_cache_tokens=512)
-    process: EngineProcess = load_llamacpp(LlamaCppRecipe(kind, path, options), lambda share, what: None)
-    process.close()

@@ -11,13 +11,13 @@ Names are looked up here and never made into paths.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.engine.loading import BUILTIN_NAME, model_path
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.models.gguf.checkpoint import gguf_files, model_name
@@ -33,17 +33,6 @@ Options = TypeVar("Options", bound=EngineOptions)
 
 class UnknownModelError(ValueError):
     """No model on this computer has that name."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    name: str
-    summary: Summary
-    shape: str | None = None  # random weights in this published shape, which are in no file
-
-    @property
-    def source(self) -> str:
-        return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
 
 
 def own_folder() -> Path:
@@ -97,12 +86,11 @@ class Catalogue:
             seen.add(real)
             # Two folders may hold models of one name: then the later one's path is its name.
             unique = name if name not in found else str(path)
-            found[unique] = LocalModel(unique, summarize(path))
+            found[unique] = replace(summarize(path), name=unique)
             if len(found) >= MAX_MODELS:
                 break
         if self._shape is not None:
-            name = f"{self._shape} (random weights)"
-            found = {name: LocalModel(name, _shape_summary(self._shape), self._shape)} | found
+            found = {self.first: _of_shape(self._shape, self.first)} | found
         return list(found.values())
 
     def get(self, name: str) -> LocalModel:
@@ -162,13 +150,15 @@ def _of_one_name(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _subfolders(path: Path) -> list[Path]:
-    found: list[Path] = []
     with suppress(OSError), os.scandir(path) as entries:
-        for entry in islice(entries, MAX_FOLDERS):
-            with suppress(OSError):  # a link to itself
-                if not entry.name.startswith(".") and entry.is_dir():
-                    found.append(Path(entry.path))
-    return sorted(found)
+        return sorted(Path(entry.path) for entry in islice(filter(_is_folder, entries), MAX_FOLDERS))
+    return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a link to itself
+        return not entry.name.startswith(".") and entry.is_dir()
+    return False
 
 
 def _is_model(path: Path) -> bool:
@@ -183,13 +173,9 @@ def _snapshot(repository: Path) -> Path | None:
     with suppress(OSError, UnicodeDecodeError):
         main = (repository / "refs" / "main").read_text(encoding="utf-8")[:200].strip()
         snapshots = [path for path in snapshots if path.name == main] or snapshots
-    return max(snapshots, key=_modified_s, default=None)
-
-
-def _modified_s(path: Path) -> float:
     with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+        return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    return None
 
 
 def _real(path: Path) -> Path | None:
@@ -198,9 +184,9 @@ def _real(path: Path) -> Path | None:
     return None
 
 
-def _shape_summary(shape: str) -> Summary:
+def _of_shape(shape: str, name: str) -> LocalModel:
     config = published_shape(shape)
-    return Summary(
+    return LocalModel(
         path=Path(),
         size_bytes=0,
         dtype=str(config.dtype).removeprefix("torch."),
@@ -208,5 +194,6 @@ def _shape_summary(shape: str) -> Summary:
         parameters=config.num_parameters,
         context_tokens=config.max_context_tokens,
         config=config,
-        reason=None,
+        name=name,
+        shape=shape,
     )

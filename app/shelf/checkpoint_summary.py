@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from neo_desktop.app.llamacpp.choice import is_installed
+from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.options import BUILTIN
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
@@ -26,7 +28,9 @@ _State = tuple[tuple[str, int, int], ...]  # names, sizes and times of files
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LocalModel:
+    """A model that can be named; None stands for unknown facts."""
+
     path: Path
     size_bytes: int  # of its files
     dtype: str | None = None  # "bfloat16", "gptq, 4 bits"; None: unknown
@@ -38,6 +42,13 @@ class Summary:
     is_quantised: bool = False  # its weights have less than 16 bits
     form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
     needs_llamacpp: bool = False  # the engine cannot run it, llama.cpp may
+    name: str = ""
+    shape: str | None = None  # random weights in this published shape, which are in no file
+
+    @property
+    def source(self) -> str:
+        """Its name for the engine."""
+        return BUILTIN if self.name == BUILTIN_NAME else str(self.path)
 
     @property
     def is_by_transformers(self) -> bool:
@@ -45,10 +56,10 @@ class Summary:
         return isinstance(self.config, TracedConfig)
 
 
-def summarize(path: Path) -> Summary:
+def summarize(path: Path) -> LocalModel:
     """Look at one folder, or at a GGUF file; never raises for what it holds."""
     files = _files(path)
-    empty = Summary(path, sum(size_bytes for _, size_bytes, _ in files))
+    empty = LocalModel(path, sum(size_bytes for _, size_bytes, _ in files))
     if path.is_file():
         return _of_gguf(empty, path)
     has_others = any(name.endswith(_OTHER_WEIGHTS) for name, _, _ in files)
@@ -79,7 +90,7 @@ def _files(path: Path) -> _State:
     return tuple(sorted(state))
 
 
-def _of_folder(empty: Summary, path: Path, files: _State) -> Summary:
+def _of_folder(empty: LocalModel, path: Path, files: _State) -> LocalModel:
     raw = JsonFile(path / "config.json", {})
     with suppress(ModelError):  # is raised again below
         raw = JsonFile.read(path / "config.json")
@@ -101,7 +112,7 @@ def _of_folder(empty: Summary, path: Path, files: _State) -> Summary:
     return replace(found, size_bytes=empty.size_bytes)
 
 
-def _of_gguf(empty: Summary, file: Path) -> Summary:
+def _of_gguf(empty: LocalModel, file: Path) -> LocalModel:
     try:
         found = _facts(GGUFCheckpoint, file, _files(file))
     except UnsupportedModelError as error:
@@ -120,14 +131,14 @@ def _of_gguf(empty: Summary, file: Path) -> Summary:
 
 
 @lru_cache(maxsize=512)
-def _facts(open_it: Callable[[Path], Checkpoint], path: Path, _: _State) -> Summary:
+def _facts(open_it: Callable[[Path], Checkpoint], path: Path, _: _State) -> LocalModel:
     """Read the headers, once until a file changes."""
     checkpoint = open_it(path)
     config = checkpoint.config()
     weights = check_model(checkpoint, config)
     if isinstance(checkpoint, GGUFCheckpoint):
         checkpoint.check_tokenizer()
-    return Summary(
+    return LocalModel(
         path=path,
         size_bytes=0,
         dtype=_NAMES.get(weights.stored_as, weights.stored_as),

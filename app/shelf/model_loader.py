@@ -15,7 +15,8 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
-from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
+from neo_desktop.app.shelf.catalogue import Catalogue
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
@@ -65,17 +66,12 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return its entry in lists for programs."""
-        model, summary = self.model, self.model.summary
-        return {
-            "name": model.name,
-            "path": None if model.shape is not None else str(summary.path),
-            "size_bytes": summary.size_bytes,
-            "dtype": summary.dtype,
-            "is_quantised": summary.is_quantised,
-            "architecture": summary.architecture,
-            "is_by_transformers": summary.is_by_transformers,
-            "parameters": summary.parameters,
-            "context_tokens": summary.context_tokens,
+        names = (
+            *("name", "size_bytes", "dtype", "is_quantised", "architecture"),
+            *("is_by_transformers", "parameters", "context_tokens"),
+        )
+        return {name: getattr(self.model, name) for name in names} | {
+            "path": None if self.model.shape is not None else str(self.model.path),
             "runnable": self.refusal is None,
             "reason": self.refusal,
             "fit": None if self.fit is None else asdict(self.fit),
@@ -138,11 +134,11 @@ class ModelLoader:
 
     def runs_llamacpp(self, model: LocalModel) -> bool:
         return self._backend == LLAMACPP or (
-            self._backend == "auto" and model.summary.needs_llamacpp and is_installed()
+            self._backend == "auto" and model.needs_llamacpp and is_installed()
         )
 
     def _llamacpp_file(self, model: LocalModel) -> Path:
-        return check_llamacpp(model.summary.path, self.options)
+        return check_llamacpp(model.path, self.options)
 
     @property
     def has_process(self) -> bool:
@@ -160,14 +156,14 @@ class ModelLoader:
         device = choose_device(options.device)
         if not self.has_process:  # a slice would take memory of the GPU here
             open_streams(device, options.gpu_slice)
-        config = model.summary.config
+        config = model.config
         if config is None:  # the loader's own words
-            config = open_checkpoint(model.summary.path).config()
+            config = open_checkpoint(model.path).config()
         config_of_rank(config, Rank(0, options.tensor_parallel))
         check_gpus(options.tensor_parallel, device)
         choose_dtype(asked_dtype(options), config, device)
         if model.shape is None:
-            open_checkpoint(model.summary.path).tokenizer()
+            open_checkpoint(model.path).tokenizer()
 
     def why_not(self, model: LocalModel) -> str | None:
         """Return why loading a model would fail, as far as it can be known; None: it would not."""
@@ -179,14 +175,14 @@ class ModelLoader:
 
     def candidate(self, model: LocalModel, *, is_loaded: bool = False) -> Candidate:
         """Look at a model; `is_loaded`: in place of the one that is loaded."""
-        summary, runs_llamacpp = model.summary, self.runs_llamacpp(model)
-        if summary.config is None or runs_llamacpp:
-            return Candidate(model, None, summary.reason or self.why_not(model), runs_llamacpp)
+        runs_llamacpp = self.runs_llamacpp(model)
+        if model.config is None or runs_llamacpp:
+            return Candidate(model, None, model.reason or self.why_not(model), runs_llamacpp)
         try:
-            found = self.fit(summary.config, summary.form, is_loaded=is_loaded)
+            found = self.fit(model.config, model.form, is_loaded=is_loaded)
         except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
             return Candidate(model, None, str(error), runs_llamacpp)
-        return Candidate(model, found, summary.reason, runs_llamacpp)
+        return Candidate(model, found, model.reason, runs_llamacpp)
 
     def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool = False) -> Fit:
         """Predict a model in place of the one that may be loaded."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,8 +30,10 @@ from neo_desktop.models.config import ModelConfig
 MEASURED = "the tables that were measured on this computer with this model"
 _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
-_CPU_MATMUL_SHARE = 0.8  # of what square matrices reach, by those of a model
-_CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by reading weights
+# Of what square matrices and plain reads reach, by matmuls and by reading weights.
+_CPU_SHARES = {"matmul_share": 0.8, "streaming_share": 0.8, "attention_share": 0.9}
+# Real work loses only little of a GPU's measured figures.
+_GPU_SHARES = {"matmul_share": 0.9, "streaming_share": 0.95, "attention_share": 0.65, "bus_share": 1.0}
 _CPU_RATES = {"host reads", "CPU matrix products, float32"}  # of the suite hardware
 _GPU_RATES = {"GPU reads", "GPU matrix products, float16", "host to GPU", "GPU to host"}
 
@@ -63,7 +66,10 @@ def find_figures(device: torch.device, reports: Path | None = None) -> MachineFi
         return _cpu_figures(read, flops, source) if rates else _quick_figures()
     name = torch.cuda.get_device_name(device)
     if gpu_name == name:
-        return MachineFigures(_measured_gpu(name, rates), _host(read, flops), True, source)
+        bus = GB * min(rates["host to GPU"], rates["GPU to host"])
+        products = 1e9 * rates["GPU matrix products, float16"]
+        gpu = _gpu(name, GB * rates["GPU reads"], products, bus, **_GPU_SHARES)
+        return MachineFigures(gpu, _host(read, flops), True, source)
     try:
         gpu = _preset(name)
     except ValueError:
@@ -161,23 +167,6 @@ def _measured(reports: Path) -> tuple[str, Mapping[str, float], str]:
     return "", {}, ""
 
 
-def _measured_gpu(name: str, best: Mapping[str, float]) -> GpuPreset:
-    """A measured GPU: real work loses only little of these figures."""
-    return GpuPreset(
-        name=name,
-        host="this computer",
-        memory_bytes=0,
-        memory_bytes_per_s=GB * best["GPU reads"],
-        tensor_flops=1e9 * best["GPU matrix products, float16"],
-        bus_bytes_per_s=GB * min(best["host to GPU"], best["GPU to host"]),
-        multiprocessors=1,
-        matmul_share=0.9,
-        streaming_share=0.95,
-        attention_share=0.65,
-        bus_share=1.0,
-    )
-
-
 def _preset(name: str) -> GpuPreset:
     """The datasheet's figures by the driver's name: "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA L4"."""
     words = [word for word in name.split() if word.lower() not in ("nvidia", "geforce", "tesla", "gpu")]
@@ -202,19 +191,22 @@ def _quick_figures() -> MachineFigures | str:
 
 
 def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
-    gpu = GpuPreset(
-        name="cpu",
-        host="cpu",
+    gpu = _gpu("cpu", read, flops, read, **_CPU_SHARES)
+    return MachineFigures(gpu, _host(read, flops), False, source)
+
+
+def _gpu(name: str, read: float, flops: float, bus: float, **shares: Any) -> GpuPreset:
+    """Return a device of measured rates, of which work reaches these shares."""
+    return GpuPreset(
+        name=name,
+        host="this computer",
         memory_bytes=0,
         memory_bytes_per_s=read,
         tensor_flops=flops,
-        bus_bytes_per_s=read,
+        bus_bytes_per_s=bus,
         multiprocessors=1,
-        matmul_share=_CPU_MATMUL_SHARE,
-        streaming_share=_CPU_STREAMING_SHARE,
-        attention_share=0.9,
+        **shares,
     )
-    return MachineFigures(gpu, _host(read, flops), False, source)
 
 
 def _host(read: float, flops: float) -> HostPreset:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from typer import BadParameter
 
-from neo_desktop.app.simulate.options import SimulationOptions, UsageError
+from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
@@ -51,7 +52,7 @@ class Machine:
 def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     """Put the machine together.
 
-    Raises UsageError: the options make no sense; MemoryError: the model does not fit; OSError.
+    Raises BadParameter: the options make no sense; MemoryError: the model does not fit; OSError.
     """
     gpu, host = _gpu_and_host(options)
     name = options.model or _usual_model(gpu, host, limits)
@@ -91,15 +92,15 @@ def _check_experts(config: ModelConfig, plan: WeightPlan | None) -> None:
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset, HostPreset]:
     if options.gpu is None:
-        raise UsageError("--gpu", "name a GPU, such as rtx-3060; --list shows all")
+        raise BadParameter("name a GPU, such as rtx-3060; --list shows all", param_hint="--gpu")
     try:
         gpu = get_gpu(options.gpu)
     except ValueError as error:
-        raise UsageError("--gpu", str(error)) from None
+        raise BadParameter(str(error), param_hint="--gpu") from None
     try:
         host = get_host(options.cpu or gpu.host)
     except ValueError as error:
-        raise UsageError("--cpu", str(error)) from None
+        raise BadParameter(str(error), param_hint="--cpu") from None
     if options.gpu_memory_gib is not None:
         gpu = replace(gpu, memory_bytes=int(options.gpu_memory_gib * GIB))
     if options.cpu_memory_gib is not None:
@@ -124,8 +125,9 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
     published, _, quantisation = name.partition(":")
     if published in PUBLISHED:
         if quantisation not in QUANTISATIONS:
-            raise UsageError(
-                "--model", f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}"
+            raise BadParameter(
+                f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}",
+                param_hint="--model",
             )
         config = PUBLISHED[published]
         return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch)
@@ -134,6 +136,7 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
         checkpoint = open_checkpoint(path)
         config = checkpoint.config()
         return config, stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
-    raise UsageError(
-        "--model", f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(PUBLISHED)}"
+    raise BadParameter(
+        f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(PUBLISHED)}",
+        param_hint="--model",
     )

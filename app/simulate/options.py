@@ -10,14 +10,6 @@ _machine = partial(typer.Option, rich_help_panel="Machine")
 _workload = partial(typer.Option, rich_help_panel="Workload")
 
 
-class UsageError(ValueError):
-    """A wrong value of an option, which has this flag; the message says what to do."""
-
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(message)
-        self.option = option
-
-
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
     """A machine, a model, a workload; None: not given."""

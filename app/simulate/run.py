@@ -1,7 +1,9 @@
 """From options to a workload, a machine and a report."""
 
+from typer import BadParameter
+
 from neo_desktop.app.simulate.machine import machine
-from neo_desktop.app.simulate.options import SimulationOptions, UsageError
+from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, MAX_TOKEN_MS, most_requests
@@ -23,7 +25,9 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         requests = with_rate(requests, options.rate, 0)
     if options.policy is not None and options.policy not in POLICIES:
         known = ", ".join(POLICIES)
-        raise UsageError("--policy", f"there is no policy {options.policy!r}: choose one of {known}")
+        raise BadParameter(
+            f"there is no policy {options.policy!r}: choose one of {known}", param_hint="--policy"
+        )
     where = machine(options, LIMITS)
     names = [options.policy] if options.policy else list(POLICIES)
     results = {}

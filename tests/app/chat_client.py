@@ -54,7 +54,11 @@ def install(app: FastAPI) -> None:
             case "new_chat":
                 return (await chats.create(Settings(**named))).entry.id
             case "set":
-                return await chats.set(args[0], Settings(**named))
+                return await chats.change(args[0], settings=Settings(**named))
+            case "rename":
+                return await chats.change(args[0], title=args[1])
+            case "show":
+                return await chats.change(args[0], leaf_id=args[1])
             case "chat":
                 return whole(await chats.chat(*args))
             case "entries":

@@ -14,8 +14,8 @@ from quantised_folders import gptq, grid, quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
-from neo_desktop.app.shelf.checkpoint_summary import summarize
+from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, UnknownModelError
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.models.config import ModelConfig
 
 
@@ -61,9 +61,9 @@ def test_models_of_all_folders_are_found_and_described(checkpoint: Path, tmp_pat
     put(repository / "refs", "main", "aaa")
     models = named(Catalogue([tmp_path / "mine", tmp_path / "hf" / "hub"]).models())
     assert list(models) == [BUILTIN_NAME, "pulled", "flat", "org/nested", "org/name"]
-    assert models["org/name"].summary.path.name == "aaa"
+    assert models["org/name"].path.name == "aaa"
     assert set(named(Catalogue().models())) == {BUILTIN_NAME, "pulled", "org/name"}
-    found = models["flat"].summary
+    found = models["flat"]
     assert found.reason is None
     assert found.config == ModelConfig.from_pretrained(checkpoint)
     assert found.parameters == found.config.num_parameters
@@ -143,7 +143,7 @@ def test_what_is_damaged_is_listed_with_the_reason(
 ) -> None:
     folder = linked(checkpoint, tmp_path / "mine" / "broken")
     put(folder, file, content)
-    found = named(Catalogue([tmp_path / "mine"]).models())["broken"].summary
+    found = named(Catalogue([tmp_path / "mine"]).models())["broken"]
     assert found.config is None
     assert found.reason is not None
     assert reason in found.reason
@@ -180,7 +180,7 @@ def test_other_files_are_listed_with_what_to_do(
     for file in files:
         source = checkpoint / file
         put(tmp_path / "mine" / "other", file, source.read_bytes() if source.exists() else b"x")
-    found = Catalogue([tmp_path / "mine"]).get("other").summary
+    found = Catalogue([tmp_path / "mine"]).get("other")
     assert reason in (found.reason or "")
     assert found.dtype == dtype
 

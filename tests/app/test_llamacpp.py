@@ -193,8 +193,8 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
 ) -> None:
     catalogue = Catalogue([file.parent], model=str(file))
     model = catalogue.get("strange")
-    assert (model.summary.needs_llamacpp, model.summary.reason) == (True, None)
-    assert (model.summary.architecture, model.summary.context_tokens) == ("gemma", 600)
+    assert (model.needs_llamacpp, model.reason) == (True, None)
+    assert (model.architecture, model.context_tokens) == ("gemma", 600)
     loader = ModelLoader(catalogue, CPU)
     assert loader.why_not(model) is None
     assert loader.runs_llamacpp(model)
@@ -209,7 +209,7 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
     monkeypatch.setattr(choice, "is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.checkpoint_summary.is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.model_loader.is_installed", lambda: False)
-    for reason in (catalogue.get("strange").summary.reason, loader.why_not(model)):
+    for reason in (catalogue.get("strange").reason, loader.why_not(model)):
         assert reason is not None
         assert "'gemma'" in reason
         assert "pip install 'neo-desktop[llamacpp]'" in reason

@@ -116,7 +116,7 @@ def test_a_model_is_pulled_without_code_or_pickles_and_can_be_removed(hub: FakeH
     assert (of_tools.name, of_tools.read_bytes()) == ("tool_use.jinja", b"tools")
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert Catalogue().get("org/tiny").summary.reason is None
+    assert Catalogue().get("org/tiny").reason is None
     asked = len(hub.requests)
     assert quiet("org/tiny") == pulled
     assert len(hub.requests) == asked  # nothing is downloaded twice
@@ -176,7 +176,7 @@ def test_what_arrives_damaged_is_thrown_away(hub: FakeHub, data: Path) -> None:
     assert not (data / "org" / "tiny" / "model.safetensors").exists()
     hub.damages = False
     quiet("org/tiny")
-    assert Catalogue().get("org/tiny").summary.reason is None
+    assert Catalogue().get("org/tiny").reason is None
 
 
 def test_a_file_that_changed_on_the_hub_is_fetched_again(hub: FakeHub, data: Path) -> None:

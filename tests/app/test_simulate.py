@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from checkpoints import save_checkpoint
 from rich.console import Console
+from typer import BadParameter
 
 from neo_desktop.app.cli import main
-from neo_desktop.app.simulate.options import SimulationOptions, UsageError
+from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.simulate.report import SimulationReport, answer
 from neo_desktop.app.simulate.run import run_simulation
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -82,7 +83,7 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
+    with pytest.raises(BadParameter, match=reason):
         run_simulation(replace(SMALL, **changes), ignore)
 
 
