@@ -74,8 +74,7 @@ class Watchdog:
 
     def wait_until(self, is_done: Callable[[], bool], timeout: float = 1.0) -> bool:
         """Poll until `is_done` returns True; return False after the timeout, a multiple of `timeout_s`."""
-        rest = _Rest()
-        return self._wait(is_done, rest.take, timeout)
+        return self._wait(is_done, _rests(), timeout)
 
     def wait_by(self, wait: Callable[[float], bool], timeout: float = 1.0) -> bool:
         """Wait with a call that wakes this thread; return False after the timeout.
@@ -119,15 +118,15 @@ class Watchdog:
         return " and ".join(doing) or "what a thread waits for"
 
 
-class _Rest:
-    """Sleeps between polls: none at first, then in proportion to the time waited."""
+def _rests() -> Callable[[], None]:
+    """Return a function that sleeps between polls: not at first, then in proportion to the time waited."""
+    start_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-
-    def take(self) -> None:
-        waited_s = time.monotonic() - self._start_s
+    def rest() -> None:
+        waited_s = time.monotonic() - start_s
         if waited_s < _RESTLESS_S:
             time.sleep(0)  # let other threads take the interpreter
         else:
             time.sleep(min(max(waited_s * _REST_SHARE, _SHORTEST_REST_S), _LONGEST_REST_S))
+
+    return rest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import SamplingInput
 from neo_desktop.engine.cuda.copies import host_memory, upload
-from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
@@ -90,7 +90,7 @@ class StageTimer:
         self.is_cuda = decoder.device.type == "cuda"
         self._uses_gpu = self.is_cuda or gpu is not None
         self._stages = stages_of(decoder, dispatch if self._uses_gpu else None)
-        self._backend = gpu or open_backend(streams or WholeDevice(decoder.device))
+        self._backend = gpu or open_backend(streams or Streams(decoder.device))
         self._regions = {tier: choose_region(decoder, storage, tier) for tier in MEASURED_TIERS}
         # True if decode attention is equal in all tiers: the same kind of memory and dtype.
         kinds = {(region.pool.kind, region.pool.dtype) for region in self._regions.values()}

@@ -23,7 +23,7 @@ from neo_desktop.app.bench.hardware.suite import (
 from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import Section, Spread
 from neo_desktop.app.words import binary_size, number
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.profiling.device_rates import BOTH, SAMPLE_SECONDS, Direction
@@ -167,7 +167,7 @@ def test_matrices_too_large_for_the_gpu_are_left_out_with_a_note() -> None:
 
 
 def test_short_work_is_repeated_until_the_clock_can_see_it() -> None:
-    timer = FakeTimer(WholeDevice(torch.device("cuda")), 64 * MIB, 1024, 16 * MIB)
+    timer = FakeTimer(Streams(torch.device("cuda")), 64 * MIB, 1024, 16 * MIB)
     measurements = list(suite._of_gpu(timer, (256, 1024), (4096, 16 * MIB)))  # type: ignore[arg-type]
     for _ in range(2):
         for each in measurements:
