@@ -173,7 +173,6 @@ class Fallbacks:
         )
 
     def level(self, mechanism: str) -> str:
-        """Return the name of the level to use now."""
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name
 
     def _position(self, mechanism: str) -> int:

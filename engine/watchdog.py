@@ -57,7 +57,6 @@ class Watchdog:
 
     @property
     def progress(self) -> int:
-        """A number that changes with any progress."""
         return self._progress + (0 if self._steps is None else self._steps())
 
     def began(self, thread: str, what: str) -> None:
@@ -69,7 +68,6 @@ class Watchdog:
         self.tick()
 
     def give_up(self) -> None:
-        """Make every wait return."""
         self.is_given_up = True
 
     def wait_until(self, is_done: Callable[[], bool], timeout: float = 1.0) -> bool:
@@ -113,7 +111,6 @@ class Watchdog:
 
     @property
     def under_way(self) -> str:
-        """The threads' activities, for messages."""
         doing = [f"{what} (thread {thread!r})" for thread, what in dict(self._under_way).items()]
         return " and ".join(doing) or "what a thread waits for"
 

@@ -74,7 +74,6 @@ class Session:
         _Desk(self, self._layers, channel).serve()
 
     def end(self) -> None:
-        """Close all connections; the KV is lost."""
         with self._changes:
             self._is_over = True
             for channel in self._channels:
