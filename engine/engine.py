@@ -314,7 +314,7 @@ class Engine:
         return generate(self, prompts, params)
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
-        """Return the hidden states [hidden] of each prompt after the final norm, normalised to length 1.
+        """Return one embedding [hidden] per prompt: hidden states after the final norm, of length 1.
 
         Args:
             pooling: the mean over the tokens, or the last token.

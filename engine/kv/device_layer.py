@@ -27,14 +27,7 @@ class DeviceLayer(KVLayer):
 
     fused_kv_append = True  # with the rotation
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+    def _bind(self, *parts: Tensor) -> None:
         self._k, self._v = parts
         self._num_sms = num_sms(self.device)
 

@@ -34,14 +34,7 @@ class HostLayer(KVLayer):
 
     __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+    def _bind(self, *parts: Tensor) -> None:
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
         self._k = k.transpose(-3, -2) if in_pairs else k  # the kernels' order: tokens before pairs

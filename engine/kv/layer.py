@@ -63,6 +63,11 @@ class KVLayer(ABC):
         self.device = parts[0].device
         self.sinks = sinks
         self.softcap = softcap
+        self._bind(*parts)
+
+    @abstractmethod
+    def _bind(self, *parts: Tensor) -> None:
+        """Keep the layer's memory."""
 
     @classmethod
     @abstractmethod

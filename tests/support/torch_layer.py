@@ -14,14 +14,7 @@ class TorchLayer(KVLayer):
 
     __slots__ = ("_k", "_v")
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> None:
-        super().__init__(parts, block_size, sinks, softcap)
+    def _bind(self, *parts: Tensor) -> None:
         self._k, self._v = parts
 
     @classmethod
