@@ -84,7 +84,6 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def context_len(self) -> int:
-        """Tokens in the KV cache once this iteration is done."""
         return self.start + len(self.token_ids)
 
     @property
@@ -101,7 +100,6 @@ class SubBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the linear stages of this sub-batch."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
@@ -183,7 +181,6 @@ class IterationPlan:
 
     @property
     def async_sequences(self) -> Iterator[ScheduledSequence]:
-        """The async decodes, by stage."""
         return (sequence for group in self.async_decodes for sequence in group if sequence is not None)
 
     @property

@@ -39,7 +39,6 @@ from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.setup import (
     MEASURING,
-    DiskFolder,
     EngineParts,
     cost_model_of,
     disk_cache_of,
@@ -164,7 +163,7 @@ class Engine:
         timeline: Timeline | None = None,
         progress: Progress | None = None,
         host_reserve_bytes: int | None = None,
-        disk_cache: DiskFolder | None = None,
+        disk_cache: tuple[Path, int] | None = None,
     ) -> Self:
         """Make an engine from a loaded model and the memory for the policy's tiers.
 
@@ -172,7 +171,7 @@ class Engine:
 
         Args:
             host_reserve_bytes: host memory left to other programs; None: the caches keep all.
-            disk_cache: folder for KV that leaves the caches; None: it is lost.
+            disk_cache: folder for KV that leaves the caches, and its limit in bytes; None: that KV is lost.
         """
         with ExitStack() as resources:
             resources.push(parts.resources)
@@ -222,7 +221,6 @@ class Engine:
 
     @property
     def gpu_bytes(self) -> int:
-        """GPU memory reserved by the process, in bytes."""
         return torch.cuda.memory_reserved() if self.streams.device.type == "cuda" else 0
 
     @property
@@ -290,7 +288,6 @@ class Engine:
         self._iterations.collect()
 
     def launch(self) -> None:
-        """Plan the next iteration with all requests present, and start it."""
         self._iterations.launch()
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -317,7 +314,7 @@ class Engine:
         return generate(self, prompts, params)
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
-        """Return the hidden states [hidden] of each prompt after the final norm, normalised to length 1.
+        """Return one embedding [hidden] per prompt: hidden states after the final norm, of length 1.
 
         Args:
             pooling: the mean over the tokens, or the last token.

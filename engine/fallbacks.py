@@ -1,8 +1,7 @@
 """Fallbacks: mechanisms that may fail on some computers, and their replacements.
 
 Levels produce the same tokens, except that "quantised" rounds differently; lower ones are slower, or take
-more memory. The level of a mechanism
-applies to the whole process, like the GPU and its driver:
+more memory. The level of a mechanism applies to the whole process, like the GPU and its driver:
 
     forced        NEO_DESKTOP_LEVEL_<MECHANISM>=<level> in the environment
     limited       `limit`: by a check at the start, by `doctor`, or by a failure at run time
@@ -173,7 +172,6 @@ class Fallbacks:
         )
 
     def level(self, mechanism: str) -> str:
-        """Return the name of the level to use now."""
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name
 
     def _position(self, mechanism: str) -> int:
@@ -197,13 +195,10 @@ class Fallbacks:
             reason: a clause for users, like "the driver refused ...".
             is_told: users know already; do not log.
         """
-        chosen = MECHANISMS[mechanism]
-        if not self._lower(mechanism, level, reason):
-            return False
-        if not is_told:
-            what = chosen.levels[chosen.position(level)].what
-            logger.warning("%s: %s (%s%s)", chosen.title, what, reason, _WSL_HINT if is_wsl() else "")
-        return True
+        has_changed = self._lower(mechanism, level, reason)
+        if has_changed and not is_told:
+            _warn([mechanism], level, reason)
+        return has_changed
 
     def _lower(self, mechanism: str, level: str, reason: str) -> bool:
         position = MECHANISMS[mechanism].position(level)
@@ -217,11 +212,8 @@ class Fallbacks:
 
     def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
         """Limit several mechanisms; log one line about the changed ones."""
-        changed = [name for name in mechanisms if self._lower(name, level, reason)]
-        if changed:
-            what = MECHANISMS[changed[0]].levels[MECHANISMS[changed[0]].position(level)].what
-            titles = "; ".join(MECHANISMS[name].title for name in changed)
-            logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
+        if changed := [name for name in mechanisms if self._lower(name, level, reason)]:
+            _warn(changed, level, reason)
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Fall back by one level; return False if no lower level exists."""
@@ -271,6 +263,13 @@ class Fallbacks:
     def limits(self) -> Mapping[str, str]:
         """Return `mechanism -> level` for mechanisms below their highest level."""
         return {name: self.level(name) for name, position in self._positions.items() if position}
+
+
+def _warn(mechanisms: Sequence[str], level: str, reason: str) -> None:
+    chosen = [MECHANISMS[name] for name in mechanisms]
+    what = chosen[0].levels[chosen[0].position(level)].what
+    titles = "; ".join(each.title for each in chosen)
+    logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
 
 
 def variable(mechanism: str) -> str:

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from neo_desktop.engine.batch import FloatArray, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
@@ -49,13 +49,17 @@ def generate(
 def embed(engine: _Engine, prompts: Sequence[Prompt], pooling: Pooling) -> list[FloatArray]:
     """Implement `Engine.embed`."""
     each = [SamplingParams(pooling=pooling)] * len(prompts)
-    return [_embedding(outputs) for outputs in run(engine, prompts, each)]
+    return [cast("FloatArray", outputs[-1].embedding) for outputs in run(engine, prompts, each)]
 
 
 def run(
     engine: _Engine, prompts: Sequence[Prompt], each: Sequence[SamplingParams]
 ) -> list[list[RequestOutput]]:
-    """Run requests to their end; return their outputs, by prompt and choice."""
+    """Run requests to their end; return their outputs, by prompt and choice.
+
+    Raises:
+        EngineError: the engine had to give up a request.
+    """
     if engine.has_requests:
         raise RuntimeError("the engine must be idle, but requests are running")
     prepared = [engine.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
@@ -70,6 +74,9 @@ def run(
     finally:
         for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise none is left
             engine.abort(str(index))
+    for *_, last in collected.values():
+        if last.finish_reason is None or last.error is not None:
+            raise EngineError(last.error or "the request did not end")
     return list(collected.values())
 
 
@@ -83,21 +90,8 @@ def _one_per_prompt(
     return params
 
 
-def _last(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    last = outputs[-1]
-    if last.finish_reason is None or last.error is not None:
-        raise EngineError(last.error or "the request did not end")
-    return last
-
-
-def _embedding(outputs: Sequence[RequestOutput]) -> FloatArray:
-    embedding = _last(outputs).embedding
-    assert embedding is not None
-    return embedding
-
-
 def _completion(outputs: Sequence[RequestOutput]) -> Completion:
-    last = _last(outputs)
+    last = outputs[-1]
     assert last.finish_reason is not None
     tokens = tuple(token for output in outputs for token in output.tokens)
     return Completion(

@@ -127,7 +127,6 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """True if no token may follow."""
         return not self._awaited and self._matcher.is_stopped()
 
     @property
@@ -198,7 +197,6 @@ class GrammarCompiler:
         self._trial = GrammarTrial()
 
     def close(self) -> None:
-        """Stop background work."""
         self._trial.close()
 
     def compile(self, grammar: str) -> None:

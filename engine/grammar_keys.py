@@ -17,7 +17,6 @@ class TokenIndex:
         self._with_keys = np.array([i for i, token in enumerate(tokens) if token.count(b'"') > 1], np.int64)
 
     def beginning_with(self, start: bytes) -> Sequence[int]:
-        """Return the tokens whose bytes start like this."""
         first = bisect_left(self._bytes, start)
         last = bisect_left(self._bytes, start + b"\xff" * 4, first)
         return self._ids[first:last]
@@ -41,7 +40,6 @@ class OpenKeys:
         self._is_escaped = False
 
     def copy(self) -> "OpenKeys":
-        """Return an independent copy."""
         other = OpenKeys()
         other.__dict__ |= self.__dict__
         other._open = [None if keys is None else set(keys) for keys in self._open]

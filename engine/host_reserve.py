@@ -70,19 +70,17 @@ class HostReserve:
         }
         self._num_bytes = num_bytes
         self._clock = clock
-        self._available = available or _available_bytes
+        self._available = available or (lambda: host_memory().available_bytes)
         self._draining: set[KVTier] = set()  # caches that shrank but have not returned their pages yet
         self._next_look_s = clock()
         self._plenty_since_s: float | None = None
 
     @property
     def is_due(self) -> bool:
-        """True if `look` has work to do."""
         return bool(self._pools) and (bool(self._draining) or self._clock() >= self._next_look_s)
 
     @property
     def is_short(self) -> bool:
-        """True if a cache is below its full size."""
         return any(size.limit < size.most for size in self._sizes().values())
 
     def look(self) -> bool:
@@ -134,20 +132,20 @@ class HostReserve:
         """Shrink every cache by the same share of the memory that it occupies."""
         sizes = self._sizes()
         held_bytes = sum(size.touched * self._pools[tier].block_bytes for tier, size in sizes.items())
-        kept_share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
-        limits = {}
-        for tier, size in sizes.items():
-            kept = int(size.touched * kept_share) // BLOCKS_PER_RUN * BLOCKS_PER_RUN
-            kept = max(kept, self._least_blocks(tier, size))
-            if kept < size.touched:
-                limits[tier] = min(kept, size.limit)
+        share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
+        kept = {
+            tier: max(_whole_runs(size.touched * share), self._least_blocks(tier, size))
+            for tier, size in sizes.items()
+        }
+        limits = {
+            tier: min(kept[tier], size.limit) for tier, size in sizes.items() if kept[tier] < size.touched
+        }
         has_changed = self._set_limits(limits)
         self._draining |= limits.keys()
         self._give_back()
         return has_changed
 
     def _give_back(self) -> None:
-        """Return pages that are no longer used to the system."""
         for tier in tuple(self._draining):
             if not self._scheduler.is_drained(tier):
                 continue
@@ -178,16 +176,12 @@ class HostReserve:
         share = min(spare / missing, 1.0)
         limits = {}
         for tier, size in sizes.items():
-            grown = size.limit + int((size.most - size.limit) * share)
-            grown = grown // BLOCKS_PER_RUN * BLOCKS_PER_RUN
-            limits[tier] = size.most if share == 1.0 else max(grown, size.limit)
-        has_changed = self._set_limits(limits)
-        for tier, size in self._sizes().items():
-            limit = size.limit
-            if limit > sizes[tier].limit:
-                tokens, most = (n * self._kv.block_size for n in (limit, sizes[tier].most))
+            grown = max(_whole_runs(size.limit + (size.most - size.limit) * share), size.limit)
+            limit = limits[tier] = size.most if share == 1.0 else grown
+            if limit > size.limit:
+                tokens, most = (n * self._kv.block_size for n in (limit, size.most))
                 logger.info("memory is plentiful: the %s has %d of %d tokens again", tier.title, tokens, most)
-        return has_changed
+        return self._set_limits(limits)
 
     def _stop(self, error: OSError) -> None:
         """Restore full sizes for good, because the system does not take memory back."""
@@ -197,5 +191,5 @@ class HostReserve:
         self._draining.clear()
 
 
-def _available_bytes() -> int:
-    return host_memory().available_bytes
+def _whole_runs(num_blocks: float) -> int:
+    return int(num_blocks) // BLOCKS_PER_RUN * BLOCKS_PER_RUN

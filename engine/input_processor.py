@@ -104,7 +104,6 @@ class InputProcessor:
             raise ContextLengthError(limit, num_tokens, max_tokens)
 
     def _unknown(self, token_ids: Iterable[int]) -> int | None:
-        """Return the first token id outside the vocabulary."""
         return next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
 
     def _outside(self, token_id: int) -> str:

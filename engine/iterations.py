@@ -196,7 +196,6 @@ class Iterations:
             logger.warning("the device is short of memory: continuing with smaller iterations (%s)", error)
 
     def _book_time(self, timing: IterationTiming) -> None:
-        """Add up the time between consecutive iterations."""
         now = time.perf_counter()
         if self._last_end_s is not None:
             self.outside_s += now - self._last_end_s - timing.total_ms / 1e3

@@ -2,7 +2,7 @@
 
 llguidance itself translates the schema, and refuses one without valid values. The result may accept fewer
 values than the schema: an object with `properties` has no others, and a schema with only `properties` is one
-of objects. Schemas that apply to the same value, as in `allOf`, stay open: each may name properties.
+of objects. If schemas apply to the same value, as in `allOf`, objects stay open: each may name properties.
 """
 
 import json
@@ -111,44 +111,41 @@ class _Translation:
     def __init__(self, root: object) -> None:
         self.unenforced: list[Unenforced] = []
         self._root = root
-        self._num_parts = 0
-        self._referenced: set[int] = set()  # ids of schemas
-        self._joined: set[int] = set()  # ids of schemas that apply to the same value as others
-        for schema in _objects(root):
-            if "$ref" in schema:
-                self._referenced.add(id(_found(root, schema["$ref"])))
-            groups = self._in_place(schema)
-            if len(groups) > 1 or (groups and schema.keys() & OWN):
-                parts = list(chain(*groups))
-                self._join(parts)
-                if any(_has_names(part) for part in parts):
-                    self._joined.add(id(schema))
+        objects = list(_objects(root))
+        if len(objects) > MAX_PARTS:
+            raise SchemaError("$", "the schema is too large: make it smaller")
+        self._anchors = {f"#{each['$anchor']}": each for each in objects if "$anchor" in each}
+        self._referenced = {id(self._found(each["$ref"])) for each in objects if "$ref" in each}
+        joins = [parts for each in objects if len(parts := _in_place(each)) + bool(each.keys() & OWN) > 1]
+        self._infers = not joins  # a schema for one type allows no other type
+        self._closes = not any(map(_has_names, chain(*chain(*joins))))  # objects have no unnamed properties
 
-    def _in_place(self, schema: Json) -> list[list[object]]:
-        """Return the schemas that apply to the same value, alternatives together."""
-        groups = [[part] for part in _list(schema.get("allOf"))]
-        groups += [_list(schema[key]) for key in ("anyOf", "oneOf") if key in schema]
-        return groups + ([[self._target(schema)]] if "$ref" in schema else [])
-
-    def _join(self, parts: list[object]) -> None:
-        for part in parts:
-            if isinstance(part, dict) and id(part) not in self._joined:
-                self._joined.add(id(part))
-                self._join(list(chain(*self._in_place(part))))
+    def _found(self, reference: object) -> object:
+        """Return the target of a JSON pointer or an anchor; an empty schema if there is none."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return {}
+        if not reference.startswith("#/"):
+            return self._anchors.get(reference, self._root if reference == "#" else {})
+        target = self._root
+        for step in reference.split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list):
+                target = dict(enumerate(target)).get(int(name) if name.isdecimal() else -1)
+            else:
+                target = _dict(target).get(name)
+        return target
 
     def _target(self, schema: object) -> object:
         """Follow references within the schema."""
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = _found(self._root, schema["$ref"])
+            schema = self._found(schema["$ref"])
         return schema
 
     def visit(self, schema: object, path: str, depth: int = 0) -> Schema:
-        """Return a schema for llguidance."""
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS or depth > MAX_DEPTH:
-            raise SchemaError(path, "the schema is too large or nests too deeply: make it smaller")
+        if depth > MAX_DEPTH:
+            raise SchemaError(path, "the schema nests too deeply: make it smaller")
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -158,13 +155,11 @@ class _Translation:
             out["prefixItems"] = out.pop("items")
             out |= {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
         self._leave_out(schema, out, path)
-        if id(schema) not in self._joined:
-            if not out.keys() & {"type", "enum", "const", *IN_PLACE}:
-                implied = [name for name, keywords in OF_TYPE.items() if schema.keys() & keywords]
-                out |= {"type": implied} if implied else {}
-            is_open = bool(out.keys() & {"additionalProperties", "patternProperties"})
-            if isinstance(out.get("properties"), dict) and not is_open:
-                _close(out)
+        if self._infers and not out.keys() & {"type", "enum", "const", *IN_PLACE}:
+            implied = [name for name, keywords in OF_TYPE.items() if schema.keys() & keywords]
+            out |= {"type": implied} if implied else {}
+        if self._closes and not out.keys() & {"additionalProperties", "patternProperties"}:
+            _close(out)
         for key in out.keys() & {"properties", "patternProperties", "$defs", "definitions"}:
             if not isinstance(out[key], dict):
                 raise SchemaError(path, f"{key!r} must be an object")
@@ -232,7 +227,6 @@ class _Translation:
 
 
 def _objects(root: object) -> Iterator[Json]:
-    """Yield all objects in the JSON."""
     waiting = [root]
     while waiting:
         one = waiting.pop()
@@ -243,19 +237,11 @@ def _objects(root: object) -> Iterator[Json]:
             waiting += one
 
 
-def _found(root: object, reference: object) -> object:
-    """Return the target of a JSON pointer or an anchor; an empty schema if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return {}
-    if reference[1:] and not reference.startswith("#/"):
-        return next((one for one in _objects(root) if one.get("$anchor") == reference[1:]), {})
-    for step in reference.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list):
-            root = dict(enumerate(root)).get(int(name) if name.isdigit() else -1)
-        else:
-            root = _dict(root).get(name)
-    return root
+def _in_place(schema: Json) -> list[list[object]]:
+    """Return the schemas that apply to the same value, alternatives together."""
+    groups = [[part] for part in _list(schema.get("allOf"))]
+    groups += [_list(schema[key]) for key in ("anyOf", "oneOf") if key in schema]
+    return groups + ([[{"$ref": schema["$ref"]}]] if "$ref" in schema else [])
 
 
 def _has_names(schema: object) -> bool:
@@ -265,7 +251,9 @@ def _has_names(schema: object) -> bool:
 
 
 def _close(out: Json) -> None:
-    """Allow no further properties, if there are enough with a name."""
+    """Allow no properties but the named ones, if there are enough."""
+    if not isinstance(out.get("properties"), dict):
+        return
     names = {*out["properties"], *_list(out.get("required"))}
     if out.get("minProperties", 0) <= len(names):
         out["properties"] = dict.fromkeys(_list(out.get("required")), True) | out["properties"]

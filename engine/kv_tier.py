@@ -55,7 +55,6 @@ class KVTier(_KVTier):
 
     @property
     def stays_on_device(self) -> bool:
-        """True if the host takes no part in the decodes."""
         return not self.in_host_memory
 
 

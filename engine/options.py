@@ -275,7 +275,6 @@ class EngineOptions:
 
     @property
     def most_requests(self) -> int:
-        """`max_batch_requests`, or its default for the other options."""
         return self.max_batch_requests or most_requests(self.max_batch_tokens)
 
 

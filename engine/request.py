@@ -80,7 +80,6 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        """True if no more output will follow."""
         return self.finish_reason is not None
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
@@ -223,7 +222,6 @@ class Request(RequestState):
         self._pooled = hidden if is_first or self._pooled is None else self._pooled + hidden
 
     def append(self, token: SampledToken) -> None:
-        """Append the pending token; finish the request if the token ends it."""
         if self._grammar is not None and not self._grammar.accept(token.token_id):
             self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
@@ -240,7 +238,6 @@ class Request(RequestState):
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """End the request and release held text."""
         stopped = self._text.finish()
         self.finish_reason = FinishReason.STOP if stopped and reason is FinishReason.LENGTH else reason
         self.error = error

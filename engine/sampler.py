@@ -146,7 +146,6 @@ def _add_biases(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _apply_grammars(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Set the logits of disallowed tokens to -inf."""
     grammars = {row: item.grammar for row, item in enumerate(inputs) if item.grammar is not None}
     if not grammars:
         return logits
@@ -170,7 +169,6 @@ def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Return the most probable token per row."""
     return logits.argmax(dim=-1)
 
 
@@ -251,7 +249,6 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _uniform(inputs: Sequence[SamplingInput]) -> Iterator[float]:
-    """Yield each input's random number, in [0, 1)."""
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
     state: Any = philox.state

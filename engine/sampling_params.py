@@ -104,12 +104,10 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most probable token is always chosen."""
         return self.temperature < LEAST_TEMPERATURE
 
     @property
     def is_truncated(self) -> bool:
-        """True if improbable tokens are excluded."""
         return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
 
     @property

@@ -285,27 +285,19 @@ def bind_threads() -> None:
         fallbacks.limit("affinity", "free", "the system refuses to bind threads to cores")
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFolder:
-    """A folder for KV."""
-
-    path: Path
-    num_bytes: int  # limit
-
-
-def disk_folder(options: EngineOptions) -> DiskFolder | None:
-    """Return the folder for KV that leaves the caches; None: it is lost."""
+def disk_folder(options: EngineOptions) -> tuple[Path, int] | None:
+    """Return the folder for KV that leaves the caches, and its limit in bytes; None: that KV is lost."""
     path = cache_folder("kv")
     if options.disk_cache_gib is not None:
         num_bytes = int(options.disk_cache_gib * GIB)
     else:
         there = next(each for each in (path, *path.parents) if each.exists())
         num_bytes = min(MOST_DISK_BYTES, int(shutil.disk_usage(there).free * MOST_DISK_SHARE))
-    return DiskFolder(path, num_bytes) if num_bytes else None
+    return (path, num_bytes) if num_bytes else None
 
 
 def disk_cache_of(
-    parts: EngineParts, kv_cache: KVCache, cost: TableCostModel | None, folder: DiskFolder
+    parts: EngineParts, kv_cache: KVCache, cost: TableCostModel | None, folder: tuple[Path, int]
 ) -> DiskCache | None:
     """Return the KV cache on disk; None: no other start could use the KV. Workers and ranks do not use it."""
     model, storage = parts.model, parts.storage
@@ -321,7 +313,7 @@ def disk_cache_of(
         tier: bytes.fromhex(digest({**key, "kv": kind})) for tier, kind in (kinds | {None: "states"}).items()
     }
     try:
-        store = BlockStore(folder.path, folder.num_bytes)
+        store = BlockStore(*folder)
     except OSError as error:
         logger.warning("KV is not saved to disk: %s", error)
         return None

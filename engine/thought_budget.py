@@ -51,7 +51,6 @@ class ThoughtBudget:
         return bool(self._forced) or self._is_header or is_near
 
     def accept(self, token_id: int) -> None:
-        """Advance by a token."""
         self._last = token_id
         deque(self._splitter.feed(self._stream.step(token_id)), maxlen=0)
         if self._forced:

@@ -57,7 +57,6 @@ class Watchdog:
 
     @property
     def progress(self) -> int:
-        """A number that changes with any progress."""
         return self._progress + (0 if self._steps is None else self._steps())
 
     def began(self, thread: str, what: str) -> None:
@@ -69,13 +68,11 @@ class Watchdog:
         self.tick()
 
     def give_up(self) -> None:
-        """Make every wait return."""
         self.is_given_up = True
 
     def wait_until(self, is_done: Callable[[], bool], timeout: float = 1.0) -> bool:
         """Poll until `is_done` returns True; return False after the timeout, a multiple of `timeout_s`."""
-        rest = _Rest()
-        return self._wait(is_done, rest.take, timeout)
+        return self._wait(is_done, _rests(), timeout)
 
     def wait_by(self, wait: Callable[[float], bool], timeout: float = 1.0) -> bool:
         """Wait with a call that wakes this thread; return False after the timeout.
@@ -114,20 +111,19 @@ class Watchdog:
 
     @property
     def under_way(self) -> str:
-        """The threads' activities, for messages."""
         doing = [f"{what} (thread {thread!r})" for thread, what in dict(self._under_way).items()]
         return " and ".join(doing) or "what a thread waits for"
 
 
-class _Rest:
-    """Sleeps between polls: none at first, then in proportion to the time waited."""
+def _rests() -> Callable[[], None]:
+    """Return a function that sleeps between polls: not at first, then in proportion to the time waited."""
+    start_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-
-    def take(self) -> None:
-        waited_s = time.monotonic() - self._start_s
+    def rest() -> None:
+        waited_s = time.monotonic() - start_s
         if waited_s < _RESTLESS_S:
             time.sleep(0)  # let other threads take the interpreter
         else:
             time.sleep(min(max(waited_s * _REST_SHARE, _SHORTEST_REST_S), _LONGEST_REST_S))
+
+    return rest

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Protocol
 
 import torch
 
@@ -33,45 +32,34 @@ logger = logging.getLogger(__name__)
 _MOST_STREAMS = 32  # beside the main one, further callers share them; torch has the same limit
 
 
-class Streams(Protocol):
-    """The streams of a model's device."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def sms(self) -> int | None: ...  # usable multiprocessors; None: the device is no GPU
-    @property
-    def note(self) -> str | None: ...  # for users; None: the work has the whole device
-
-    def stream(self) -> torch.cuda.Stream:
-        """Return a CUDA stream beside the main one."""
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """Send this thread's device work to the main stream, in order after its earlier work."""
-
-
-class WholeDevice:
-    """A GPU with torch's own streams, or a CPU, which has none."""
-
-    note = None
+class Streams:
+    """The streams of a model's device: torch's own on a whole GPU, none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def sms(self) -> int | None:
+        """Number of usable multiprocessors; None: the device is no GPU."""
         if self.device.type != "cuda":
             return None
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
+    @property
+    def note(self) -> str | None:
+        """A note for users; None: the work has the whole device."""
+        return None
+
     def stream(self) -> torch.cuda.Stream:
+        """Return a CUDA stream beside the main one."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def on_device(self) -> AbstractContextManager[None]:
+        """Send this thread's device work to the main stream, in order after its earlier work."""
         return nullcontext()
 
 
-class GpuSlice:
+class GpuSlice(Streams):
     """A subset of a GPU's multiprocessors: a big card imitates a small one.
 
     The streams live as long as the process. torch's allocators keep references to streams that used memory,
@@ -82,7 +70,7 @@ class GpuSlice:
     """
 
     def __init__(self, device: torch.device, num_sms: int, driver: Driver, cublas: Library) -> None:
-        self.device = device
+        super().__init__(device)
         self._cublas = cublas
         self._context = GreenContext(driver, device.index, num_sms)
         self._lock = threading.Lock()
@@ -143,7 +131,7 @@ def open_streams(device: torch.device, gpu_slice: int | None = None) -> Streams:
         RuntimeError: The driver cannot make slices.
     """
     if gpu_slice is None:
-        return WholeDevice(device)
+        return Streams(device)
     if gpu_slice < 1:
         raise ValueError(f"a slice of the GPU has at least 1 multiprocessor, not {gpu_slice}")
     if device.type != "cuda":

@@ -102,5 +102,4 @@ def paged_decode(
 
 
 def _piece_tokens(requests: int, kv_heads: int, head_dim: int) -> int:
-    """Return the tokens per request in a piece."""
     return max(1, PIECE_BYTES // (2 * requests * kv_heads * head_dim * torch.float32.itemsize))

@@ -82,7 +82,6 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of unused blocks with reusable content."""
         return len(self._cached)
 
     def allocate(self, after: int | None = None) -> int:
@@ -147,7 +146,6 @@ class BlockPool:
         return self._free.pop()
 
     def _give_up(self, block: int) -> None:
-        """Evict a cached block."""
         del self._cached[block]
         del self._block_of_hash[self._hash_of_block.pop(block)]
         self._free.add(block)
@@ -195,7 +193,6 @@ class BlockPool:
         return self._num_references[block] > 0
 
     def share(self, block: int) -> None:
-        """Add a reference to a used or cached block."""
         self._cached.pop(block, None)
         self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
         self.num_used_blocks += not self._num_references[block]

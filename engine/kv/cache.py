@@ -208,7 +208,7 @@ class KVCache:
         return len(_leading(self._pools[tier], hashes))
 
     def hold(self, name: str, hashes: Sequence[BlockHash], tier: KVTier) -> dict[BlockHash, int]:
-        """Keep blocks in a tier until `let_go`; return `hash -> block` of those that the tier holds."""
+        """Keep blocks in a tier until `let_go`; return `hash -> block` without missing ones."""
         pool = self._pools[tier]
         found = {each: block for each in hashes if (block := pool.find(each)) is not None}
         blocks = _with_shared(list(found.values()), 0, pool)

@@ -28,13 +28,7 @@ class DeviceLayer(KVLayer):
 
     fused_kv_append = True  # with the rotation
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        spec: AttentionSpec,
-    ) -> None:
-        super().__init__(parts, block_size, spec)
+    def _bind(self, *parts: Tensor) -> None:
         self._k, self._v = parts
         self._num_sms = num_sms(self.device)
 

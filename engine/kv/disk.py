@@ -36,7 +36,6 @@ class Key(NamedTuple):
     name: bytes  # 16 bytes: the tokens
 
     def below(self, folder: Path) -> Path:
-        """Return the path of its file."""
         return folder / self.group.hex() / self.name.hex()
 
 
@@ -97,7 +96,6 @@ class BlockStore:
         return num_bytes / (time.perf_counter() - begun_s) or None
 
     def touch(self, key: Key, used_ns: int) -> None:
-        """Note the last use of a block."""
         with suppress(OSError):
             os.utime(key.below(self._folder), ns=(used_ns, used_ns))
 

@@ -12,7 +12,6 @@ from neo_desktop import native
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.native.relay import RelayLayer
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has none
@@ -35,13 +34,7 @@ class HostLayer(KVLayer):
 
     __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        spec: AttentionSpec,
-    ) -> None:
-        super().__init__(parts, block_size, spec)
+    def _bind(self, *parts: Tensor) -> None:
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
         self._k = k.transpose(-3, -2) if in_pairs else k  # the kernels' order: tokens before pairs

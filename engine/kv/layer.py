@@ -59,6 +59,11 @@ class KVLayer(ABC):
         self.block_size = block_size
         self.device = parts[0].device
         self.spec = spec
+        self._bind(*parts)
+
+    @abstractmethod
+    def _bind(self, *parts: Tensor) -> None:
+        """Keep the layer's memory."""
 
     @classmethod
     @abstractmethod

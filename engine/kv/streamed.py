@@ -14,7 +14,7 @@ moves neighbouring slots.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class StreamedPool(KVPool):
         The runs include small gaps, which take less time than another copy.
         """
         block_bytes = 2 * self.block_size * math.prod(self.row_shape) * self.dtype.itemsize
-        return _merged(np.unique(blocks), self.bridged_bytes // block_bytes)
+        return [BlockRun(*run) for _, *run in _runs(np.unique(blocks), self.bridged_bytes // block_bytes)]
 
     def bring(self, layer: int, runs: Sequence["BlockRun"]) -> None:
         """Start copies of a streamed layer's runs to its slot of the prefetch buffer."""
@@ -165,7 +165,7 @@ class StreamedRows(PoolRows):
     def __init__(self, pool: StreamedPool, slots: Tensor) -> None:
         super().__init__(pool, slots)
         self._streamed = pool
-        self._runs = _runs(slots)
+        self._runs = _runs(slots.numpy())
 
     def read(self, layer: int, out: Rows) -> None:
         turn = self._streamed.turn(layer)
@@ -186,21 +186,15 @@ class StreamedRows(PoolRows):
                 home[turn, slot : slot + count].copy_(values[first : first + count], non_blocking=True)
 
 
-def _merged(blocks: NDArray[np.int32], most_between: int) -> list[BlockRun]:
-    """Return runs that cover ascending blocks; gaps of up to `most_between` blocks join two runs."""
-    if not len(blocks):
-        return []
-    begins = np.flatnonzero(np.diff(blocks, prepend=blocks[:1] - most_between - 2) > most_between + 1)
-    ends = [*begins[1:], len(blocks)]
+def _runs(numbers: NDArray[Any], most_between: int = 0) -> list[tuple[int, int, int]]:
+    """Return `(index of the first, the first, length)` of runs that cover numbers.
+
+    Gaps of up to `most_between` numbers join two runs.
+    """
+    step = np.diff(numbers, prepend=numbers[:1] - 1)
+    begins = np.flatnonzero((step < 1) | (step > most_between + 1) | (np.arange(len(numbers)) == 0)).tolist()
+    ends = [*begins[1:], len(numbers)] if begins else []
     return [
-        BlockRun(int(blocks[begin]), int(blocks[end - 1]) + 1 - int(blocks[begin]))
+        (begin, int(numbers[begin]), int(numbers[end - 1] - numbers[begin]) + 1)
         for begin, end in zip(begins, ends, strict=True)
     ]
-
-
-def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
-    """Return `(first row, its slot, number of rows)` per run of consecutive slots."""
-    numbers = slots.numpy()
-    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1).tolist()
-    ends = [*begins[1:], len(numbers)]
-    return [(begin, int(numbers[begin]), end - begin) for begin, end in zip(begins, ends, strict=True)]

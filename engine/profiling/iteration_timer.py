@@ -19,7 +19,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from neo_desktop.engine.batch import BlockCopy, IterationPlan
-from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import MAX_DECODES
@@ -66,7 +66,7 @@ class IterationTimer:
         streams: Streams | None = None,
         build: Build | None = None,
     ) -> None:
-        used_streams = streams or WholeDevice(decoder.device)
+        used_streams = streams or Streams(decoder.device)
         most_tokens, most_requests = limits.max_batch_tokens, limits.max_batch_requests
         self._build = build or (
             lambda part, pools, timeline: build_executor(

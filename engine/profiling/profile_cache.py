@@ -15,7 +15,7 @@ import torch
 
 from neo_desktop import __version__, native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, write_json
-from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
@@ -57,7 +57,7 @@ def load_or_profile(
         streams: CUDA streams for the decoder's device; None: the whole device.
         refresh: measure in any case.
     """
-    streams = streams or WholeDevice(decoder.device)
+    streams = streams or Streams(decoder.device)
     key = profile_key(decoder, storage, limits, streams)
     path = profile_path(key)
     tables = None if refresh else read_profile(path, key)
@@ -83,7 +83,7 @@ def profile_key(
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {
             "name": properties.name,
-            "sms": (streams or WholeDevice(decoder.device)).sms,
+            "sms": (streams or Streams(decoder.device)).sms,
             "memory_bytes": properties.total_memory,
             "driver": hardware.driver_version(),
         }

@@ -25,7 +25,7 @@ import torch
 
 from neo_desktop.engine.batch import DeviceMemoryError
 from neo_desktop.engine.cuda.errors import is_out_of_memory
-from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
@@ -113,7 +113,7 @@ def profile(
     return replace(
         tables,
         swap=measured_swap(decoder.device, row_bytes, limits.max_batch_tokens),
-        duplex=measured_duplex(streams or WholeDevice(decoder.device)),
+        duplex=measured_duplex(streams or Streams(decoder.device)),
         memory_shares=measured_memory_shares(decoder.device) if timer.is_cuda else UNSHARED,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.cuda.errors import StreamMemoryError
-from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.cost_model import Curve, MemoryShares
@@ -136,7 +136,7 @@ def _offload_ms(device: torch.device) -> float:
     """Return the time to copy few inputs to the CPU and its outputs back, with the signals of iterations."""
 
     def least_ms(*, in_graph: bool) -> float:
-        with closing(OffloadTimer(device, open_backend(WholeDevice(device)), in_graph=in_graph)) as offload:
+        with closing(OffloadTimer(device, open_backend(Streams(device)), in_graph=in_graph)) as offload:
             return 1e3 * min(offload.seconds(HANDED_BYTES) for _ in range(_REPEATS))
 
     if device.type == "cuda" and fallbacks.level("graphs") == "host-flags":

@@ -53,7 +53,6 @@ class AttentionActor:
         threading.Thread(target=self._worker.serve, name="attention worker", daemon=True).start()
 
     def address(self) -> tuple[str, int]:
-        """Return the address it listens on."""
         return self._address
 
 

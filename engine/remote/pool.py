@@ -28,6 +28,8 @@ class RemoteLayer(KVLayer):
         self._link = link
         self._index = index
 
+    def _bind(self, *parts: Tensor) -> None: ...
+
     @classmethod
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

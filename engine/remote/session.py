@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ NUM_TABLES = 4  # block tables to keep: two sub-batches each of this and the pre
 NUM_INPUTS = 2  # unanswered messages per connection: the next rows arrive while the worker attends
 MAX_ROWS = 1 << 20
 CPU = torch.device("cpu")
+Work = Callable[[], None]  # executes and answers a message
 
 
 class Session:
@@ -71,7 +71,6 @@ class Session:
         _Desk(self, self._layers, channel).serve()
 
     def end(self) -> None:
-        """Close all connections; the KV is lost."""
         with self._changes:
             self._is_over = True
             for channel in self._channels:
@@ -94,7 +93,7 @@ class _Desk:
         self._channel = channel
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # number -> (context lengths, block tables)
         self._outputs = HostBuffer(CPU)
-        self._jobs: queue.SimpleQueue[_Job | Exception] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[HostBuffer, Work] | Exception] = queue.SimpleQueue()
         self._inputs: queue.SimpleQueue[HostBuffer | None] = queue.SimpleQueue()  # None: end of input
         for _ in range(NUM_INPUTS):
             self._inputs.put(HostBuffer(CPU))
@@ -108,8 +107,9 @@ class _Desk:
                 job = self._jobs.get()
                 if isinstance(job, Exception):
                     raise job
-                job.carry_out()
-                self._inputs.put(job.inputs)
+                inputs, work = job
+                work()
+                self._inputs.put(inputs)
         finally:
             self._inputs.put(None)
 
@@ -120,7 +120,7 @@ class _Desk:
                 if header.kind == Kind.TABLES:
                     self._keep_tables(header)
                 elif (inputs := self._inputs.get()) is not None:
-                    self._jobs.put(_Job(inputs, self._taken_in(header, inputs)))
+                    self._jobs.put((inputs, self._taken_in(header, inputs)))
                 else:
                     return
         except Exception as error:
@@ -133,8 +133,8 @@ class _Desk:
             raise ProtocolError(f"there is no layer {header.layer}")
         return header
 
-    def _taken_in(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
-        """Receive the payload of a message; return the work that it requests."""
+    def _taken_in(self, header: Header, inputs: HostBuffer) -> Work:
+        """Receive the payload of a message."""
         if header.kind == Kind.ATTEND:
             return self._attend(header, inputs)
         if header.kind == Kind.STORE:
@@ -155,7 +155,7 @@ class _Desk:
         # pending attention keeps its own reference to the old tables
         self._tables[header.table] = lens, tables
 
-    def _attend(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
+    def _attend(self, header: Header, inputs: HostBuffer) -> Work:
         shape = self._shape
         if header.table not in self._tables or len(self._tables[header.table][0]) != header.rows:
             raise ProtocolError(f"block table {header.table} is not one of {header.rows} requests")
@@ -172,7 +172,7 @@ class _Desk:
 
         return attend
 
-    def _store(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
+    def _store(self, header: Header, inputs: HostBuffer) -> Work:
         slots, rows = torch.empty(header.rows, dtype=torch.int64), self._rows(inputs, header.rows)
         self._channel.read_into(header, slots, rows)
 
@@ -182,7 +182,7 @@ class _Desk:
 
         return store
 
-    def _read(self, header: Header) -> Callable[[], None]:
+    def _read(self, header: Header) -> Work:
         slots = torch.empty(header.rows, dtype=torch.int64)
         self._channel.read_into(header, slots)
 
@@ -195,13 +195,6 @@ class _Desk:
 
     def _rows(self, buffer: HostBuffer, count: int) -> Tensor:
         return buffer.view((2, count, self._shape.num_kv_heads, self._shape.head_dim), self._shape.dtype)
-
-
-class _Job(NamedTuple):
-    """A received message."""
-
-    inputs: HostBuffer  # its payload
-    carry_out: Callable[[], None]  # executes and answers it
 
 
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:

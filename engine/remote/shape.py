@@ -49,11 +49,9 @@ class AttentionShape:
 
     @property
     def num_layers(self) -> int:
-        """Number of attention layers."""
         return len(self.layer_windows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `from_json`."""
         return asdict(self) | {"dtype": str(self.dtype), "kv_dtype": str(self.kv_dtype)}
 
     @classmethod

@@ -78,7 +78,6 @@ def _nonce(connection: socket.socket, who: str) -> bytes:
 
 
 def _checked(hello: bytes, who: str) -> bytes:
-    """Return the nonce."""
     magic, version, nonce = _HELLO.unpack(hello)
     if magic != MAGIC:
         raise RefusedError(f"{who} uses another protocol: is this the right port?")

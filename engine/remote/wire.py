@@ -183,14 +183,12 @@ class Channel:
         return header
 
     def answer(self, kind: Kind) -> Header:
-        """Wait for an answer of this kind."""
         header = self.header()
         if header.kind != kind:
             raise ProtocolError(f"received message {header.kind}, expected {kind.name}")
         return header
 
     def json(self, header: Header) -> Any:
-        """Return the JSON data of a message."""
         if header.num_bytes > MAX_TEXT_BYTES:
             raise ProtocolError(f"a text of {header.num_bytes} bytes is too long")
         try:

@@ -133,7 +133,6 @@ class AttentionWorker:
                     self._session = None
 
     def _session_of(self, asked: Any, channel: Channel) -> Session:
-        """Return the session for an engine's request: a new one, or its current one."""
         names = asked.get("engine"), asked.get("session")
         if not all(isinstance(name, str) for name in names):
             raise ProtocolError("the session is missing")

@@ -118,7 +118,6 @@ class Workers:
 
     @property
     def states(self) -> Mapping[KVTier, WorkerState]:
-        """States of the workers, for display."""
         with self._changes:
             return {
                 tier: WorkerState(

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, SamplingInput, TokenLogprob
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.kv.cache import KVCache
@@ -144,5 +144,5 @@ def make_engine(
     kv_cache = KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
     scheduler = Scheduler(kv_cache, policy, SchedulerLimits(max_batch_tokens=256, max_batch_requests=32))
     decoder = cast("Decoder", _NoDecoder())
-    model = LoadedModel(MODEL, config, decoder, tokenizer, WholeDevice(decoder.device))
+    model = LoadedModel(MODEL, config, decoder, tokenizer, Streams(decoder.device))
     return Engine(model, scheduler, kv_cache, executor, policy.name)

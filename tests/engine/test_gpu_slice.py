@@ -20,7 +20,7 @@ from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.run import run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
-from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
+from neo_desktop.engine.cuda.streams import GpuSlice, Streams, open_streams
 from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.kv.storage import KVPool
@@ -103,7 +103,7 @@ def test_a_slice_needs_a_gpu() -> None:
 
 def test_without_a_slice_nothing_is_asked_of_anybody() -> None:
     streams = open_streams(torch.device("cpu"))
-    assert isinstance(streams, WholeDevice)
+    assert isinstance(streams, Streams)
     assert (streams.sms, streams.note) == (None, None)
     with streams.on_device():
         pass

@@ -13,7 +13,7 @@ from certificates import make_certificate
 from pipeline_case import tiny_config, tiny_model
 from workers import SECRET, TRUST, running_worker, shape_of, sinks_of
 
-from neo_desktop.engine.remote import trust as greeting
+from neo_desktop.engine.remote import trust
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.session import fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
@@ -90,7 +90,7 @@ def against(worker: Callable[[socket.socket], None]) -> None:
 def test_whoever_does_not_know_the_secret_cannot_stand_for_a_worker() -> None:
     def impostor(connection: socket.socket) -> None:
         connection.recv(100)
-        connection.sendall(struct.pack("<8sH32s", greeting.MAGIC, greeting.VERSION, bytes(32)))
+        connection.sendall(struct.pack("<8sH32s", trust.MAGIC, trust.VERSION, bytes(32)))
         proof = connection.recv(100)
         connection.sendall(b"\x01" + proof)  # the engine's own proof, replayed
 
@@ -101,13 +101,13 @@ def test_whoever_does_not_know_the_secret_cannot_stand_for_a_worker() -> None:
 def test_another_version_and_another_service_are_refused_in_words() -> None:
     def newer(connection: socket.socket) -> None:
         connection.recv(100)
-        connection.sendall(struct.pack("<8sH32s", greeting.MAGIC, greeting.VERSION + 1, bytes(32)))
+        connection.sendall(struct.pack("<8sH32s", trust.MAGIC, trust.VERSION + 1, bytes(32)))
 
     def web_server(connection: socket.socket) -> None:
         connection.recv(100)
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
-    with pytest.raises(RefusedError, match=f"version {greeting.VERSION + 1} .* install the same version"):
+    with pytest.raises(RefusedError, match=f"version {trust.VERSION + 1} .* install the same version"):
         against(newer)
     with pytest.raises(RefusedError, match="uses another protocol: is this the right port"):
         against(web_server)
@@ -120,8 +120,8 @@ def test_another_version_and_another_service_are_refused_in_words() -> None:
     [
         b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: a stranger\r\n\r\n",
         b"\x16\x03\x01" + bytes(60),
-        struct.pack("<8sH32s", greeting.MAGIC, greeting.VERSION, bytes(32)) + bytes(32),
-        struct.pack("<8sH32s", greeting.MAGIC, 99, bytes(32)) + bytes(32),
+        struct.pack("<8sH32s", trust.MAGIC, trust.VERSION, bytes(32)) + bytes(32),
+        struct.pack("<8sH32s", trust.MAGIC, 99, bytes(32)) + bytes(32),
         b"",
     ],
 )
@@ -135,7 +135,7 @@ def test_strangers_are_hung_up_on_and_the_worker_goes_on(
             connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(4096):
                 heard += piece
-        assert not heard or heard.startswith(greeting.MAGIC)
+        assert not heard or heard.startswith(trust.MAGIC)
         assert len(heard) <= 43  # a greeting without an acceptance
     open_link(model, address).close()
 

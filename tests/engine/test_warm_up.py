@@ -9,7 +9,7 @@ import torch
 
 from neo_desktop.engine import setup
 from neo_desktop.engine.batch import IterationPlan
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
@@ -68,7 +68,7 @@ def test_the_largest_iterations_of_each_kind_run(
 ) -> None:
     gauge = FakeGauge()
     gauge.taken = 77
-    assert warm_up(decoder, tiers, LIMITS, WholeDevice(CPU), gauge) == 77
+    assert warm_up(decoder, tiers, LIMITS, Streams(CPU), gauge) == 77
     assert gauge.begun == 2  # the second call returns the memory
     sequences = [list(plan.sequences) for plan in plans]
     tokens = [sum(len(s.token_ids) for s in each) for each in sequences]
@@ -96,11 +96,11 @@ def test_too_little_memory_is_told_with_what_to_do(
     gauge = FakeGauge()
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(MemoryError, match=r"iterations of 96 tokens: .*smaller iterations \(max_batch"):
-            warm_up(decoder, BOTH, LIMITS, WholeDevice(CPU), gauge)
+            warm_up(decoder, BOTH, LIMITS, Streams(CPU), gauge)
         assert gauge.begun == 2
     else:
         with pytest.raises(RuntimeError, match="odd"):
-            warm_up(decoder, BOTH, LIMITS, WholeDevice(CPU), gauge)
+            warm_up(decoder, BOTH, LIMITS, Streams(CPU), gauge)
 
 
 def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
@@ -128,7 +128,7 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     monkeypatch.setattr(setup.native, "set_default_num_threads", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
     decoder.device = torch.device("cuda")
-    model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=WholeDevice(CPU))
+    model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=Streams(CPU))
     options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
     taken = setup.take_memory(cast("LoadedModel", model), options)
     assert order == ["warm up", "measure", "KV"]

@@ -16,7 +16,7 @@ from seeds import seeds
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.executor import Wait
@@ -63,7 +63,7 @@ def make_engine(
     executor, _ = make_executor(model, tiers=tiers, backend=backend)
     kv = KVCache(dict.fromkeys(tiers, num_blocks), 16)
     scheduler = Scheduler(kv, get_policy(policy), SchedulerLimits(64, 6), None)
-    loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), WholeDevice(torch.device("cpu")))
+    loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), Streams(torch.device("cpu")))
     return Engine(loaded, scheduler, kv, executor, policy), executor
 
 
@@ -132,7 +132,7 @@ def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
         executor, _ = make_executor(model, tiers=MEASURED_TIERS, backend=backend)
         kv = KVCache({KVTier.DEVICE: 10, KVTier.HOST: NUM_BLOCKS}, 16)
         scheduler = Scheduler(kv, get_policy("neo"), SchedulerLimits(64, 6), None)
-        loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), WholeDevice(torch.device("cpu")))
+        loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), Streams(torch.device("cpu")))
         ticks = itertools.count()
         available = partial(rng.choice, [0, 1000, 10**9])
         reserve = HostReserve(

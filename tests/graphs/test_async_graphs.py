@@ -9,7 +9,7 @@ from imitated_streams import ImitatedBackend, Operation, StallingBackend
 from pipeline_case import check_result, make_storage, tiny_model
 from seeds import seeds
 
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
@@ -172,7 +172,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_on_a_gpu_turns_give_the_tokens_of_a_plain_computation(beside: tuple[str, ...]) -> None:
     model = tiny_model((None, 5), device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     executor.execute(prompts("abcdeg"))
     for plan, context in Conveyor(2, "de", beside).turns(6):  # eager, captured, and replayed
         check_result(model, plan, context, executor.execute(plan), tolerance=2e-3)
@@ -189,7 +189,7 @@ def test_on_a_gpu_random_paces_give_the_tokens_of_a_plain_computation(
     levels(graphs=level)
     model = tiny_model(device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE)
     for plan, context in iterations.plans(12):
         result = executor.execute(plan)

@@ -15,7 +15,7 @@ from tiny_engine import PARAMS, PROMPTS, Tokens, engine, tokens_of
 
 from neo_desktop import Engine
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, StreamMemoryError
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute import stream_lane
@@ -81,7 +81,7 @@ def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
 
     Beginning the first of several graphs also takes memory.
     """
-    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    runs = StreamBackend(Streams(torch.device("cuda")), None)
     tensors: list[torch.Tensor] = []
     counter = torch.zeros(1, device="cuda")
 
@@ -118,7 +118,7 @@ def test_a_stall_of_the_flags_check_is_told(
 ) -> None:
     imitated.set_timeout(FOREVER_S)
     monkeypatch.setattr("neo_desktop.engine.execute.build.CHECK_TIMEOUT_S", 0.5)
-    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    runs = StreamBackend(Streams(torch.device("cuda")), None)
     flags = torch.zeros(1, 16, dtype=torch.int32).pin_memory()
     if is_lost:
         imitated.hang(1)

@@ -9,7 +9,7 @@ from imitated_device import ImitatedDevice, needs_imitated_gpu
 from pipeline_case import make_storage, tiny_config
 
 from neo_desktop.engine.batch import BlockCopy, IterationPlan, SubBatch
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
@@ -55,7 +55,7 @@ def _launched(
     for target, source in zip(named_weights(model), named_weights(base), strict=True):
         target.load(0, source.dense())
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     executor.execute(prompts("abcdef"))
     for _ in range(2):  # eager, then captured
         executor.execute(plan)

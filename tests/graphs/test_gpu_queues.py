@@ -15,7 +15,7 @@ from imitated_device import ImitatedDevice, needs_imitated_gpu
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import DeviceLostError
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import stream_lane
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
@@ -29,7 +29,7 @@ READY, DONE = 0, 1
 
 
 def backend() -> StreamBackend:
-    return StreamBackend(WholeDevice(torch.device("cuda")), None)
+    return StreamBackend(Streams(torch.device("cuda")), None)
 
 
 def question_and_answer(flags: Tensor, seen: Tensor) -> SmallProgram:

@@ -22,7 +22,7 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     SubBatch,
 )
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.grammar import GrammarCompiler, from_regex
@@ -270,7 +270,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str
     model = tiny_model((None, 5), device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     timeline = Timeline()
-    executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, timeline, Streams(model.device))
     executor.execute(prompts("abcdef"))
     for step in range(4):  # eager, captured, and replayed
         plan = decodes(*parts, step=step)
@@ -288,7 +288,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str
 def test_on_a_gpu_iterations_with_prompts_are_graphs_between_their_attention() -> None:
     model = tiny_model((None, 5), device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     executor.execute(prompts("abcde"))
     for step in range(4):
         plan = mixed(step)
@@ -306,7 +306,7 @@ def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
     levels(graphs=level)
     model = tiny_model(device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
     for plan, context in iterations.plans(12):
         result = executor.execute(plan)

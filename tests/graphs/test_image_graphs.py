@@ -12,7 +12,7 @@ from pipeline_case import RandomIterations, make_storage
 from vision_models import save
 
 from neo_desktop.engine.batch import IterationPlan, SubBatch
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.images import reads_images
 from neo_desktop.engine.kv_tier import KVTier
@@ -59,7 +59,7 @@ def test_iterations_with_and_without_images_give_the_tokens_of_the_code(tmp_path
     with_graphs, _ = make_executor(model, backend=backend)
     tiers = (KVTier.DEVICE,)
     plain = build_executor(
-        model, make_storage(model, dict.fromkeys(tiers, 24), BLOCK_SIZE), 256, 8, None, WholeDevice(cpu)
+        model, make_storage(model, dict.fromkeys(tiers, 24), BLOCK_SIZE), 256, 8, None, Streams(cpu)
     )
     iterations, graphs, images = FewPrompts(2, tiers=tiers, block_size=BLOCK_SIZE), 0, 0
     for plan, _ in iterations.plans(24):

@@ -14,7 +14,7 @@ from split_models import divided, host_model, split_model
 from torch import Tensor
 
 from neo_desktop.engine.cuda.pinned import weight_bytes
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import weight_stream
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
@@ -141,7 +141,7 @@ def test_with_a_driver_that_pins_no_weights(imitated: ImitatedDevice, levels: Le
     assert imitated.num_failed
     reference = tiny_model(WINDOWS, device="cuda")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     assert executor.fits_graphs
     executor.execute(prompts("abcdefg"))
     for step in range(3):

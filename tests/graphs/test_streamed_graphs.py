@@ -9,7 +9,7 @@ from pipeline_case import RandomIterations, check_result, make_storage, sampling
 from tiny_engine import engine, tokens_of
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import Capacity
@@ -163,7 +163,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation() -> None:
     model = tiny_model(WINDOWS, device="cuda")
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
     timeline = Timeline()
-    executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, timeline, Streams(model.device))
     assert executor.fits_graphs
     executor.execute(prompts("abcdefg"))
     for step in range(4):  # eager, captured, and replayed
@@ -185,7 +185,7 @@ def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
     levels(graphs=level)
     model = tiny_model(WINDOWS, device="cuda")
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
     for plan, context in iterations.plans(10):
         result = executor.execute(plan)
@@ -200,7 +200,7 @@ def test_on_a_gpu_pageable_memory_is_a_rung_below(levels: Levels) -> None:
     levels(host_memory="pageable")
     model = tiny_model(WINDOWS, device="cuda")
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     assert not executor.fits_graphs
     assert fallbacks.level("graphs") == "eager"
     executor.execute(prompts("abcdefg"))

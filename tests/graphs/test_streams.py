@@ -11,7 +11,7 @@ import torch
 
 from neo_desktop.engine.cuda import driver
 from neo_desktop.engine.cuda.errors import DeviceStalledError, StreamMemoryError
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import build as building
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
@@ -322,5 +322,5 @@ def test_memory_operations_that_only_a_capture_refuses_are_found_out_too(gpu: Fa
 @pytest.mark.usefixtures("any_queues")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_streams_raise_flags_and_wait_for_them() -> None:
-    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    runs = StreamBackend(Streams(torch.device("cuda")), None)
     check_flags(runs, torch.ones(1, 16, dtype=torch.int32).pin_memory())

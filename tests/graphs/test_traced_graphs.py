@@ -10,7 +10,7 @@ from pipeline_case import RandomIterations, check_random_plans, check_result, ma
 from recurrent_models import RECURRENT
 from traced_models import FAMILIES, save
 
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ def test_on_a_gpu_graphs_give_the_tokens_of_the_code(folder: Path) -> None:
     """Graphs share the memory of intermediate results: each graph must find its own results on replay."""
     model, on_cpu = model_in(folder, "cuda"), model_in(folder, "cpu")
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
-    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(1, block_size=BLOCK_SIZE)
     check_random_plans(executor.execute, on_cpu, iterations, 16, tolerance=2e-3)
     assert executor._backend.has_graphs

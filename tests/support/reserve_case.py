@@ -7,7 +7,7 @@ from dataclasses import replace
 from pipeline_case import tiny_model
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
@@ -44,7 +44,7 @@ class Machine:
 def tiny_engine(policy: str, dtype: str = "auto", machine: Machine | None = None) -> Iterator[Engine]:
     decoder = tiny_model((None, 5, None))
     decoder.config = replace(decoder.config, max_context_tokens=256)
-    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
+    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), Streams(decoder.device))
     options = EngineOptions(
         policy=policy,
         gpu_cache_tokens=320,

@@ -9,7 +9,7 @@ from imitated_device import ILLEGAL_ADDRESS, imitated_device
 from pipeline_case import tiny_model
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
@@ -29,7 +29,7 @@ def make_engine(policy: str, device: str = "cuda", tiers: Sequence[KVTier] | Non
     """
     decoder = tiny_model((None, 5), device=device)
     decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
-    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
+    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), Streams(decoder.device))
     options = EngineOptions(
         policy=policy if tiers is None else "auto",
         gpu_cache_tokens=256,

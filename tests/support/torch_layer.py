@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Rows
-from neo_desktop.models.attention import AttentionSpec
 
 
 class TorchLayer(KVLayer):
@@ -15,13 +14,7 @@ class TorchLayer(KVLayer):
 
     __slots__ = ("_k", "_v")
 
-    def __init__(
-        self,
-        parts: tuple[Tensor, ...],
-        block_size: int,
-        spec: AttentionSpec,
-    ) -> None:
-        super().__init__(parts, block_size, spec)
+    def _bind(self, *parts: Tensor) -> None:
         self._k, self._v = parts
 
     @classmethod

@@ -13,6 +13,10 @@ from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.unpack import BLOCK, LAYOUTS
 
 BLOCKS = 8  # blocks of 32 columns per program
+CONSTANTS = (  # of a layout
+    *("bits", "offset", "has_minima", "scales", "is_fp4", "groups"),
+    *("unit_blocks", "unit_bytes", "header_bytes", "block_bytes", "scale_bytes"),
+)
 
 
 def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
@@ -31,17 +35,7 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
         out,
         rows,
         blocks,
-        BITS=layout.bits,
-        OFFSET=layout.offset,
-        HAS_MINIMA=layout.has_minima,
-        SCALES=layout.scales,
-        IS_FP4=layout.is_fp4,
-        UNIT_BLOCKS=layout.unit_blocks,
-        UNIT_BYTES=layout.unit_bytes,
-        HEADER_BYTES=layout.header_bytes,
-        BLOCK_BYTES=layout.block_bytes,
-        SCALE_BYTES=layout.scale_bytes,
-        GROUPS=layout.groups,
+        **{name.upper(): getattr(layout, name) for name in CONSTANTS},
         ROWS=TILE_ROWS,
         BLOCK=BLOCK,
         BLOCKS=BLOCKS,

@@ -237,7 +237,6 @@ def looked_up(code, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def _dot(codes, inputs, total, IS_SIGNED: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Add the products of four bytes to `total`."""
     if IS_INTERPRETED:
         shifts = 8 * tl.arange(0, 4)[None, None, :]
         code = (codes[:, :, None] >> shifts) & 255

@@ -63,7 +63,7 @@ def paged_decode(
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tensors = q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse
-    tile, _ = _launch(*tensors, scale, window, sinks, softcap)
+    tile, _ = _launch(tensors, scale, window, sinks, softcap)
     splits = partial_lse.shape[2]
     if splits == 1:
         return
@@ -95,22 +95,9 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
     key = (q.device, q.dtype, heads, head_dim, k_cache.shape[1:], k_cache.stride())
     if key not in _programs_per_sm:
         nothing = torch.zeros(1, dtype=torch.int32, device=q.device)
-        row, partial_lse = torch.empty_like(q[:1]), torch.empty(0, heads, 1, device=q.device)
-        partial_out = torch.empty(0, heads, 1, head_dim, device=q.device)
-        _, compiled = _launch(
-            row,
-            k_cache,
-            v_cache,
-            nothing.view(1, 1),
-            nothing,
-            row,
-            partial_out,
-            partial_lse,
-            scale=1.0,
-            window=1,
-            sinks=None,
-            softcap=None,
-        )
+        row = torch.empty_like(q[:1])
+        partials = (torch.empty(0, heads, 1, *size, device=q.device) for size in ((head_dim,), ()))
+        _, compiled = _launch((row, k_cache, v_cache, nothing.view(1, 1), nothing, row, *partials), window=1)
         major, minor = torch.cuda.get_device_capability(q.device)
         _programs_per_sm[key] = programs_of(compiled, 10 * major + minor)
     return _programs_per_sm[key]
@@ -129,20 +116,14 @@ def programs_of(compiled: Any, capability: int) -> int | None:
 
 
 def _launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float | None,
+    tensors: tuple[Tensor, ...],
+    scale: float = 1.0,
+    window: int = EVERYTHING,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[int, Any]:
     """Attend to every part; return the kernel's tile in tokens, and the compiled kernel."""
+    q, k_cache, v_cache, block_tables, _, out, _, partial_lse = tensors
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
@@ -151,63 +132,31 @@ def _launch(
     splits = partial_lse.shape[2]
     group = heads // kv_heads
     head_pad = triton.next_power_of_2(head_dim)
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        out,
-        partial_out,
-        partial_lse,
-        out if sinks is None else sinks,
-        scale * LOG2_E,
-        window,
-        splits,
-        q.stride(0),
-        out.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        block_tables.shape[1],
-    )
-    flags = {"HAS_SINKS": sinks is not None, "SOFTCAP": 0.0 if softcap is None else softcap * LOG2_E}
-    grid = kv_heads, splits, requests
+    strides = q.stride(0), out.stride(0), *k_cache.stride()[:3]
+    numbers = scale * LOG2_E, window, splits, *strides, block_tables.shape[1]
+    arguments = *tensors, out if sinks is None else sinks, *numbers
+    constants: dict[str, Any] = {
+        "HAS_SINKS": sinks is not None,
+        "SOFTCAP": 0.0 if softcap is None else softcap * LOG2_E,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": head_pad,
+        "BLOCK_SIZE": block_size,
+        "enable_fp_fusion": True,
+    }
     if group <= MAX_GROUP and not has_tensor_cores(q.device):
         shape = plain_shape(group, head_pad, q.element_size())
         tile = shape["STEPS"] * shape["LANES"]
-        return tile, attend_plain[grid](
-            *arguments,
-            **flags,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            HEAD_PAD=head_pad,
-            BLOCK_SIZE=block_size,
-            TILE=tile,
-            **shape,
-            num_warps=NUM_WARPS,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        constants |= {**shape, "TILE": tile, "num_warps": NUM_WARPS, "num_stages": 1}
+        return tile, attend_plain[kv_heads, splits, requests](*arguments, **constants)
     # More tokens at once spill registers on 7.5; tensor cores take no fewer than 16.
     tile = max(16, min(32, 4096 // head_pad))
     most_heads = MOST_HEAD_BYTES // q.element_size()
     turns = triton.cdiv(group, most_heads)
-    return tile, _attend[kv_heads * turns, splits, requests](
-        *arguments,
-        **flags,
-        GROUP=group,
-        TURNS=turns,
-        HEADS=min(triton.next_power_of_2(group), most_heads),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        num_warps=4,
-        # From 8.0 on: two tiles of K and V are in flight, and the tables of two more; of wide heads half.
-        num_stages=5 if head_pad <= 256 else 3,
-        enable_fp_fusion=True,
-    )
+    constants |= {"TURNS": turns, "HEADS": min(triton.next_power_of_2(group), most_heads), "TILE": tile}
+    # From 8.0 on: two tiles of K and V are in flight, and the tables of two more; of wide heads half.
+    constants |= {"num_warps": 4, "num_stages": 5 if head_pad <= 256 else 3}
+    return tile, _attend[kv_heads * turns, splits, requests](*arguments, **constants)
 
 
 def has_tensor_cores(device: torch.device) -> bool:

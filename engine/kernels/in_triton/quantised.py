@@ -73,7 +73,6 @@ class Product:
     pairs: tuple[Tensor, Tensor, int] | None = None
 
     def grid(self, rows: int) -> tuple[int, int]:
-        """Return the grid of programs that compute `rows` matrix rows each."""
         return triton.cdiv(self.rows, rows), 1 if self.pairs is None else len(self.pairs[1])
 
     def launch(

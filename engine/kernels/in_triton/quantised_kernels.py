@@ -191,7 +191,6 @@ def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
 
 @triton.jit
 def _shifts(BITS: tl.constexpr, LOW: tl.constexpr):
-    """Return `Coding.shifts`."""
     place = tl.arange(0, 32 // BITS)
     shifts = place % 4 * 8 + place // 4 * BITS
     if LOW != 0:
