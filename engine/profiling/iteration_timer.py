@@ -115,9 +115,9 @@ class IterationTimer:
         runner, plan = self._runner_for(point), self._plan(point, turn)
         for _ in range(MOST_RUNS):
             begun_ns = time.perf_counter_ns()
-            result = runner.execute(plan)
+            timing = runner.execute(plan).timing
             ended_ns = time.perf_counter_ns()
-            if not result.timing.is_first:
+            if timing is not None and not timing.is_first:
                 break
         spans = self._timeline.last
         layers = self._layers_for(point)

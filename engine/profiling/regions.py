@@ -1,7 +1,7 @@
 """Memory regions for measurements: enough of a KV pool, in shuffled runs, to exceed every cache."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Self
@@ -32,7 +32,7 @@ class Region:
     order: Sequence[int]  # block numbers, with shuffled runs
 
     @classmethod
-    def of(cls, decoder: Decoder, pool: KVPool, layers: Sequence[int]) -> Self:
+    def of(cls, decoder: Decoder, pool: KVPool, layers: Iterable[int]) -> Self:
         """Choose blocks of a pool, and write to them in these layers.
 
         The system maps memory that was never written to one shared page of zeros; reads would be as fast as a

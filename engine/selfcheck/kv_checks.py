@@ -10,10 +10,8 @@ from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.selfcheck.rig import Rig, require
+from neo_desktop.engine.selfcheck.rig import BOUNDS, Rig, require
 
-# Relative error of a head's output vector, including rounding to the dtype.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.int8: 2e-2}
 INT8_STEP = 0.51 / 127  # relative to a row's largest element: half a step, plus rounding of its scale
 LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # tokens per request, by batch
 MANY = 24  # requests in an additional batch
