@@ -12,7 +12,7 @@ import pytest
 import torch
 from fallback_levels import restored_fallbacks
 
-from neo_desktop.engine.doctor import machine, safe_start
+from neo_desktop.engine.doctor import safe_start, verdict
 from neo_desktop.engine.doctor.safe_start import begin_start, careful_levels, forgive, start_in_full, steps
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, fallbacks
@@ -117,7 +117,7 @@ def test_care_is_kept_after_the_second_time_until_it_is_forgotten() -> None:
 
 def test_another_version_starts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     killed_start()
-    monkeypatch.setattr(machine, "__version__", "99.0")
+    monkeypatch.setattr(verdict, "__version__", "99.0")
     with safe_start.safe_start(CPU):
         assert not fallbacks.limits()
 
