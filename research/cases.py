@@ -57,7 +57,7 @@ class Case:
         return replace(self, requests=[r for r in requests if r.total_tokens <= longest])
 
     def bound(self, *, swaps: bool = False) -> float:
-        """Return output tokens/s; with `swaps`, streamed KV is counted, too."""
+        """Return output tokens/s; with `swaps`, it counts streamed KV."""
         attended = self.budget.gpu_tokens
         if swaps:
             shared = self.budget.swapping(self.cost, LIMITS)
