@@ -85,7 +85,7 @@ class Row:
 def measure(
     options: EngineOptions, batches: Sequence[int], context_tokens: int, count: int = 16
 ) -> Iterator[Row]:
-    """Measure a prompt alone, then `count` steps of each batch.
+    """Measure a prompt alone, then `count` steps per batch.
 
     Raises:
         MemoryError: the KV of a batch does not fit.

@@ -5,7 +5,7 @@
 HeteGen's figure 8 on this computer: tokens per second by the share of the weights in GPU memory. Three ways
 have the same memory:
 
-    divided      rows of each matrix: GPU, bus and CPU work on each matmul at the same time
+    divided      rows of all matrices: GPU, bus and CPU work on each matmul at the same time
     streaming    the first layers are on the GPU; the others cross the bus for each token, ahead of their use
     layer split  the first layers are on the GPU; the CPU computes the others, and one waits for the other
 

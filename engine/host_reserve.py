@@ -118,7 +118,7 @@ class HostReserve:
         return {tier: self._kv.size(tier) for tier in self._pools}
 
     def _least_blocks(self, tier: KVTier, size: PoolSize) -> int:
-        least = max(self._scheduler.least_blocks(tier), int(size.most * LEAST_SHARE))
+        least = max(self._scheduler.queues.least_blocks(tier), int(size.most * LEAST_SHARE))
         return min(-(-least // BLOCKS_PER_RUN) * BLOCKS_PER_RUN, size.most)
 
     def _set_limits(self, limits: Mapping[KVTier, int]) -> bool:

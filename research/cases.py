@@ -15,8 +15,7 @@ from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.engine.simulation.reality import Mismatch
-from neo_desktop.engine.simulation.simulator import SimulatedRequest, simulate
+from neo_desktop.engine.simulation.simulator import Mismatch, SimulatedRequest, simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
@@ -58,7 +57,7 @@ class Case:
         return replace(self, requests=[r for r in requests if r.total_tokens <= longest])
 
     def bound(self, *, swaps: bool = False) -> float:
-        """Return output tokens/s; with `swaps`, streamed KV is counted, too."""
+        """Return output tokens/s; with `swaps`, it counts streamed KV."""
         attended = self.budget.gpu_tokens
         if swaps:
             shared = self.budget.swapping(self.cost, LIMITS)

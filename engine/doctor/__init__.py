@@ -5,7 +5,6 @@
     verdict      results stored for this GPU, driver, torch, Triton, version and model shape
     first_start  the checks at the first start on a GPU
     safe_start   after a start that crashed, the next one is more careful
-    machine      key of a verdict, and the location of these files
 
 The checks use the whole engine: `engine.selfcheck` is the child's program.
 """

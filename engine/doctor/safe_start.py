@@ -21,7 +21,7 @@ import torch
 
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.cuda.errors import is_lost
-from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
+from neo_desktop.engine.doctor.verdict import CANNOT_KEEP, machine_key
 from neo_desktop.engine.fallbacks import KERNELS, MECHANISMS, fallbacks
 from neo_desktop.engine.processes import is_alive, this_process
 

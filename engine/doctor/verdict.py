@@ -3,17 +3,21 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from neo_desktop import __version__, native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
-from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.fallbacks import Fallbacks
+from neo_desktop.engine.profiling import hardware
+from neo_desktop.engine.profiling.profile_cache import model_key
 from neo_desktop.models.config import ModelConfig
 
+CANNOT_KEEP = "the results of checks on this computer cannot be saved"
 CHECKS_VERSION = 1  # raise it when the checks or their methods change
 
 
@@ -69,6 +73,34 @@ def new_verdict(key: Key, outcomes: Sequence[Outcome], *, is_quick: bool) -> Ver
     return Verdict(key, tuple(outcomes), is_quick, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
 
 
+def machine_key(device: torch.device) -> dict[str, Any]:
+    """Return the hardware and versions that decide what works; nothing identifies the owner."""
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "driver": hardware.driver_version(),
+        }
+    return {
+        "neo_desktop": __version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "gpu": gpu,
+        "cpu": hardware.cpu_name(),
+        "isas": list(native.available_isas()),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the key of a verdict; the model's name and folder do not matter and are not stored."""
     return {
@@ -76,19 +108,7 @@ def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -
         "checks": CHECKS_VERSION,
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "model": {
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_layers": config.num_layers,
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-            "windows": sorted({window for window in config.layer_windows if window is not None}),
-            "qk_norm": config.qk_norm,
-            "attention_sinks": config.attention_sinks,
-            "attention_softcap": config.attention_softcap,
-        },
+        "model": model_key(config),
     }
 
 

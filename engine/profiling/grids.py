@@ -11,7 +11,7 @@ from neo_desktop.models.config import ModelConfig
 
 # the tier whose KV prompts attend to fastest
 NEAR = next(tier for tier in MEASURED_TIERS if not tier.host_attends)
-LINEAR_CONTEXT = 4096  # a row's linear stages take about as long as attention to such a context
+LINEAR_CONTEXT = 4096  # a row's linear stages take about as long as attention to this context
 
 
 class Stage(StrEnum):

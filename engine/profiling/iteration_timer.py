@@ -6,7 +6,7 @@ The timeline of the device's lane divides an iteration without gaps:
     <outside>       < a layer's decodes>                  < head >
                     |q, k, v|CPU attention|o|     in place of attention, if the CPU attends
 
-A few layers stand for all: their weights exceed every cache, and each kind of attention occurs. Prompts
+A few layers stand for all: their weights exceed every cache, and every kind of attention occurs. Prompts
 reuse weights and need fewer layers. One more layer ends them. No token is chosen unless the head is measured.
 If a matrix is offloaded, linear stages are measured with all layers, which differ in their resident rows.
 """
@@ -34,6 +34,7 @@ from neo_desktop.engine.profiling.regions import Region, region_bytes, stand_in_
 from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.profiling.synthetic import GREEDY, plan_of, sequence, with_layers
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.shares import StreamedShares
@@ -75,6 +76,7 @@ class IterationTimer:
         )
         self._decoder = decoder
         self.is_cuda = decoder.device.type == "cuda"
+        self._is_traced = isinstance(decoder, TracedDecoder)  # no further layer can end its last one
         self._most_decodes = min(most_requests, MAX_DECODES)
         pools = {tier: _pool_of(tier, decoder, storage) for tier in MEASURED_TIERS}
         self._storage = KVStorage(pools, storage.states)
@@ -102,6 +104,9 @@ class IterationTimer:
             runner.forget_graphs()
             runner.close()
             self._runner = None
+            del runner
+            if self.is_cuda:
+                return_memory()
 
     def time(self, point: Point, turn: int) -> dict[Point, float]:
         """Measure a point once; return it and what else the iteration shows, in ms.
@@ -115,9 +120,9 @@ class IterationTimer:
         runner, plan = self._runner_for(point), self._plan(point, turn)
         for _ in range(MOST_RUNS):
             begun_ns = time.perf_counter_ns()
-            result = runner.execute(plan)
+            timing = runner.execute(plan).timing
             ended_ns = time.perf_counter_ns()
-            if result.timing is not None and not result.timing.is_first:
+            if timing is not None and not timing.is_first:
                 break
         spans = self._timeline.last
         layers = self._layers_for(point)
@@ -156,13 +161,15 @@ class IterationTimer:
         for name in names:
 
             def ms(rows: int, shares: StreamedShares, name: str = name) -> float:
-                setattr(decoder, name, shares)
-                if self._runner is not None:
+                if getattr(decoder, name) != shares and self._runner is not None:
                     self._runner[1].forget_graphs()
+                setattr(decoder, name, shares)
                 point = Point(Stage.LINEAR, rows)
                 return self.time(point, 0)[point]
 
             setattr(decoder, name, measured_shares(ms, max_rows, seconds / len(names)))
+        self.close()  # its graphs have other shares
+        self.host_linear_ms.clear()
 
     def _layers_for(self, point: Point) -> Sequence[int]:
         match point.stage:
@@ -204,11 +211,13 @@ class IterationTimer:
         """Return the plan of requests, each given by its computed tokens and the tokens to compute.
 
         Args:
-            is_sampled: choose a token of each request.
+            is_sampled: choose a token for every request.
         """
+        most = self._decoder.config.max_context_tokens  # learned positions end there
+        parts = [(min(start, max(most - tokens, 0)), min(tokens, most)) for start, tokens in parts]
         tables = self._regions[tier].tables([start + tokens for start, tokens in parts], turn)
         return plan_of(
-            sequence(index, tier, *part, table, GREEDY if is_sampled else None)
+            sequence(index, tier, *part, table, GREEDY if is_sampled or self._is_traced else None)
             for index, (part, table) in enumerate(zip(parts, tables, strict=True))
         )
 
@@ -287,7 +296,7 @@ def _copies_ms(spans: Sequence[Span]) -> float:
 
 
 def _chosen_layers(decoder: Decoder) -> tuple[Sequence[int], Sequence[int]]:
-    """Return layers of each kind of attention, and others whose weights also exceed the caches; see above."""
+    """Return layers with every kind of attention, and more of them, whose weights exceed the caches."""
     config = decoder.config
     every = range(config.num_layers)
     if isinstance(decoder, TracedDecoder):

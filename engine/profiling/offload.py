@@ -1,11 +1,14 @@
-"""Measures the round trip of one offloaded step: to the CPU and back."""
+"""Round trips of offloaded steps, to the CPU and back, in which every request attends only to itself."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.execute.backend import Backend
-from neo_desktop.engine.execute.round_trips import RoundTrips
+from neo_desktop.engine.execute.round_trips import RoundTrips, nothing
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
 
@@ -15,13 +18,98 @@ _HEADS, _HEAD_DIM = 16, 64  # 4 KiB of float32 per request
 _ROW_BYTES = _HEADS * _HEAD_DIM * torch.float32.itemsize
 
 
+class OffloadChain:
+    """A program of round trips: q, k and v to the CPU, an output back.
+
+    Args:
+        device: the model's.
+        heads: query heads, KV heads and head dimension.
+        length: number of round trips.
+        pause: delays the device before each trip.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        requests: int,
+        heads: tuple[int, int, int],
+        length: int,
+        pause: Callable[[], object] = nothing,
+    ) -> None:
+        num_heads, kv_heads, head_dim = heads
+        pinned = device.type == "cuda"
+        qkv = torch.zeros(requests, num_heads + 2 * kv_heads, head_dim, device=device)
+        self._out = torch.empty(requests, num_heads, head_dim, device=device)
+        sent, answer = (torch.empty(x.shape, pin_memory=pinned) for x in (qkv, self._out))
+        q, k, v = torch.split(sent, [num_heads, kv_heads, kv_heads], dim=1)
+        flags = empty_flags(length, pinned=pinned)
+        cache = torch.zeros(requests, kv_heads, 1, head_dim)
+        layer = RelayLayer(cache, cache.clone(), None, None, window=0)
+        self._relay = Relay([layer] * length, block_size=1, scale=1.0)
+        tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
+        self._batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
+
+        def make() -> None:
+            pause()
+            qkv.add_(1)
+
+        trips = RoundTrips(
+            flags,
+            make,
+            send=partial(sent.copy_, qkv, non_blocking=True),
+            answer=lambda _: self._attend(answer, v),
+            bring=partial(self._out.copy_, answer, non_blocking=True),
+        )
+        self._program = trips.program(("offload", requests))
+        self._length = length
+        self._num_runs = 0
+        self._attending_s = 0.0
+
+    def run(self, backend: Backend, timeout_s: float, *, in_graph: bool) -> float:
+        """Run the program; return the seconds of one round trip without the attention.
+
+        Args:
+            in_graph: a relay attends, within a graph if the program has run before; otherwise a thread does.
+
+        Raises:
+            RelayStalledError, DeviceStalledError: no response within the timeout.
+            StreamMemoryError: the driver refuses stream memory operations.
+        """
+        self._attending_s = 0.0
+        if in_graph:
+            self._relay.start([self._batch], timeout_s)
+        start = time.perf_counter()
+        try:
+            with backend.on_device():
+                backend.start(self._program, with_flags=in_graph, with_graphs=in_graph)
+                backend.wait()
+        except BaseException:
+            self._relay.cancel()
+            raise
+        taken_s = time.perf_counter() - start
+        if in_graph:
+            self._attending_s = sum(step.end_ns - step.start_ns for step in self._relay.finish()) / 1e9
+        self._num_runs += 1
+        return (taken_s - self._attending_s) / self._length
+
+    @property
+    def has_lost(self) -> bool:
+        """True if the last output is not what was sent; only layers change the values beyond rounding."""
+        return not float((self._out.cpu() - self._num_runs * self._length).abs().max()) < 0.01
+
+    def _attend(self, answer: Tensor, v: Tensor) -> None:
+        started = time.perf_counter()
+        answer.copy_(v)
+        self._attending_s += time.perf_counter() - started
+
+
 class OffloadTimer:
-    """Times round trips: q, k and v to the CPU, an output back; every request attends only to itself.
+    """Times round trips.
 
     Args:
         device: the model's.
         backend: runs programs on the device.
-        in_graph: a relay attends within a graph; otherwise a thread does.
+        in_graph: see `OffloadChain.run`.
     """
 
     def __init__(self, device: torch.device, backend: Backend, *, in_graph: bool) -> None:
@@ -33,70 +121,24 @@ class OffloadTimer:
         """Return the seconds of one round trip with `nbytes` each way, without the attention itself.
 
         Raises:
-            RelayStalledError, DeviceStalledError: no response within the timeout.
-            StreamMemoryError: the driver refuses stream memory operations.
-            RuntimeError: the output is not what was sent.
+            RuntimeError: see `OffloadChain.run`; or the output is not what was sent.
         """
-        backend = self._backend
+        chain = OffloadChain(self._device, max(nbytes // _ROW_BYTES, 1), (_HEADS, 1, _HEAD_DIM), CHAIN)
+        backend, seconds = self._backend, 0.0
         backend.begin(Watchdog(TIMEOUT_S))
         try:
-            with backend.on_device():
-                return self._seconds(max(nbytes // _ROW_BYTES, 1))
+            for _ in range(3):  # in a graph: compiled, captured, launched
+                seconds = chain.run(backend, TIMEOUT_S, in_graph=self._in_graph)
+                if chain.has_lost:
+                    raise RuntimeError(
+                        "a transfer between GPU and CPU lost data: the driver or the GPU is at fault"
+                    )
         except BaseException as error:
             backend.abandon(error)
             raise
         finally:
             backend.forget()
-
-    def _seconds(self, requests: int) -> float:
-        device, pinned = self._device, self._device.type == "cuda"
-        qkv = torch.zeros(requests, _HEADS + 2, _HEAD_DIM, device=device)
-        out = torch.empty(requests, _HEADS, _HEAD_DIM, device=device)
-        sent = torch.empty(qkv.shape, pin_memory=pinned)
-        answer = torch.empty(out.shape, pin_memory=pinned)
-        q, k, v = torch.split(sent, [_HEADS, 1, 1], dim=1)
-        flags = empty_flags(CHAIN, pinned=pinned)
-        attending_s = 0.0
-
-        def attend(_: int) -> None:
-            nonlocal attending_s
-            started = time.perf_counter()
-            answer.copy_(v)
-            attending_s += time.perf_counter() - started
-
-        trips = RoundTrips(
-            flags,
-            make=lambda: qkv.add_(1),
-            send=lambda: sent.copy_(qkv, non_blocking=True),
-            answer=attend,
-            bring=lambda: out.copy_(answer, non_blocking=True),
-        )
-        cache = torch.zeros(requests, 1, 1, _HEAD_DIM)
-        layer = RelayLayer(cache, cache.clone(), None, None, window=0)
-        relay = Relay([layer] * CHAIN, block_size=1, scale=1.0)
-        tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
-        batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
-        for number in (1, 2, 3):  # in a graph: compiled, captured, launched
-            attending_s = 0.0
-            if self._in_graph:
-                relay.start([batch], TIMEOUT_S)
-            start = time.perf_counter()
-            try:
-                self._backend.start(
-                    trips.program("offload"), with_flags=self._in_graph, with_graphs=self._in_graph
-                )
-                self._backend.wait()
-            except BaseException:
-                relay.cancel()
-                raise
-            taken_s = time.perf_counter() - start
-            if self._in_graph:
-                attending_s = sum(step.end_ns - step.start_ns for step in relay.finish()) / 1e9
-            if not torch.equal(out.cpu(), torch.full(out.shape, float(number * CHAIN))):
-                raise RuntimeError(
-                    "a transfer between GPU and CPU lost data: the driver or the GPU is at fault"
-                )
-        return (taken_s - attending_s) / CHAIN
+        return seconds
 
     def close(self) -> None:
         """Stop the backend's threads."""

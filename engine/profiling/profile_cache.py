@@ -28,7 +28,6 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.experts_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def profile_key(
         "in_host_memory": _share_in_host_memory(decoder),
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
-        "model": _model_key(config),
+        "model": model_key(config),
         # The range of the tables. Pool sizes are rounded: free memory varies a little between starts.
         "max_batch_tokens": limits.max_batch_tokens,
         "max_batch_requests": limits.max_batch_requests,
@@ -121,7 +120,9 @@ def _share_in_host_memory(decoder: Decoder) -> float:
     return round(memory.get(torch.device("cpu"), 0) / sum(memory.values()), SHARE_DIGITS)
 
 
-def _model_key(config: ModelConfig) -> dict[str, Any]:
+def model_key(config: ModelConfig) -> dict[str, Any]:
+    """Return the shape of a model, without its name and folder."""
+    experts = config.experts
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -138,12 +139,8 @@ def _model_key(config: ModelConfig) -> dict[str, Any]:
         "qk_norm": config.qk_norm,
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap,
-        "experts": _experts_key(config.experts),
+        "experts": None if experts is None else [experts.count, experts.per_token, *experts.layers],
     }
-
-
-def _experts_key(experts: ExpertsConfig | None) -> list[int] | None:
-    return None if experts is None else [experts.count, experts.per_token, *experts.layers]
 
 
 def find_tables(
@@ -167,7 +164,7 @@ def find_tables(
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "in_host_memory": round(in_host_memory, SHARE_DIGITS),
-        "model": _model_key(config),
+        "model": model_key(config),
     }
     # Query the driver, not CUDA: a CUDA context would take GPU memory for good.
     gpus = {gpu.name for gpu in hardware.find_gpus()[0]} if device.type == "cuda" else {None}

@@ -43,29 +43,17 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
     Cached per process.
     """
-    few_s, many_s, nbytes = _products(_CPU, dtype)
-    read_bytes_per_s = native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9
-    cpu_flops, cpu_bytes_per_s = 2 * ROWS * COLUMNS * MANY / many_s, nbytes / few_s
-    if device.type != "cuda":
-        copied_s = _least_s(_copy(_CPU))
-        return Rates(
-            cpu_bytes_per_s,
-            cpu_flops,
-            COPY_BYTES / copied_s,
-            cpu_bytes_per_s,
-            cpu_flops,
-            _offload_ms(device),
-            read_bytes_per_s,
-        )
-    gpu_few_s, gpu_many_s, gpu_bytes = _products(device, dtype)
+    cpu = cpu_few_s, cpu_many_s, cpu_bytes = _products(_CPU, dtype)
+    gpu_few_s, gpu_many_s, gpu_bytes = _products(device, dtype) if device.type == "cuda" else cpu
+    flops = 2 * ROWS * COLUMNS * MANY
     return Rates(
-        cpu_bytes_per_s,
-        cpu_flops,
-        COPY_BYTES / _least_s(_copy(device), device),
-        gpu_bytes / gpu_few_s,
-        2 * ROWS * COLUMNS * MANY / gpu_many_s,
-        _offload_ms(device),
-        read_bytes_per_s,
+        cpu_bytes_per_s=cpu_bytes / cpu_few_s,
+        cpu_flops=flops / cpu_many_s,
+        bus_bytes_per_s=COPY_BYTES / _least_s(_copy(device), device),
+        gpu_bytes_per_s=gpu_bytes / gpu_few_s,
+        gpu_flops=flops / gpu_many_s,
+        offload_ms=_offload_ms(device),
+        host_bytes_per_s=native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9,
     )
 
 

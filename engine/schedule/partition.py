@@ -1,6 +1,6 @@
 """Partitions: the assignment of host decodes to sub-batches, candidates and their comparison."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from neo_desktop.engine.schedule.batch_builder import Chunk, HostQueue
 NOTHING = BatchShape()
 # A candidate must be better by more than this to win: predictions have larger errors.
 TOLERANCE = 0.01
-MOST_GUESSES = 6
 MOST_MISSES = 8  # consecutive decodes that fit neither sub-batch: shorter ones are unlikely to follow
 
 
@@ -296,26 +295,8 @@ class CandidateGenerator:
     def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can attend for within `limit_ms`."""
         queue, cost = self.queue, self._cost
-        if begin == len(queue):
-            return 0
-        low, high = 1, len(queue) - begin
-        high_ms = queue.host_ms(cost, begin, begin + high)
-        if high_ms <= limit_ms:
-            return high
-        low_ms = queue.host_ms(cost, begin, begin + low)
-        if low_ms > limit_ms:
-            return 0
-        for _ in range(MOST_GUESSES):  # host time is about linear in the count
-            if high - low < 2:
-                break
-            guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
-            guess = min(max(guess, low + 1), high - 1)
-            ms = queue.host_ms(cost, begin, begin + guess)
-            if ms <= limit_ms:
-                low, low_ms = guess, ms
-            else:
-                high, high_ms = guess, ms
-        return low
+        counts = range(1, len(queue) - begin + 1)
+        return bisect_right(counts, limit_ms, key=lambda count: queue.host_ms(cost, begin, begin + count))
 
 
 def _share(decodes: Decodes, count: int) -> Decodes:

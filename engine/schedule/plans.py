@@ -12,6 +12,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.kv.states import StateCache
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
@@ -46,6 +47,16 @@ class Scheduled(NamedTuple):
         if request.num_preemptions == self.num_preemptions:
             request.num_computed_tokens += num_tokens - 1
         return num_tokens
+
+    def take_back(self, states: StateCache | None) -> None:
+        """Return the request to its state before the iteration."""
+        request = self.request
+        if self.is_last:
+            request.num_tokens -= 1
+        if request.num_preemptions == self.num_preemptions:
+            request.num_computed_tokens = self.sequence.start
+            if states is not None:
+                states.take_back(request.request_id)
 
 
 def plan_of(

@@ -258,9 +258,21 @@ class RequestQueues(Generic[R]):
             for copy in self.copies
         )
 
-    def open(self, tier: KVTier, num_blocks: int) -> None:
-        """Give an empty tier its blocks."""
-        self.kv.resize(tier, num_blocks)
+    def least_blocks(self, tier: KVTier) -> int:
+        """Return the number of blocks a tier must keep so that the oldest request can continue.
+
+        That request is never preempted. The number includes some room to grow.
+        """
+        oldest = min(self, key=attrgetter("arrival"), default=None)
+        if oldest is None:
+            return 0
+        num_blocks = self.kv.blocks_for(oldest.num_tokens)
+        room_to_grow = num_blocks // 4 + 1
+        if oldest.request_id in self.kv:
+            is_here = self.tier_of(oldest) == tier
+            return self.kv.last_block(oldest.request_id) + 1 + room_to_grow if is_here else 0
+        largest = max(self.kv.tiers, key=lambda each: self.kv.size(each).most)
+        return num_blocks + room_to_grow if tier == largest else 0
 
     def _evict(self, victim: R, may_spill: Callable[[R, KVTier], bool]) -> None:
         tier = self.tier_of(victim)

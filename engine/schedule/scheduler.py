@@ -1,7 +1,7 @@
 """The scheduler: from requests to plans, and from results back to requests."""
 
 from collections import deque
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
@@ -214,7 +214,8 @@ class Scheduler(Generic[R]):
             if is_on_its_way:
                 continue
             if sequence.request_id in result.failed:
-                self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
+                request.finish(FinishReason.ERROR, result.failed[sequence.request_id])
+                self.remove(request)
                 gained.append(request)
                 continue
             context_len = sequence.context_len
@@ -257,17 +258,14 @@ class Scheduler(Generic[R]):
     def abort(self: "Scheduler[Request]", owner_id: str) -> list[RequestOutput]:
         """End all outputs of a request now and free their blocks; do nothing if none is left."""
         requests = [request for request in self.queues if request.owner_id == owner_id]
-        for request in requests:
-            self._finish(request, FinishReason.ABORT)
-        return [request.take_output() for request in requests]
+        return self._end(requests, FinishReason.ABORT)
 
     def fail(self: "Scheduler[Request]", error: str) -> list[RequestOutput]:
         """End the requests of the current iteration, which failed."""
         requests = [scheduled.request for scheduled in self._end_iteration()]
-        for request in requests:
-            self._finish(request, FinishReason.ERROR, error)
+        outputs = self._end(requests, FinishReason.ERROR, error)
         self._give_up_moves()
-        return [request.take_output() for request in requests]
+        return outputs
 
     def shrink(self) -> bool:
         """Discard the current iteration, which ran out of memory, and plan smaller ones.
@@ -296,7 +294,7 @@ class Scheduler(Generic[R]):
     def open(self, tier: KVTier, num_blocks: int) -> None:
         """Reopen a lost tier, which is empty."""
         self._ahead = None
-        self.queues.open(tier, num_blocks)
+        self._kv.resize(tier, num_blocks)
 
     def set_limit(self, tier: KVTier, num_blocks: int) -> None:
         """Use only the first blocks of a tier; no iteration may be running.
@@ -315,51 +313,30 @@ class Scheduler(Generic[R]):
         """True if the blocks beyond the limit are unused; no iteration may be running."""
         return self.queues.is_drained(tier, self._kv.size(tier).limit)
 
-    def least_blocks(self, tier: KVTier) -> int:
-        """Return the number of blocks a tier must keep so that the oldest request can continue.
-
-        That request is never preempted. The number includes some room to grow.
-        """
-        oldest = min(self.queues, key=attrgetter("arrival"), default=None)
-        if oldest is None:
-            return 0
-        num_blocks = self._kv.blocks_for(oldest.num_tokens)
-        room_to_grow = num_blocks // 4 + 1
-        if oldest.request_id in self._kv:
-            is_here = self.queues.tier_of(oldest) == tier
-            return self._kv.last_block(oldest.request_id) + 1 + room_to_grow if is_here else 0
-        largest = max(self._kv.tiers, key=lambda each: self._kv.size(each).most)
-        return num_blocks + room_to_grow if tier == largest else 0
-
     def refuse_first(self: "Scheduler[Request]", why: str) -> list[RequestOutput]:
         """End the longest-waiting request, because no remaining tier can hold it."""
-        request = self.queues.waiting[0]
-        self._finish(request, FinishReason.ERROR, why)
-        return [request.take_output()]
+        return self._end([self.queues.waiting[0]], FinishReason.ERROR, why)
 
     def take_back(self) -> None:
         """Discard the newest iteration: its requests return to their state before it."""
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
             self.queues.async_groups.clear()
-        for request, sequence, num_preemptions, is_last, *_ in undone:
-            if is_last:
-                request.num_tokens -= 1
-            if request.num_preemptions == num_preemptions:
-                request.num_computed_tokens = sequence.start
-                if self._kv.states is not None:
-                    self._kv.states.take_back(request.request_id)
+        for scheduled in undone:
+            scheduled.take_back(self._kv.states)
         self._ahead = None
 
     def _give_up_moves(self) -> None:
         self._ahead = None
         self.queues.give_up_moved()
 
-    def _finish(
-        self: "Scheduler[Request]", request: Request, reason: FinishReason, error: str | None = None
-    ) -> None:
-        request.finish(reason, error)
-        self.remove(request)
+    def _end(
+        self: "Scheduler[Request]", requests: Sequence[Request], why: FinishReason, error: str | None = None
+    ) -> list[RequestOutput]:
+        for request in requests:
+            request.finish(why, error)
+            self.remove(request)
+        return [request.take_output() for request in requests]
 
     def _new_iteration(self) -> IterationBuilder[R]:
         max_tokens = int(self._batch_tokens)

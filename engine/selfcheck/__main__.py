@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.selfcheck.answers import AnswerChecks
 from neo_desktop.engine.selfcheck.check import Check, serve
-from neo_desktop.engine.selfcheck.cpu_checks import cpu_checks
 from neo_desktop.engine.selfcheck.kernel_checks import kernel_checks
+from neo_desktop.engine.selfcheck.kv_checks import cpu_checks
 from neo_desktop.engine.selfcheck.offload_checks import offload_checks
 from neo_desktop.engine.selfcheck.rig import Rig
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.dispatch import choose_experts, multiply_experts
-from neo_desktop.engine.selfcheck.kv_checks import BOUNDS, error_of
-from neo_desktop.engine.selfcheck.rig import Rig, require
+from neo_desktop.engine.selfcheck.kv_checks import error_of
+from neo_desktop.engine.selfcheck.rig import BOUNDS, Rig, require
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.linear import grouped
 from neo_desktop.models.linear.grouped import Grouped
@@ -26,9 +26,8 @@ KINDS = (None, "Q8_0", "Q4_1")  # weight formats; None: floats
 
 def check_experts(rig: Rig) -> Figures:
     """Check the choice of experts, and their outputs for few and many rows."""
-    figures: dict[str, Figure] = {}
     hidden = min(-(-rig.config.hidden_size // 64) * 64, MOST_HIDDEN)
-    errors, work, nbytes = [0.0], None, 0
+    errors = []
     for kind in KINDS:
         experts, exact = _experts(rig, kind, hidden)
         for rows in ROWS:
@@ -41,13 +40,10 @@ def check_experts(rig: Rig) -> Figures:
             work()
             error = error_of(out.cpu(), _expected(exact, x, ids, weights))
             if kind is not None and fallbacks.level("quantised") == "integers":
-                require(error, ROUNDED_BOUND, figures)
+                require(error, ROUNDED_BOUND, {})
             else:
                 errors.append(error)
-            nbytes = room.gate_up.nbytes + room.gated.nbytes + room.products.nbytes
-    assert work is not None
-    require(max(errors), BOUNDS[rig.dtype], figures)
-    return {**figures, "ms": rig.milliseconds(work), "bytes": nbytes}
+    return rig.judge(errors, work, room.gate_up.nbytes + room.gated.nbytes + room.products.nbytes)
 
 
 def _experts(rig: Rig, kind: str | None, hidden: int) -> tuple[StackedExperts, list[Tensor]]:

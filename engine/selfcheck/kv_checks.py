@@ -1,22 +1,25 @@
-"""Checks of KV layers against float64: stored rows and decode attention."""
+"""Checks of KV layers against float64, in all memory types and thread modes: stored rows and attention."""
 
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.selfcheck.rig import Rig, require
+from neo_desktop.engine.selfcheck.check import Check
+from neo_desktop.engine.selfcheck.rig import BOUNDS, Rig, on_levels, require
 
-# Relative error of a head's output vector, including rounding to the dtype.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.int8: 2e-2}
 INT8_STEP = 0.51 / 127  # relative to a row's largest element: half a step, plus rounding of its scale
 LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # tokens per request, by batch
 MANY = 24  # requests in an additional batch
+DEADLINE_S = 60.0
 
 
 class LayerCase:
@@ -153,3 +156,34 @@ def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
         bytes_ = 2 * sum(lengths) * rig.config.num_kv_heads * rig.config.head_dim * dtype.itemsize
     figures |= {"ms": rig.milliseconds(lambda: case.attend(None)), "bytes": bytes_}
     return figures
+
+
+def cpu_checks(rig: Rig) -> Iterator[Check]:
+    """Yield the checks of KV in host memory."""
+    for level in MECHANISMS["isa"].levels:
+        for dtype, what in ((rig.dtype, str(rig.dtype).removeprefix("torch.")), (torch.int8, "int8")):
+            yield Check(
+                f"cpu-attention-{level.name}-{what}",
+                f"CPU attention, {level.what}, KV in {what}",
+                "isa",
+                level.name,
+                DEADLINE_S,
+                partial(_attention, rig, "isa", level.name, dtype),
+            )
+    for mechanism in ("huge_pages", "affinity"):
+        for level in MECHANISMS[mechanism].levels:
+            yield Check(
+                f"{mechanism}-{level.name}",
+                f"{MECHANISMS[mechanism].title}: {level.what}",
+                mechanism,
+                level.name,
+                DEADLINE_S,
+                partial(_attention, rig, mechanism, level.name, rig.dtype),
+            )
+
+
+def _attention(rig: Rig, mechanism: str, level: str, dtype: torch.dtype) -> Figures:
+    with on_levels({mechanism: level}):
+        rows = check_rows(rig, dtype, HostLayer)
+        decode = check_decode(rig, dtype, HostLayer)
+    return {**rows, **decode}

@@ -31,9 +31,10 @@ from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
+from neo_desktop.engine.profiling.offload import OffloadChain
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels
-from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
+from neo_desktop.native.relay import DONE, READY, empty_flags
 
 DEADLINE_S = 40.0
 CHAIN = 24  # consecutive round trips, as in an iteration over 24 layers
@@ -49,48 +50,30 @@ Pause = Callable[[random.Random], None]  # on the device
 
 def offload_checks(rig: Rig) -> Iterator[Check]:
     """Yield the checks of flags, graphs, streams and memory, for a GPU."""
-    yield Check(
-        "graphs-host-flags",
-        "Graphs with round trips to the CPU, with random delays",
-        "graphs",
-        "host-flags",
-        DEADLINE_S,
-        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=True),
-    )
-    yield Check(
-        "graphs-relay",
-        "CPU attention within a graph",
-        "graphs",
-        "host-flags",
-        DEADLINE_S,
-        lambda: check_relay(rig, _backend(rig), _pause),
-    )
-    yield Check(
-        "graphs-device-only",
-        "Graphs, captured and replayed with other data",
-        "graphs",
-        "device-only",
-        DEADLINE_S,
-        lambda: check_replay(rig, _backend(rig)),
-    )
-    yield Check(
-        "graphs-eager",
-        "Streams that wait for each other and for the CPU, with random delays",
-        "graphs",
-        "eager",
-        DEADLINE_S,
-        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=False),
-    )
+
+    def check(
+        name: str, title: str, mechanism: str | None, level: str | None, run: Callable[[], Figures]
+    ) -> Check:
+        return Check(name, title, mechanism, level, DEADLINE_S, run)
+
+    def trips(*, in_graphs: bool) -> Figures:
+        return check_trips(rig, _backend(rig), _pause, in_graphs=in_graphs)
+
+    def graphs(name: str, title: str, level: str, run: Callable[[], Figures]) -> Check:
+        return check(f"graphs-{name}", title, "graphs", level, run)
+
+    title = "Graphs with round trips to the CPU, with random delays"
+    yield graphs("host-flags", title, "host-flags", partial(trips, in_graphs=True))
+    title = "CPU attention within a graph"
+    yield graphs("relay", title, "host-flags", lambda: check_relay(rig, _backend(rig), _pause))
+    title = "Graphs, captured and replayed with other data"
+    yield graphs("device-only", title, "device-only", lambda: check_replay(rig, _backend(rig)))
+    title = "Streams that wait for each other and for the CPU, with random delays"
+    yield graphs("eager", title, "eager", partial(trips, in_graphs=False))
     for level in ("pinned", "pageable"):
-        yield Check(
-            f"host_memory-{level}",
-            f"Copies between GPU and host memory, {level}",
-            "host_memory",
-            level,
-            DEADLINE_S,
-            partial(check_copies, rig, level),
-        )
-    yield Check("swap", "KV moved to host memory and back", None, None, DEADLINE_S, lambda: check_swap(rig))
+        title, run = f"Copies between GPU and host memory, {level}", partial(check_copies, rig, level)
+        yield check(f"host_memory-{level}", title, "host_memory", level, run)
+    yield check("swap", "KV moved to host memory and back", None, None, partial(check_swap, rig))
 
 
 def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
@@ -165,44 +148,14 @@ def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> N
 
 def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
     """Check attention by the native relay within programs of several sizes; requests attend to themselves."""
-    config, pinned = rig.config, rig.device.type == "cuda"
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    rng, runs = random.Random(0), 0
+    config, rng, runs = rig.config, random.Random(0), 0
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
     for requests in (1, 5, 40):
-        cache = torch.zeros(requests, kv_heads, 1, head_dim)
-        relay = Relay(
-            [RelayLayer(cache, cache.clone(), None, None, window=0)] * CHAIN, block_size=1, scale=1.0
-        )
-        qkv = torch.zeros(requests, heads + 2 * kv_heads, head_dim, device=rig.device)
-        out = torch.empty(requests, heads, head_dim, device=rig.device)
-        sent = torch.empty(qkv.shape, pin_memory=pinned)
-        answer = torch.empty(out.shape, pin_memory=pinned)
-        q, k, v = torch.split(sent, [heads, kv_heads, kv_heads], dim=1)
-        flags = empty_flags(CHAIN, pinned=pinned)
-        tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
-        batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
-
-        def make(qkv: Tensor = qkv) -> None:
-            pause(rng)
-            qkv.add_(1)
-
-        trips = RoundTrips(
-            flags,
-            make,
-            send=partial(sent.copy_, qkv, non_blocking=True),
-            bring=partial(out.copy_, answer, non_blocking=True),
-        )
-        for number in range(1, 6):  # at once, and then as a graph
-            relay.start([batch], DEADLINE_S / 2)
-            try:
-                _carry_out(backend, trips.program(requests), in_graphs=True)
-            except BaseException:
-                relay.cancel()
-                raise
-            relay.finish()
+        chain = OffloadChain(rig.device, requests, heads, CHAIN, partial(pause, rng))
+        for _ in range(5):  # at once, and then as a graph
+            chain.run(backend, DEADLINE_S / 2, in_graph=True)
             runs += 1
-            # Only layers change the values beyond rounding.
-            if not float((out.cpu() - number * CHAIN).abs().max()) < 0.01:
+            if chain.has_lost:
                 raise CheckError("data from CPU attention differs from the data sent", {"runs": runs})
         backend.forget()
     return {"runs": runs, "offload_buffers": runs * CHAIN}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, silu
 
-from neo_desktop.engine.doctor.outcome import Figure, Figures
+from neo_desktop.engine.doctor.outcome import Figures
 from neo_desktop.engine.kernels.dispatch import scan_state, short_convolution
-from neo_desktop.engine.selfcheck.kv_checks import BOUNDS, error_of
-from neo_desktop.engine.selfcheck.rig import Rig, require
+from neo_desktop.engine.selfcheck.kv_checks import error_of
+from neo_desktop.engine.selfcheck.rig import Rig
 from neo_desktop.models.recurrent import Spans
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
@@ -20,17 +20,15 @@ SLOTS = 5
 
 def check_recurrent(rig: Rig) -> Figures:
     """Check scans with and without the delta rule, and short convolutions: outputs and states."""
-    figures: dict[str, Figure] = {}
     spans = Spans(torch.tensor(SPANS, dtype=torch.int32, device=rig.device), 34)
     errors = [*_scans(rig, spans, has_beta=True), *_scans(rig, spans, has_beta=False)]
     errors += _convolutions(rig, spans)
-    require(max(errors), BOUNDS[rig.dtype], figures)
     rows, state = SPANS[-1][1], torch.zeros(SLOTS, HEADS, KEY_DIM, VALUE_DIM, device=rig.device)
     q = torch.zeros(rows, KEY_HEADS, KEY_DIM, dtype=rig.dtype, device=rig.device)
     v = torch.zeros(rows, HEADS, VALUE_DIM, dtype=rig.dtype, device=rig.device)
     decay = torch.zeros(rows, HEADS, device=rig.device)
     work = partial(scan_state, q, q, v, decay, decay, state, spans, v.clone())
-    return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * state[0].nbytes * len(SPANS)}
+    return rig.judge(errors, work, 2 * state[0].nbytes * len(SPANS))
 
 
 def _scans(rig: Rig, spans: Spans, *, has_beta: bool) -> list[float]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.doctor.outcome import CheckError
+from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import choose_device, choose_dtype, open_model
@@ -18,6 +18,8 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape as published_shape
 
 REPEATS = 5
+# Relative error of an output vector, including rounding to the dtype.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.int8: 2e-2}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,27 @@ class Rig:
         """Return the shape with a single layer."""
         return replace(self.config, num_layers=1, layer_windows=(None,))
 
+    def random(self, *shape: int) -> Tensor:
+        """Return numbers of the model's dtype on the CPU, equal for equal shapes."""
+        generator = torch.Generator().manual_seed(sum(shape))
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def judge(self, errors: Sequence[float], work: Callable[[], object], nbytes: int) -> Figures:
+        """Return the figures of a kernel.
+
+        Args:
+            errors: relative errors of its outputs.
+            work: calls it; it has run before.
+            nbytes: read and written by a call.
+
+        Raises:
+            CheckError: rounding does not explain an error.
+        """
+        figures: dict[str, Figure] = {}
+        worst = float(torch.tensor(errors, dtype=torch.float64).max())  # nan if any is nan
+        require(worst, BOUNDS[self.dtype], figures)
+        return {**figures, "ms": self.milliseconds(work), "bytes": nbytes}
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -99,7 +122,7 @@ def on_levels(levels: Mapping[str, str]) -> Iterator[None]:
                 raise CheckError(standing.reason or "a fallback replaced it")
 
 
-def require(error: float, bound: float, figures: dict[str, float | int | str]) -> None:
+def require(error: float, bound: float, figures: dict[str, Figure]) -> None:
     """Record an error and its bound among the figures.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from neo_desktop.engine.cache_files import Key
-from neo_desktop.engine.doctor import machine
+from neo_desktop.engine.doctor import verdict as verdicts
 from neo_desktop.engine.doctor.first_start import check_at_first_start, subject_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.doctor.trials import Subject
@@ -64,7 +64,7 @@ def test_another_shape_dtype_version_or_torch_is_another_verdict(monkeypatch: py
         assert read_verdict(subject_key(other, CPU)) is None
     for name, value in (("__version__", "99"), ("native", SimpleNamespace(available_isas=lambda: ["x"]))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, name, value)
+            patch.setattr(verdicts, name, value)
             assert read_verdict(subject_key(SUBJECT, CPU)) is None
     monkeypatch.setattr(torch, "__version__", "99")
     assert read_verdict(subject_key(SUBJECT, CPU)) is None
@@ -78,7 +78,7 @@ def test_another_gpu_or_driver_is_another_verdict(
     gpu.name = "Another card"
     assert read_verdict(subject_key(SUBJECT, CUDA)) is None
     gpu.name = "Card"
-    monkeypatch.setattr(machine.hardware, "driver_version", lambda: "999.1")
+    monkeypatch.setattr(verdicts.hardware, "driver_version", lambda: "999.1")
     assert read_verdict(subject_key(SUBJECT, CUDA)) is None
 
 

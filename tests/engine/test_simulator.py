@@ -18,8 +18,7 @@ from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, an
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
-from neo_desktop.engine.simulation.reality import Mismatch
-from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.simulator import Mismatch, simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from neo_desktop.models.shapes import shape
 
