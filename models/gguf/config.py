@@ -21,8 +21,7 @@ from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.rope import FactorScaling
 from neo_desktop.models.traced.config import TracedConfig, traced_config
-from neo_desktop.models.traced.sizes import FusedSizes
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import FusedSizes, Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
 """Keys are llama.cpp's names of architectures."""

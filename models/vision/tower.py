@@ -16,6 +16,7 @@ from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.sizes import quiet
 from neo_desktop.models.vision.families import FAMILIES, VisionFamily, Words, rows_of
 from neo_desktop.models.vision.pictures import decode
 from neo_desktop.models.vision.prompt import SeenImage
@@ -32,7 +33,7 @@ class Vision:
 
     def __init__(self, checkpoint: Checkpoint, config: TracedConfig, tokenizer: Tokenizer) -> None:
         self._checkpoint, self._config = checkpoint, config
-        with _quiet():
+        with quiet():
             self._described: Any = config.source.config()
         self._family = _FAMILIES[self._described.model_type]
         self._words = Words.read(checkpoint.path, tokenizer.token_text)
@@ -77,7 +78,7 @@ class Vision:
         from transformers.initialization import no_init_weights  # noqa: PLC0415 - as above
 
         described, path = self._described, self._checkpoint.path
-        with _quiet():
+        with quiet():
             kinds: Any = AutoImageProcessor
             processor = kinds.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, backend="pil"
@@ -132,12 +133,6 @@ def _copy(stored: StoredTensor, target: Tensor, name: str) -> None:
         )
     for row, piece in stored.pieces():
         (target[row : row + len(piece)] if target.dim() else target).copy_(piece)
-
-
-def _quiet() -> Any:
-    from neo_desktop.models.traced.spec import quiet  # noqa: PLC0415 - rarely needed
-
-    return quiet()
 
 
 _FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in FAMILIES}

@@ -242,7 +242,7 @@ def test_rotations_of_rows_before_heads_are_computed(tmp_path: Path, monkeypatch
     check_scores(save(tmp_path / "rows-first", "olmo2", {"num_hidden_layers": 2}))
 
 
-@pytest.mark.parametrize("part", ["find_patterns", "lowered", "run"])
+@pytest.mark.parametrize("part", ["patterns", "lowered", "run"])
 def test_an_operator_that_fails_is_not_used(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,8 +250,8 @@ def test_an_operator_that_fails_is_not_used(
         raise IndexError
 
     path = save(tmp_path / "model", "olmo2", {"num_hidden_layers": 1})
-    if part == "find_patterns":
-        monkeypatch.setattr(patterns._Finder, "gate", fails)
+    if part == "patterns":
+        monkeypatch.setattr(patterns.Finder, "gate", fails)
     elif part == "lowered":
         monkeypatch.setattr(stages, "lowered", fails)
     else:
