@@ -43,8 +43,8 @@ _SAMPLING = {
 def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Raise UnsupportedModelError if an architecture, entry or tensor is unknown, transformers is not installed,
-    or it cannot cut the model into stages, and ModelError if an entry is missing or out of range.
+    Raise ModelError if an entry is missing or out of range. Raise UnsupportedModelError if an architecture,
+    entry or tensor is unknown, or transformers is missing or cannot cut the model into stages.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))

@@ -233,7 +233,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
     head = None if is_tied else _fused([last], names)
-    moe_layers = tuple(mixed(model, call, names) for call in calls.experts)
+    moe_layers = tuple(mixed(call, names) for call in calls.experts)
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]
     for fused in (*matrices, *(() if head is None else (head,))):

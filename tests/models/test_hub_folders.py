@@ -111,9 +111,9 @@ def check_weights(path: Path) -> None:
     for weight in named_weights(decoder):
         value = expected.get(weight.name)
         if value is None:
-            module, expert, kind = re.fullmatch(
-                r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name
-            ).groups()
+            written = re.fullmatch(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name)
+            traced = re.fullmatch(r"(.+)\.\w+_proj\[(\d+)\]\.(gate|up|down)", weight.name)
+            module, expert, kind = (written or traced).groups()
             stack = expected[f"{module}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(expert)]
             value = stack if kind == "down" else stack.chunk(2)[kind == "up"]
         assert torch.equal(weight.dense(), value), weight.name
