@@ -10,7 +10,7 @@ import torch
 
 from neo_desktop.models import limits
 from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.families import described, experts_of, family_of, flag, layer_windows, stored_dtype
+from neo_desktop.models.families import described, experts_of, family_of, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
@@ -159,7 +159,7 @@ class ModelConfig:
         trained_tokens = file.integer("max_position_embeddings")
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
-        attention_bias = flag(file, family, "attention_bias")
+        attention_bias = file.boolean("attention_bias", False)
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size", maximum=limits.MAX_VOCAB_SIZE),
@@ -181,7 +181,7 @@ class ModelConfig:
             dtype=stored_dtype(file, family.dtype),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=flag(file, family, "mlp_bias"),
+            mlp_bias=file.boolean("mlp_bias", False),
             qk_norm=family.qk_norm,
             attention_sinks=family.attention_sinks,
             experts=experts_of(file, family, num_layers, hidden_size, unsupported),

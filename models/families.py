@@ -55,6 +55,15 @@ _GPT_OSS_ROPE = {
 _GENERAL = {"is_causal": True, "per_layer_config": None, "attention_chunk_size": None}
 
 
+# Keys without a default that every family reads.
+_OF_ALL = frozenset(
+    (
+        *("head_dim", "num_key_value_heads", "num_experts", "num_local_experts", "dtype", "torch_dtype"),
+        *("rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
+    )
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """An architecture that the project's own decoder supports.
@@ -225,27 +234,23 @@ def is_language_model(names: object) -> bool:
 
 
 def described(file: JsonFile, family: Family) -> JsonFile:
-    """Return config.json, completed with the defaults of its configuration class.
+    """Return the keys of config.json that the family reads, with the defaults of its configuration class.
 
     Raise NotWrittenError if the decoder lacks a feature that the file asks for, and ModelError if the weights
     are quantised in an unsupported way.
     """
     read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # raises for unsupported schemes
-    whole = JsonFile(file.path, {**family.defaults, **file.values})
+    read = {key: value for key, value in file.values.items() if key in family.defaults or key in _OF_ALL}
+    whole = JsonFile(file.path, {**family.defaults, **read})
     if whole.raw("rope_parameters") is None:
         whole.values["rope_parameters"] = family.defaults["rope_parameters"]
-    activation = whole.raw("hidden_act") if "hidden_act" in family.defaults else "silu"
+    activation = whole.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise NotWrittenError(f"{file.path} has hidden_act {activation!r}; the decoder here computes 'silu'.")
     for key, neutral in _GENERAL.items():
-        if key in whole and whole.raw(key) != neutral:
+        if key in file and file.raw(key) != neutral:
             raise NotWrittenError(f"{file.path} sets {key}, which the decoder here does not read.")
     return whole
-
-
-def flag(file: JsonFile, family: Family, key: str) -> bool:
-    """Return a setting; false if the family's code does not read it."""
-    return key in family.defaults and file.boolean(key)
 
 
 def experts_of(
@@ -256,9 +261,8 @@ def experts_of(
     if keys is None:
         return None
     count = file.integer(next(key for key in keys.count if key in file), minimum=0, maximum=MAX_EXPERTS)
-    reads = family.defaults
-    step = file.integer("decoder_sparse_step") if "decoder_sparse_step" in reads else 1
-    dense = (file.raw("mlp_only_layers") if "mlp_only_layers" in reads else None) or []
+    step = file.integer("decoder_sparse_step", 1)
+    dense = file.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ModelError(
             f"{file.path} has 'mlp_only_layers' that are not a list of layers: correct the file."
@@ -300,19 +304,15 @@ def layer_windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int 
     Without `layer_types`, these layers have a window: Qwen2's and Qwen3's from `max_window_layers` on, every
     other layer of gpt-oss, and every layer of the other families.
     """
-    reads = family.defaults
-    is_on = file.boolean("use_sliding_window") if "use_sliding_window" in reads else True
-    if "sliding_window" not in reads or not is_on or file.raw("sliding_window") is None:
-        window = None
-    else:
-        window = file.integer("sliding_window")
-    kinds = file.raw("layer_types") if "layer_types" in reads else None
+    is_on = file.boolean("use_sliding_window", True) and file.raw("sliding_window") is not None
+    window = file.integer("sliding_window") if is_on else None
+    kinds = file.raw("layer_types")
     if kinds is not None:
         return _windows_of(file, kinds, window, num_layers)
     if window is None:
         return (None,) * num_layers
     layers = range(num_layers)
-    if "max_window_layers" in reads:
+    if "max_window_layers" in file:
         first = file.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in layers)
     is_every_other = family.model_type == "gpt_oss"

@@ -19,7 +19,8 @@ class Blocks:
     """A matrix that is available in the blocks of one GGUF type.
 
     Args:
-        pieces: given a number of rows, yields rows of bytes; all pieces but the last have a multiple of it.
+        pieces: given a number of rows, yields rows of bytes; every piece but the last has a multiple of that
+            number.
     """
 
     type_name: str

@@ -129,43 +129,30 @@ def _copy_to_all(rows: Tensor, row: int, values: Tensor) -> None:
 
 def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> Iterator[NamedWeight]:
     """Yield weights, then biases, of fused layers; `rows`: name → number of rows."""
-    ends = list(accumulate(rows.values()))
-    for (name, count), end in zip(rows.items(), ends, strict=True):
-        first = end - count
-        dense = partial(_dense_rows, linear, slice(first, end))
-        stored = None
-        if isinstance(linear, Packed) and (not isinstance(linear, OffloadedLinear) or linear.takes_stored):
-            stored = partial(_load_stored, linear, first)
-        load = partial(_load_rows, linear, first)
-        yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
+    ends = accumulate(rows.values())
+    parts = {name: slice(end - rows[name], end) for name, end in zip(rows, ends, strict=True)}
+    for name, part in parts.items():
+        yield _matrix(f"{prefix}{name}.weight", linear, columns, part)
     if linear.bias is not None:
-        for (name, count), end in zip(rows.items(), ends, strict=True):
-            yield _bias(f"{prefix}{name}.bias", linear, linear.bias, slice(end - count, end))
+        for name, part in parts.items():
+            yield _bias(f"{prefix}{name}.bias", linear, linear.bias[part], part.start)
 
 
-def _bias(name: str, linear: Linear, bias: Tensor, rows: slice) -> NamedWeight:
-    weight = _tensor(name, bias[rows])
-    return (
-        replace(weight, load=partial(_load_bias, linear, rows.start))
-        if isinstance(linear, OffloadedLinear)
-        else weight
-    )
+def _matrix(name: str, linear: Linear, columns: int, part: slice) -> NamedWeight:
+    def load(row: int, values: Tensor) -> None:
+        linear.load(part.start + row, values)
+
+    weight = NamedWeight(name, (part.stop - part.start, columns), load, lambda: linear.dense()[part])
+    if not isinstance(linear, Packed) or (isinstance(linear, OffloadedLinear) and not linear.takes_stored):
+        return weight
+    return replace(weight, load_stored=lambda row, raw: linear.load_stored(part.start + row, raw))
 
 
-def _load_bias(linear: OffloadedLinear, first: int, row: int, values: Tensor) -> None:
-    linear.load_bias(first + row, values)
-
-
-def _load_rows(linear: Linear, first: int, row: int, values: Tensor) -> None:
-    linear.load(first + row, values)
-
-
-def _load_stored(linear: Packed, first: int, row: int, raw: Tensor) -> None:
-    linear.load_stored(first + row, raw)
-
-
-def _dense_rows(linear: Linear, rows: slice) -> Tensor:
-    return linear.dense()[rows]
+def _bias(name: str, linear: Linear, bias: Tensor, first: int) -> NamedWeight:
+    weight = _tensor(name, bias)
+    if not isinstance(linear, OffloadedLinear):
+        return weight
+    return replace(weight, load=lambda row, values: linear.load_bias(first + row, values))
 
 
 class Weights:

@@ -21,8 +21,7 @@ from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.rope import FactorScaling
 from neo_desktop.models.traced.config import TracedConfig, traced_config
-from neo_desktop.models.traced.sizes import FusedSizes
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import FusedSizes, Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
 """Keys are llama.cpp's names of architectures."""
@@ -31,10 +30,7 @@ _MATRIX_BIASES = {
     "output_bias": "blk.0.attn_output.bias",
     "mlp_bias": "blk.0.ffn_down.bias",
 }
-_SIZES = {  # entry -> key of config.json, maximum
-    "context_length": ("max_position_embeddings", limits.MAX_CONTEXT_TOKENS),
-    "feed_forward_length": ("intermediate_size", limits.MAX_INTERMEDIATE_SIZE),
-}
+_SIZES = {"context_length": "max_position_embeddings", "feed_forward_length": "intermediate_size"}
 # Key of generation_config.json -> entry in `general.sampling`.
 _SAMPLING = {
     "temperature": "temp",
@@ -47,8 +43,8 @@ _SAMPLING = {
 def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Raise UnsupportedModelError if an architecture, entry or tensor is unknown, transformers is not installed,
-    or it cannot cut the model into stages, and ModelError if an entry is missing or out of range.
+    Raise ModelError if an entry is missing or out of range. Raise UnsupportedModelError if an architecture,
+    entry or tensor is unknown, or transformers is missing or cannot cut the model into stages.
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
@@ -125,15 +121,15 @@ def _values(own: Entries, family: Family) -> Values:
         "hidden_size": own.hidden_size,
         "num_hidden_layers": own.num_layers,
         "num_attention_heads": own.heads,
-        "num_key_value_heads": own.integer("attention.head_count_kv", own.heads, maximum=limits.MAX_HEADS),
+        "num_key_value_heads": own.integer("attention.head_count_kv", own.heads),
         "tie_word_embeddings": "output.weight" not in own.shapes,
         family.eps: own.number(family.eps_entry if family.eps_entry in own else RMS_EPS),
         # The token ids come from the vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     values |= {
-        ours: own.integer(key, maximum=most)
-        for key, (ours, most) in _SIZES.items()
+        ours: own.integer(key)
+        for key, ours in _SIZES.items()
         if key in own or "expert_count" not in own  # with experts in every layer, files may lack one
     }
     if not family.has_own_heads:
@@ -150,7 +146,7 @@ def _heads(own: Entries, family: Family) -> Values:
     if own.integer("attention.value_length", head_dim) != head_dim:
         raise own.unsupported("values of another size than keys")
     rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
-    rotated = own.integer("rope.dimension_count", head_dim, maximum=limits.MAX_HEAD_DIM)
+    rotated = own.integer("rope.dimension_count", head_dim)
     if family.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim
     can_rotate = family.is_partly_rotated and int(head_dim * (rotated / head_dim)) == rotated

@@ -4,12 +4,13 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from neo_desktop.models import limits
+from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray
 from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 
 RMS_EPS, NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-PREDICTING_LAYERS = "nextn_predict_layers"
+PREDICTING_LAYERS, _PATTERN = "nextn_predict_layers", "attention.sliding_window_pattern"
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 # Entries that do not affect inference; files may have either epsilon.
 _IDLE = frozenset(
@@ -46,6 +47,28 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+_MAXIMA = {
+    key: most
+    for most, keys in (
+        (limits.MAX_CONTEXT_TOKENS, "context_length"),
+        (limits.MAX_LAYERS, f"block_count leading_dense_block_count full_attention_interval {_PATTERN}"),
+        (limits.MAX_LAYERS, "attention.shared_kv_layers"),
+        (limits.MAX_HIDDEN_SIZE, "embedding_length embedding_length_per_layer_input moe_latent_size"),
+        (limits.MAX_HIDDEN_SIZE, "attention.q_lora_rank attention.kv_lora_rank"),
+        (limits.MAX_INTERMEDIATE_SIZE, "feed_forward_length expert_feed_forward_length"),
+        (limits.MAX_INTERMEDIATE_SIZE, "expert_shared_feed_forward_length"),
+        (limits.MAX_HEADS, "attention.head_count attention.head_count_kv ssm.group_count ssm.time_step_rank"),
+        (limits.MAX_HEAD_DIM, "attention.key_length attention.key_length_swa attention.key_length_mla"),
+        (limits.MAX_HEAD_DIM, "attention.value_length attention.value_length_swa attention.value_length_mla"),
+        (limits.MAX_HEAD_DIM, "rope.dimension_count shortconv.l_cache ssm.conv_kernel ssm.state_size"),
+        (limits.MAX_HEADS * limits.MAX_HEAD_DIM, "ssm.inner_size"),
+        (MAX_EXPERTS, "expert_count expert_used_count expert_shared_count"),
+        (MAX_EXPERTS, "expert_group_count expert_group_used_count"),
+    )
+    for key in keys.split()
+}
+
+
 class Entries(JsonFile):
     """The entries of an architecture, without its prefix. They record their reads, see `refuse_unread`.
 
@@ -70,7 +93,7 @@ class Entries(JsonFile):
             key: value.data.tolist() for key, value in self.values.items() if isinstance(value, NumberArray)
         }
         for key in self._arrays.keys() & _PER_LAYER:
-            numbers, blocks = self._arrays[key], self.integer("block_count", maximum=limits.MAX_LAYERS)
+            numbers, blocks = self._arrays[key], self.integer("block_count")
             if len(numbers) != blocks:
                 raise ModelError(
                     f"{path} has {len(numbers)} numbers of {key} for {blocks} layers: download it again."
@@ -82,15 +105,19 @@ class Entries(JsonFile):
                 )
             self.values[key] = max(sizes)
         predicting = self.integer(PREDICTING_LAYERS, 0, minimum=0)
-        self.num_layers = self.integer("block_count", maximum=limits.MAX_LAYERS) - predicting
-        self.hidden_size = self.integer("embedding_length", maximum=limits.MAX_HIDDEN_SIZE)
-        self.heads = self.integer("attention.head_count", maximum=limits.MAX_HEADS)
+        self.num_layers = self.integer("block_count") - predicting
+        self.hidden_size = self.integer("embedding_length")
+        self.heads = self.integer("attention.head_count")
         default = max(self.hidden_size // self.heads, 1)
-        self.head_dim = self.integer("attention.key_length", default, maximum=limits.MAX_HEAD_DIM)
+        self.head_dim = self.integer("attention.key_length", default)
 
     def raw(self, key: str) -> Any:
         self._read.add(key)
         return super().raw(key)
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = 0) -> int:
+        """Return an integer up to the entry's limit."""
+        return super().integer(key, default, minimum, maximum or _MAXIMA.get(key, 2**31 - 1))
 
     def _present(self, key: str, default: Any) -> Any:
         self._read.add(key)
@@ -133,11 +160,10 @@ class Entries(JsonFile):
         """Return each layer's type: the last one in a period has full attention, unless the file says
         otherwise.
         """
-        key = "attention.sliding_window_pattern"
-        if key in self._arrays:
-            has_window = [bool(flag) for flag in self.per_layer(key)]
+        if _PATTERN in self._arrays:
+            has_window = [bool(flag) for flag in self.per_layer(_PATTERN)]
         else:
-            period = self.integer(key, period, maximum=limits.MAX_LAYERS)
+            period = self.integer(_PATTERN, period)
             has_window = [(layer + 1) % period != 0 for layer in range(self.num_layers)]
         return ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
 
@@ -155,7 +181,7 @@ class Entries(JsonFile):
             )
         if scaling == "linear":
             return rope | {"rope_type": "linear", "factor": self.number(key)}
-        trained = self.integer("context_length", maximum=limits.MAX_CONTEXT_TOKENS)
+        trained = self.integer("context_length")
         original = self.integer("rope.scaling.original_context_length", trained)
         return rope | {
             "rope_type": "yarn",

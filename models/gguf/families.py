@@ -5,8 +5,6 @@ Missing entries take the defaults of its converter; an unknown entry is an error
 
 from typing import Any
 
-from neo_desktop.models import limits
-from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.entries import NORM_EPS, PREDICTING_LAYERS, Entries
 from neo_desktop.models.gguf.family import (
     FULL,
@@ -43,7 +41,7 @@ def _written(own: Entries) -> Values:
 
 def _llama(own: Entries) -> Values:
     """Mistral's, Mixtral's and SmolLM's models are also "llama"."""
-    if not own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+    if not own.integer("expert_count", 0, minimum=0):
         return _written(own)
     return _written(own) | {
         "model_type": "mixtral",
@@ -75,9 +73,9 @@ def _written_experts(own: Entries, count: str, width: str) -> Values:
     entry = "expert_feed_forward_length"
     entry = entry if entry in own else "feed_forward_length"
     return {
-        count: own.integer("expert_count", maximum=MAX_EXPERTS),
+        count: own.integer("expert_count"),
         "num_experts_per_tok": own.integer("expert_used_count"),
-        width: own.integer(entry, maximum=limits.MAX_INTERMEDIATE_SIZE),
+        width: own.integer(entry),
     }
 
 
@@ -138,12 +136,8 @@ def _gemma4(own: Entries) -> Values:
         "sliding_window": own.integer("attention.sliding_window"),
         "layer_types": layer_types,
         "final_logit_softcapping": own.number("final_logit_softcapping", 0.0, allow_zero=True) or None,
-        "num_kv_shared_layers": own.integer(
-            "attention.shared_kv_layers", 0, minimum=0, maximum=limits.MAX_LAYERS
-        ),
-        "hidden_size_per_layer_input": own.integer(
-            narrow_input, 0, minimum=0, maximum=limits.MAX_HIDDEN_SIZE
-        ),
+        "num_kv_shared_layers": own.integer("attention.shared_kv_layers", 0, minimum=0),
+        "hidden_size_per_layer_input": own.integer(narrow_input, 0, minimum=0),
         "vocab_size_per_layer_input": own.shapes["token_embd.weight"][0],
         "rope_parameters": {
             FULL: {
@@ -154,13 +148,13 @@ def _gemma4(own: Entries) -> Values:
             SLIDING: _rope_of_windows(own),
         },
     }
-    if own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+    if own.integer("expert_count", 0, minimum=0):
         values |= {"enable_moe_block": True, **experts(own, "num_experts", "top_k_experts")}
     return values
 
 
 def _head_dim(own: Entries, end: str) -> int:
-    size = own.integer(f"attention.key_length{end}", maximum=limits.MAX_HEAD_DIM)
+    size = own.integer(f"attention.key_length{end}")
     if own.integer(f"attention.value_length{end}", size) != size:
         raise own.unsupported("values of another size than keys")
     return size
@@ -224,18 +218,18 @@ def _deepseek2(own: Entries) -> Values:
     Keys and values of a head are matrices of their own, or the rows of one matrix in older files.
     """
     end = "_mla" if "attention.key_length_mla" in own else ""
-    key = own.integer(f"attention.key_length{end}", maximum=limits.MAX_HEAD_DIM)
-    rotated = own.integer("rope.dimension_count", maximum=limits.MAX_HEAD_DIM)
+    key = own.integer(f"attention.key_length{end}")
+    rotated = own.integer("rope.dimension_count")
     if rotated >= key:
         raise ModelError(f"{own.path} rotates {rotated} of {key} numbers of a key: download it again.")
-    q_rank, most = "attention.q_lora_rank", limits.MAX_HIDDEN_SIZE
+    q_rank = "attention.q_lora_rank"
     values = routed(own) | {
         "num_key_value_heads": own.heads,
-        "q_lora_rank": own.integer(q_rank, maximum=most) if q_rank in own else None,
-        "kv_lora_rank": own.integer("attention.kv_lora_rank", maximum=most),
+        "q_lora_rank": own.integer(q_rank) if q_rank in own else None,
+        "kv_lora_rank": own.integer("attention.kv_lora_rank"),
         "qk_nope_head_dim": key - rotated,
         "qk_rope_head_dim": rotated,
-        "v_head_dim": own.integer(f"attention.value_length{end}", maximum=limits.MAX_HEAD_DIM),
+        "v_head_dim": own.integer(f"attention.value_length{end}"),
         "rope_parameters": yarn(own),
     }
     router = own.integer("expert_gating_func", 0, minimum=0) or SOFTMAX

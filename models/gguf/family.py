@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from neo_desktop.models import limits
-from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.entries import RMS_EPS, Entries
 from neo_desktop.models.json_file import UnsupportedModelError
 
@@ -109,11 +107,9 @@ def unknown_router(own: Entries) -> UnsupportedModelError:
 def experts(own: Entries, count: str, per_token: str = "num_experts_per_tok") -> dict[str, int]:
     """Return the numbers of experts under these keys of config.json, and their width."""
     return {
-        count: own.integer("expert_count", maximum=MAX_EXPERTS),
-        per_token: own.integer("expert_used_count", maximum=MAX_EXPERTS),
-        "moe_intermediate_size": own.integer(
-            "expert_feed_forward_length", maximum=limits.MAX_INTERMEDIATE_SIZE
-        ),
+        count: own.integer("expert_count"),
+        per_token: own.integer("expert_used_count"),
+        "moe_intermediate_size": own.integer("expert_feed_forward_length"),
     }
 
 
@@ -121,14 +117,12 @@ def routed(own: Entries) -> Values:
     """Return the values of routers that choose among groups of experts, and of experts for all tokens."""
 
     def count(key: str, default: int) -> int:
-        return own.integer(key, default, minimum=0, maximum=MAX_EXPERTS) or default
+        return own.integer(key, default, minimum=0) or default
 
     return {
         **experts(own, "n_routed_experts"),
-        "n_shared_experts": own.integer("expert_shared_count", maximum=MAX_EXPERTS),
-        "first_k_dense_replace": own.integer(
-            "leading_dense_block_count", 0, minimum=0, maximum=limits.MAX_LAYERS
-        ),
+        "n_shared_experts": own.integer("expert_shared_count"),
+        "first_k_dense_replace": own.integer("leading_dense_block_count", 0, minimum=0),
         "routed_scaling_factor": own.number("expert_weights_scale", 1.0, allow_zero=True) or 1.0,
         "norm_topk_prob": own.boolean("expert_weights_norm", False),
         "n_group": count("expert_group_count", 1),

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models import limits
-from neo_desktop.models.experts_config import MAX_EXPERTS
 from neo_desktop.models.gguf.entries import NORM_EPS, Entries
 from neo_desktop.models.gguf.family import (
     FULL,
@@ -33,29 +32,32 @@ def _delta(own: Entries) -> Values:
     if "attention.recurrent_layers" in own:
         is_recurrent = own.per_layer("attention.recurrent_layers")
     else:
-        period = own.integer("full_attention_interval", 4, maximum=limits.MAX_LAYERS)
+        period = own.integer("full_attention_interval", 4)
         is_recurrent = [(layer + 1) % period for layer in range(own.num_layers)]
     heads, head_dim = _heads(own)
     return {
         "layer_types": [_LINEAR if recurrent else FULL for recurrent in is_recurrent],
-        "linear_conv_kernel_dim": own.integer("ssm.conv_kernel", maximum=limits.MAX_HEAD_DIM),
-        "linear_key_head_dim": own.integer("ssm.state_size", maximum=limits.MAX_HEAD_DIM),
-        "linear_num_key_heads": own.integer("ssm.group_count", maximum=limits.MAX_HEADS),
+        "linear_conv_kernel_dim": own.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": own.integer("ssm.state_size"),
+        "linear_num_key_heads": own.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": head_dim,
     }
 
 
 def _delta_moe(own: Entries) -> Values:
-    width = own.integer(_SHARED_WIDTH, maximum=limits.MAX_INTERMEDIATE_SIZE)
-    return _delta(own) | experts(own, "num_experts") | {"shared_expert_intermediate_size": width}
+    return {
+        **_delta(own),
+        **experts(own, "num_experts"),
+        "shared_expert_intermediate_size": own.integer(_SHARED_WIDTH),
+    }
 
 
 def _lfm2(own: Entries) -> Values:
     """Layers without KV heads are short convolutions."""
     return {
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
-        "conv_L_cache": own.integer("shortconv.l_cache", maximum=limits.MAX_HEAD_DIM),
+        "conv_L_cache": own.integer("shortconv.l_cache"),
         "conv_bias": own.has(".shortconv.conv.bias"),
         "layer_types": [FULL if heads else "conv" for heads in own.per_layer("attention.head_count_kv")],
     }
@@ -64,12 +66,12 @@ def _lfm2(own: Entries) -> Values:
 def _lfm2_moe(own: Entries) -> Values:
     if own.integer("expert_gating_func", SIGMOID) != SIGMOID:
         raise unknown_router(own)
-    dense = own.integer("leading_dense_block_count", 0, minimum=0, maximum=limits.MAX_LAYERS)
-    return (
-        _lfm2(own)
-        | experts(own, "num_experts")
-        | {"num_dense_layers": dense, "use_expert_bias": own.has(".exp_probs_b.bias")}
-    )
+    return {
+        **_lfm2(own),
+        **experts(own, "num_experts"),
+        "num_dense_layers": own.integer("leading_dense_block_count", 0, minimum=0),
+        "use_expert_bias": own.has(".exp_probs_b.bias"),
+    }
 
 
 def _nemotron_h(own: Entries) -> Values:
@@ -82,9 +84,9 @@ def _nemotron_h(own: Entries) -> Values:
         ],
         "mamba_num_heads": heads,
         "mamba_head_dim": head_dim,
-        "ssm_state_size": own.integer("ssm.state_size", maximum=limits.MAX_HEAD_DIM),
-        "n_groups": own.integer("ssm.group_count", maximum=limits.MAX_HEADS),
-        "conv_kernel": own.integer("ssm.conv_kernel", maximum=limits.MAX_HEAD_DIM),
+        "ssm_state_size": own.integer("ssm.state_size"),
+        "n_groups": own.integer("ssm.group_count"),
+        "conv_kernel": own.integer("ssm.conv_kernel"),
         "use_conv_bias": own.has(".ssm_conv1d.bias"),
         "mamba_proj_bias": own.has(".ssm_in.bias"),
         "attention_bias": own.has(".attn_q.bias"),
@@ -95,18 +97,13 @@ def _nemotron_h(own: Entries) -> Values:
 def _nemotron_h_moe(own: Entries) -> Values:
     """A layer with a width, but no KV heads, is a mixture of experts, which may read a narrower state."""
     values = _nemotron_h(own)
-    kinds = ["moe" if kind == "mlp" else kind for kind in values["layers_block_type"]]
-    latent = own.integer("moe_latent_size", 0, minimum=0, maximum=limits.MAX_HIDDEN_SIZE)
-    shared = own.integer(_SHARED_WIDTH, maximum=limits.MAX_INTERMEDIATE_SIZE)
-    return (
-        values
-        | routed(own)
-        | {
-            "layers_block_type": kinds,
-            "moe_shared_expert_intermediate_size": shared,
-            "moe_latent_size": latent or None,
-        }
-    )
+    return {
+        **values,
+        **routed(own),
+        "layers_block_type": ["moe" if kind == "mlp" else kind for kind in values["layers_block_type"]],
+        "moe_shared_expert_intermediate_size": own.integer(_SHARED_WIDTH),
+        "moe_latent_size": own.integer("moe_latent_size", 0, minimum=0) or None,
+    }
 
 
 def _granite_hybrid(own: Entries) -> Values:
@@ -118,9 +115,9 @@ def _granite_hybrid(own: Entries) -> Values:
         "mamba_expand": own.integer("ssm.inner_size") // own.hidden_size,
         "layer_types": [FULL if heads else _LINEAR for heads in own.per_layer("attention.head_count_kv")],
         "position_embedding_type": "rope" if own.boolean("rope.scaling.finetuned", True) else None,
-        "num_local_experts": own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS),
-        "num_experts_per_tok": own.integer("expert_used_count", 0, minimum=0, maximum=MAX_EXPERTS),
-        "shared_intermediate_size": own.integer(width, maximum=limits.MAX_INTERMEDIATE_SIZE),
+        "num_local_experts": own.integer("expert_count", 0, minimum=0),
+        "num_experts_per_tok": own.integer("expert_used_count", 0, minimum=0),
+        "shared_intermediate_size": own.integer(width),
     }
 
 
@@ -139,17 +136,17 @@ def _mamba(own: Entries) -> Values:
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": head_dim,
-        "mamba_d_state": own.integer("ssm.state_size", maximum=limits.MAX_HEAD_DIM),
-        "mamba_n_groups": own.integer("ssm.group_count", maximum=limits.MAX_HEADS),
-        "mamba_d_conv": own.integer("ssm.conv_kernel", maximum=limits.MAX_HEAD_DIM),
+        "mamba_d_state": own.integer("ssm.state_size"),
+        "mamba_n_groups": own.integer("ssm.group_count"),
+        "mamba_d_conv": own.integer("ssm.conv_kernel"),
         "mamba_conv_bias": own.has(".ssm_conv1d.bias"),
     }
 
 
 def _heads(own: Entries) -> tuple[int, int]:
     """Return number and size of recurrent heads. Raise ModelError if they do not divide the layer's width."""
-    heads = own.integer("ssm.time_step_rank", maximum=limits.MAX_HEADS)
-    width = own.integer("ssm.inner_size", maximum=limits.MAX_HEADS * limits.MAX_HEAD_DIM)
+    heads = own.integer("ssm.time_step_rank")
+    width = own.integer("ssm.inner_size")
     if width % heads or width // heads > limits.MAX_HEAD_DIM:
         raise ModelError(f"{own.path} has an ssm.inner_size of {width} for {heads} heads: download it again.")
     return heads, width // heads

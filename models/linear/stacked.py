@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.experts_config import Gating
+from neo_desktop.models.linear.dense import Plain
 from neo_desktop.models.linear.grouped import Grouped, dequantise
-from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 

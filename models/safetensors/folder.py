@@ -76,7 +76,7 @@ class SafetensorsFolder:
         scheme = read_scheme(description, has_experts_in_one=has_experts_in_one)
         if family is not None and family.has_experts_in_one:
             tensors |= take_experts(tensors, expert_names(family.architecture))
-        if isinstance(scheme, Packed | Scaled):
+        if scheme is not None:
             tensors |= _take_matrices(tensors, scheme)
         is_tied = description.raw("tie_word_embeddings") is True
         return Weights(self.path, "config.json", tensors, says_tied=is_tied)

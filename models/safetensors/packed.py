@@ -24,7 +24,7 @@ from neo_desktop.models.stored_tensor import FLOATS, Blocks, Rows, StoredTensor
 # Positions in an AWQ word of its first number, its second …
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _BLOCK = 32  # columns of GGUF's blocks
-# Tensors of a module: numbers, scales, zeros, group of each column.
+# Tensors of a module: numbers, scales, zeros, groups by column.
 _OF_GPTQ = ("qweight", "scales", "qzeros", "g_idx")
 _OF_COMPRESSED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
 NAMES = {Layout.AWQ: _OF_GPTQ, Layout.GPTQ: _OF_GPTQ, Layout.COMPRESSED: _OF_COMPRESSED}

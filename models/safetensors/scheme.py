@@ -40,19 +40,12 @@ class Scaled:
     block: tuple[int, int] | None = None  # rows and columns per scale; None: one row, or the matrix
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """gpt-oss's experts; see `experts`."""
-
-
-Scheme = Packed | Scaled | Mxfp4
-
-
+Scheme = Packed | Scaled
 _OF_MLX = frozenset(("group_size", "bits", "mode"))  # all its keys, except those for single modules
 
 
 def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
-    """Read `quantization_config` of config.json; None: the weights are not quantised.
+    """Read `quantization_config` of config.json; None: no weights are quantised, except gpt-oss's experts.
 
     Args:
         has_experts_in_one: see `Family`; only these tensors are stored in MXFP4.
@@ -62,13 +55,13 @@ def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
     section = file.section("quantization_config") or file.section("compression_config")
     if section is None:
         return None
-    readers: dict[str, Callable[[JsonFile], Scheme]] = {
+    readers: dict[str, Callable[[JsonFile], Scheme | None]] = {
         "awq": _awq,
         "gptq": _gptq,
         "fp8": _fp8,
         "fbgemm_fp8": lambda _: Scaled(),
         "compressed-tensors": _compressed_tensors,
-        **({"mxfp4": lambda _: Mxfp4()} if has_experts_in_one else {}),
+        **({"mxfp4": lambda _: None} if has_experts_in_one else {}),
     }
     if "quant_method" not in section and {"group_size", "bits"} <= section.values.keys() <= _OF_MLX:
         raise _unsupported(section, "MLX")

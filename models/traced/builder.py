@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
@@ -16,8 +17,8 @@ from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
+from neo_desktop.models.traced.patterns import Finder, Parts, Pattern
 from neo_desktop.models.traced.patterns import Gate as GatePattern
-from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
 from neo_desktop.models.traced.patterns import Rope as RopePattern
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
@@ -71,7 +72,7 @@ class Builder:
         for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
             attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
             normed = (self._cut.normed,) if piece is self._cut.pieces[-1] else ()
-            patterns = find_patterns(
+            finder = Finder(
                 piece.nodes,
                 self._constants,
                 self._cut.rotations,
@@ -80,7 +81,7 @@ class Builder:
                 parts,
                 self._decoder.dtype,
             )
-            found.append(patterns)
+            found.append(finder.patterns())
         # The sine's first half is stored negated, so it must have no other use.
         ropes = [each for patterns in found for each in _ropes(patterns)]
         covered = {node for each in ropes for node in each.covered}
@@ -118,13 +119,7 @@ class Builder:
 
     def _here(self, value: Any) -> Any:
         """Replace devices in the graph by the decoder's."""
-        if isinstance(value, torch.device):
-            return self._decoder.device
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._here(each) for each in value)
-        if isinstance(value, dict):
-            return {key: self._here(each) for key, each in value.items()}
-        return value
+        return tree_map(lambda each: self._decoder.device if isinstance(each, torch.device) else each, value)
 
     def piece(self, index: int, *, is_plain: bool = False) -> fx.GraphModule:
         """Return a stage's code: from tokens and positions, or from carried values, rotations and attention.

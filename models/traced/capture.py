@@ -1,6 +1,6 @@
 """Records the attention and linear layers of a `transformers` model while its code runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,43 +74,28 @@ class Calls:
     read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
 
 
-@torch.library.custom_op("neo_desktop::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-    """Stand for a layer's attention in a graph.
-
-    Args:
-        q: [1, heads, rows, head_dim]; k and v: [1, kv_heads, rows, head_dim].
-
-    Returns:
-        [1, rows, heads, head_dim]
-    """
-    raise NotImplementedError("the executor attends")
+def stand_in(name: str, schema: str, fake: Callable[..., Tensor]) -> Any:
+    """Register an operator that stands for a function in graphs; stages and executor compute it."""
+    torch.library.define(f"neo_desktop::{name}", schema)
+    torch.library.register_fake(f"neo_desktop::{name}", fake)
+    return getattr(torch.ops.neo_desktop, name)
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-
-
-@torch.library.custom_op("neo_desktop::experts", mutates_args=())
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Stand for a mixture of experts in a graph.
-
-    Args:
-        x: [rows, hidden]
-        ids: [rows, per token], expert ids; weights: [rows, per token], routing weights.
-        gate_up: [experts, 2 * intermediate, hidden], or without gates [experts, intermediate, hidden].
-        down: [experts, hidden, intermediate]
-
-    Returns:
-        [rows, hidden]
-    """
-    raise NotImplementedError("the stages compute it")
-
-
-@experts.register_fake
-def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(x)
+# A layer's attention: q [1, heads, rows, head_dim], k and v [1, kv_heads, rows, head_dim]
+# -> [1, rows, heads, head_dim].
+attention = stand_in(
+    "attention",
+    "(Tensor q, Tensor k, Tensor v, int layer) -> Tensor",
+    lambda q, k, v, layer: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
+)
+# A mixture of experts: x [rows, hidden], ids of experts and their weights [rows, per token], gate_up
+# [experts, 2 * intermediate, hidden], or without gates [experts, intermediate, hidden], down
+# [experts, hidden, intermediate] -> [rows, hidden].
+experts = stand_in(
+    "experts",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
+    lambda x, ids, weights, gate_up, down: torch.empty_like(x),
+)
 
 
 class Catching(TorchFunctionMode):

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from neo_desktop.models import limits
 from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
@@ -14,9 +13,9 @@ from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
-from neo_desktop.models.traced.sizes import NOTHING, TracedSpec
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import NOTHING, Source, TracedSpec
 
+_STATED = ("architecture", "dtype", "eos_token_ids", "bos_token_id", "generation")
 ROTATIONS = 4  # width of position-dependent values, in heads: cos and sin of two rotations
 
 
@@ -140,23 +139,16 @@ def read_traced(path: Path) -> TracedConfig:
 
 
 def traced_config(
-    source: Source,
-    modified_ns: int,
-    *,
-    architecture: str,
-    max_context_tokens: int,
-    dtype: torch.dtype,
-    eos_token_ids: tuple[int, ...],
-    bos_token_id: int | None,
-    generation: GenerationDefaults,
+    source: Source, modified_ns: int, *, max_context_tokens: int, **stated: Any
 ) -> TracedConfig:
     """Return a model's configuration, completed from its code.
 
     Args:
-        architecture: name in `transformers`.
+        modified_ns: time of the source's last change.
+        stated: the fields of `ModelConfig` that the code does not determine, see `_STATED`.
 
-    Raises:
-        ModelError: transformers is not installed or does not know the model, or it cannot be cut into stages.
+    Raise ModelError if transformers is not installed or does not know the model, or it cannot be cut into
+    stages.
     """
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
@@ -164,7 +156,6 @@ def traced_config(
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
     max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
-        architecture=architecture,
         vocab_size=found.vocab_size,
         hidden_size=found.hidden_size,
         intermediate_size=0,
@@ -179,14 +170,11 @@ def traced_config(
         layer_windows=tuple(
             window if window and window < max_context_tokens else None for window in found.windows
         ),
-        dtype=dtype,
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        generation=generation,
         source=source,
         of_model=found,
+        **stated,
     )
 
 
@@ -196,16 +184,9 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
 
 
 def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
-    return traced_config(
-        source,
-        source.named.stat().st_mtime_ns,
-        architecture=config.architecture,
-        max_context_tokens=max_context_tokens,
-        dtype=config.dtype,
-        eos_token_ids=config.eos_token_ids,
-        bos_token_id=config.bos_token_id,
-        generation=config.generation,
-    )
+    stated = {name: getattr(config, name) for name in _STATED}
+    modified_ns = source.named.stat().st_mtime_ns
+    return traced_config(source, modified_ns, max_context_tokens=max_context_tokens, **stated)
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,7 @@ class _Shapes:
         return torch.empty(self.shapes[name], device="meta")
 
 
+@dataclass(slots=True)
 class _Conversion:
     """A conversion of several tensors to several parameters.
 
@@ -120,21 +121,16 @@ class _Conversion:
         sources: pattern of the converter → tensors.
     """
 
-    def __init__(
-        self,
-        converter: Any,
-        target: str,
-        sources: Mapping[str, Sequence[StoredTensor]],
-        model: _Shapes,
-        config: Any,
-    ) -> None:
-        self._converter, self._target, self._model, self._config = converter, target, model, config
-        self._sources = sources
-        self._ready: dict[str, Tensor] = {}  # converted, but not taken yet
+    converter: Any
+    target: str
+    sources: Mapping[str, Sequence[StoredTensor]]
+    model: _Shapes
+    config: Any
+    _ready: dict[str, Tensor] = field(default_factory=dict)  # converted, but not taken yet
 
     def results(self) -> dict[str, StoredTensor]:
         """Return the parameters; their data is read on demand."""
-        stored = [each for tensors in self._sources.values() for each in tensors]
+        stored = [each for tensors in self.sources.values() for each in tensors]
         found = self._converted(lambda each: torch.empty(each.shape, device="meta"))
         numbers = max(sum(value.numel() for value in found.values()), 1)
         nbytes = sum(each.nbytes for each in stored)
@@ -158,15 +154,15 @@ class _Conversion:
         yield 0, self._ready.pop(name)
 
     def _converted(self, read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
-        converter = deepcopy(self._converter)
-        for pattern, stored in self._sources.items():
+        converter = deepcopy(self.converter)
+        for pattern, stored in self.sources.items():
             converter.collected_tensors[pattern] = [partial(read, each) for each in stored]
         try:
-            found = converter.convert(self._target, model=self._model, config=self._config)
+            found = converter.convert(self.target, model=self.model, config=self.config)
         except Exception as error:  # transformers may raise any exception
-            names, (first, *_) = ", ".join(self._sources), next(iter(self._sources.values()))
+            names, (first, *_) = ", ".join(self.sources), next(iter(self.sources.values()))
             raise ModelError(
                 f"{first.file} has {names} in shapes that transformers cannot convert "
-                f"to {self._target} ({str(error).strip().splitlines()[-1][:100]}): download the model again."
+                f"to {self.target} ({str(error).strip().splitlines()[-1][:100]}): download the model again."
             ) from None
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}

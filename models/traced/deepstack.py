@@ -5,20 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neo_desktop.models.traced.capture import stand_in
 from neo_desktop.models.traced.decoder import TracedDecoder
 
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 
 
-@torch.library.custom_op("neo_desktop::deepstack", mutates_args=())
-def deepstack(token_ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Stand for the values in a graph: [1, rows, width] for token_ids [1, rows]."""
-    raise NotImplementedError("the stages compute it")
-
-
-@deepstack.register_fake
-def _(token_ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*token_ids.shape, width, dtype=dtype, device=token_ids.device)
+# The values [1, rows, width] for token_ids [1, rows].
+deepstack = stand_in(
+    "deepstack",
+    "(Tensor token_ids, int width, ScalarType dtype) -> Tensor",
+    lambda token_ids, width, dtype: torch.empty(
+        *token_ids.shape, width, dtype=dtype, device=token_ids.device
+    ),
+)
 
 
 class DeepStack(nn.Module):

@@ -1,6 +1,5 @@
 """Mixtures of experts in models of `transformers`: their matrices and matmuls."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first
 from neo_desktop.models.traced.sizes import FusedSizes, Mixed
 
 
-def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
+def mixed(call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
     """Return the sizes of a layer's experts.
 
     Args:
@@ -36,24 +35,16 @@ def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         raise CannotCutError(f"its experts' sizes are not multiples of {EXPERT_UNIT}")
     gating = _gating(module._apply_gate) if module.has_gate else _squared(module.act_fn)
     parameters = names[id(gate_up)], names[id(down)]
-    stored = _of_each(model, {parameters[0]: kinds[:-1], parameters[1]: kinds[-1:]}, count)
     prefix = parameters[0].rpartition(".")[0].removesuffix(".experts")
-    rows_columns = {
-        "gate": (intermediate, hidden),
-        "up": (intermediate, hidden),
-        "down": (hidden, intermediate),
-    }
-    return Mixed(
-        *parameters,
-        count,
-        call.per_token,
-        tuple(
-            FusedSizes(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
-            for kind, (rows, columns) in rows_columns.items()
-            if kind in kinds
-        ),
-        gating,
-    )
+
+    def matrix(kind: str) -> FusedSizes:
+        parameter, rows, columns = parameters[0], intermediate, hidden
+        if kind == "down":
+            parameter, rows, columns = parameters[1], hidden, intermediate
+        weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
+        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
+
+    return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
 
 
 def _squared(function: Callable[[Tensor], Tensor]) -> Literal["relu"]:
@@ -78,38 +69,6 @@ def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
         if torch.allclose(result, gated(gate, up, name), rtol=1e-4, atol=1e-5):
             return name
     raise CannotCutError("its experts' gates are neither SiLU nor GELU by tanh")
-
-
-def _of_each(model: Any, parameters: Mapping[str, tuple[str, ...]], count: int) -> dict[str, tuple[str, ...]]:
-    """Return the names of single experts' matrices, by kind; `parameters`: the kinds in each.
-
-    Checkpoints have a tensor per expert, or one for all. The latter is cut, see `parts_of_stacks`.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - large
-    from transformers.core_model_loading import WeightConverter  # noqa: PLC0415 - as above
-
-    found: dict[str, tuple[str, ...]] = {}
-    for each in get_model_conversion_mapping(model):
-        if not isinstance(each, WeightConverter) or len(each.target_patterns) != 1:
-            continue
-        steps = [type(step).__name__ for step in each.operations]
-        if steps not in (["MergeModulelist", "Concatenate"], ["MergeModulelist"]):
-            continue
-        target = _plain(each.target_patterns[0])
-        for parameter, kinds in parameters.items():
-            if parameter.endswith(target) and len(each.source_patterns) == len(kinds):
-                prefix = parameter.removesuffix(target)
-                for kind, source in zip(kinds, each.source_patterns, strict=True):
-                    of_each = (_plain(source).replace("*", str(expert)) for expert in range(count))
-                    found.setdefault(kind, tuple(prefix + name for name in of_each))
-    for parameter, kinds in parameters.items():
-        for kind in kinds:
-            found.setdefault(kind, tuple(f"{parameter}[{expert}].{kind}" for expert in range(count)))
-    return found
-
-
-def _plain(pattern: str) -> str:
-    return re.sub(r"\\(.)", r"\1", pattern).strip("^$")
 
 
 def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:

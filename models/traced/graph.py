@@ -1,5 +1,6 @@
 """The code of a `transformers` model as a graph of operators; only attention mixes tokens."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +15,7 @@ from neo_desktop.models.traced.heads import HeadShape
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import ELEMENTWISE, check_rows, name_of
-from neo_desktop.models.traced.sizes import TracedSpec
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import Source, TracedSpec
 from neo_desktop.models.traced.spec import (
     LONG,
     empty_model,
@@ -39,6 +39,7 @@ _VIEWS = frozenset((
 _RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))
 
 
+@dataclass(frozen=True, slots=True)
 class Exported:
     """A graph, and the meaning of its inputs.
 
@@ -47,19 +48,11 @@ class Exported:
         buffers: input -> its value.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        parameters: dict[fx.Node, str],
-        buffers: dict[fx.Node, Tensor],
-        token_ids: fx.Node,
-        positions: fx.Node,
-    ) -> None:
-        self.graph = graph
-        self.parameters = parameters
-        self.buffers = buffers
-        self.token_ids = token_ids
-        self.positions = positions
+    graph: fx.Graph
+    parameters: dict[fx.Node, str]
+    buffers: dict[fx.Node, Tensor]
+    token_ids: fx.Node
+    positions: fx.Node
 
     def copy(self) -> "Exported":
         graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -169,9 +162,8 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
     clean(graph)
     token_ids, positions = inputs
     _keep_rows_apart(graph, token_ids)
-    found_ = Exported(graph, parameters, buffers, token_ids, positions)
     check_rows(graph)
-    return found_
+    return Exported(graph, parameters, buffers, token_ids, positions)
 
 
 def _keep_rows_apart(graph: fx.Graph, token_ids: fx.Node) -> None:

@@ -4,12 +4,13 @@ Lowering runs a stage's code once, with addresses in place of numbers. Views and
 every other operator becomes a step that reads some buffers and writes another one.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
@@ -27,7 +28,6 @@ from neo_desktop.models.traced.places import (
     with_addresses,
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
-from neo_desktop.models.traced.root_mean import RootMean, root_mean
 from neo_desktop.models.traced.row_buffers import RowBuffers
 from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
@@ -85,7 +85,7 @@ class _Lowering(RowBuffers):
         if node.op == "call_module":
             return self._operate(self._piece.get_submodule(str(node.target)), args)
         name = str(node.target) if node.op == "call_method" else name_of(node)
-        if not any(isinstance(each, (Value, Tensor, RootMean)) for each in _flat((args, kwargs))) or (
+        if not any(isinstance(each, (Value, Tensor, _RootMean)) for each in tree_leaves((args, kwargs))) or (
             name == "getitem" and isinstance(args[0], tuple)
         ):
             target: Any = node.target
@@ -95,9 +95,9 @@ class _Lowering(RowBuffers):
         return self._called(node, name, args, kwargs)
 
     def _called(self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        roots = [each for each in args if isinstance(each, RootMean)]
+        roots = [each for each in args if isinstance(each, _RootMean)]
         if name in _ROOT or (roots and name == "add"):
-            return root_mean(name, args)
+            return _root_mean(name, args)
         if name in _MOVES:
             return self._moved(node, args, kwargs)
         for names, lower in (
@@ -147,7 +147,7 @@ class _Lowering(RowBuffers):
         return replace(x, at=torch.ops.aten.index(x.at, places))
 
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [each for each in _flat((args, kwargs)) if isinstance(each, (Value, Tensor))]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, (Value, Tensor))]
         values = [each for each in given if isinstance(each, Value)]
         if len(values) != len(given) or len({each.dtype for each in values}) > 1:
             raise NotRowsError("weights and rows side by side")
@@ -232,7 +232,7 @@ class _Lowering(RowBuffers):
 
     def _normalised(self, x: Any, root: Any) -> Value:
         """Return x / sqrt(mean(x²) + eps), written as a product."""
-        x, root = (root, x) if isinstance(x, RootMean) else (x, root)
+        x, root = (root, x) if isinstance(x, _RootMean) else (x, root)
         if not isinstance(x, Value) or root.steps != 4 or not torch.equal(root.x.at, x.at):
             raise NotRowsError("a product with another tensor's norm")
         return self._plain_norm(x, [x.at.shape[-1]], None, root.eps)
@@ -243,7 +243,7 @@ class _Lowering(RowBuffers):
     def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
-        if isinstance(one, RootMean) or isinstance(other, RootMean):
+        if isinstance(one, _RootMean) or isinstance(other, _RootMean):
             return self._normalised(one, other)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
@@ -330,14 +330,6 @@ def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return one.expand(shape), other.expand(shape)
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [each for one in value for each in _flat(one)]
-    if isinstance(value, dict):
-        return _flat(list(value.values()))
-    return [value]
-
-
 def _approximated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
     return "gelu_tanh" if approximate == "tanh" else name
@@ -351,3 +343,26 @@ def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | No
         if isinstance(each, (Value, Tensor)):
             return each.dtype
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _RootMean:
+    """The first operators of a norm without a pattern: 1 / sqrt(mean(x²) + eps), over the last dimension."""
+
+    x: Value
+    steps: int = 1
+    eps: float = 0.0
+
+
+def _root_mean(name: str, args: tuple[Any, ...]) -> _RootMean:
+    """Return the next operator's result; raise NotRowsError for other arguments."""
+    x = args[0]
+    if name == "pow" and isinstance(x, Value) and args[1] == 2:
+        return _RootMean(x)
+    if name == "mean" and isinstance(x, _RootMean) and x.steps == 1 and list(args[1]) == [-1]:
+        return replace(x, steps=2)
+    if name == "add" and isinstance(x, _RootMean) and x.steps == 2:
+        return replace(x, steps=3, eps=args[1])
+    if name == "rsqrt" and isinstance(x, _RootMean) and x.steps == 3:
+        return replace(x, steps=4)
+    raise NotRowsError(f"{name} has no step")

@@ -1,6 +1,6 @@
 """Patterns of operators in a graph that one of the decoder's operators can replace."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,34 +64,6 @@ class Parts:
     rows: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of the fused matmul's parts
 
 
-def find_patterns(
-    nodes: list[fx.Node],
-    constants: Iterable[fx.Node],
-    rotations: Iterable[fx.Node],
-    carried: tuple[fx.Node, ...],
-    handed_on: tuple[fx.Node, ...],
-    parts: Parts,
-    dtype: torch.dtype,
-) -> list[Pattern]:
-    """Return the patterns of a piece, without overlaps.
-
-    Args:
-        constants: weights, and nodes that depend on weights only.
-        rotations: nodes that depend on positions only.
-        carried: the piece's inputs.
-        handed_on: the piece's results: for attention, and for the next piece.
-    """
-    found = _Finder(nodes, set(constants), set(rotations), carried, handed_on, parts, dtype)
-    norms = found.norms(nodes)
-    ropes = [rope for node in nodes if (rope := _tried(found.rope, node, norms)) is not None]
-    merged = {id(rope.norm) for rope in ropes}
-    gates = [gate for node in nodes if (gate := _tried(found.gate, node)) is not None]
-    left = [norm for norm in norms if id(norm) not in merged]
-    for norm in left:
-        found.add_residual(norm, left)
-    return [*left, *gates, *ropes]
-
-
 def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
     """Search for a pattern; operators with unexpected arguments do not match."""
     try:
@@ -100,26 +72,45 @@ def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
         return None
 
 
-class _Finder:
-    def __init__(
-        self,
-        nodes: list[fx.Node],
-        constants: set[fx.Node],
-        rotations: set[fx.Node],
-        carried: tuple[fx.Node, ...],
-        handed_on: tuple[fx.Node, ...],
-        parts: Parts,
-        dtype: torch.dtype,
-    ) -> None:
-        self._inside, self._constants, self._rotations = set(nodes), constants, rotations
-        self._carried, self._handed_on = set(carried), set(handed_on)
-        self._parts, self._dtype = parts, dtype
-        self._fresh: set[fx.Node] = set()  # results of norms
+@dataclass(slots=True)
+class Finder:
+    """Finds the patterns of a piece.
 
-    def norms(self, nodes: list[fx.Node]) -> list[Norm]:
+    Args:
+        constants: weights, and nodes that depend on weights only.
+        rotations: nodes that depend on positions only.
+        carried: the piece's inputs.
+        handed_on: the piece's results: for attention, and for the next piece.
+    """
+
+    nodes: list[fx.Node]  # in order
+    constants: Collection[fx.Node]
+    rotations: Collection[fx.Node]
+    carried: Collection[fx.Node]
+    handed_on: Collection[fx.Node]
+    parts: Parts
+    dtype: torch.dtype
+    _inside: set[fx.Node] = field(init=False)
+    _fresh: set[fx.Node] = field(default_factory=set)  # results of norms
+
+    def __post_init__(self) -> None:
+        self._inside = set(self.nodes)
+
+    def patterns(self) -> list[Pattern]:
+        """Return the patterns, without overlaps."""
+        norms = self.norms()
+        ropes = [rope for node in self.nodes if (rope := _tried(self.rope, node, norms)) is not None]
+        merged = {id(rope.norm) for rope in ropes}
+        gates = [gate for node in self.nodes if (gate := _tried(self.gate, node)) is not None]
+        left = [norm for norm in norms if id(norm) not in merged]
+        for norm in left:
+            self.add_residual(norm, left)
+        return [*left, *gates, *ropes]
+
+    def norms(self) -> list[Norm]:
         """Return all norms, in order; of norms with shared nodes, the longest."""
         norms, covered = list[Norm](), set[fx.Node]()
-        for node in reversed(nodes):
+        for node in reversed(self.nodes):
             norm = None if node in covered else _tried(self.norm, node)
             if norm is not None:
                 norms.insert(0, norm)
@@ -132,12 +123,12 @@ class _Finder:
         end = _node(root, 0) if self._is(root, "to", "type_as") else root
         is_rounded_last = end is not root
         weight, normed = self._factors(end)
-        if normed in self._constants:
+        if normed in self.constants:
             weight, normed = normed, weight
-        if weight not in self._constants or _shape(weight) != _shape(root)[-1:]:
+        if weight not in self.constants or _shape(weight) != _shape(root)[-1:]:
             return None
         scaled = normed
-        if self._is(normed, "to") and not is_rounded_last and _dtype(normed) is self._dtype:
+        if self._is(normed, "to") and not is_rounded_last and _dtype(normed) is self.dtype:
             scaled = _node(normed, 0)
         wide, root_mean = self._factors(scaled)
         chain = [root_mean]
@@ -149,10 +140,10 @@ class _Finder:
         x = _node(wide, 0) if self._is(wide, "to") and _dtype(wide) is torch.float32 else wide
         covered = {root, end, normed, scaled, *chain, *({wide} - {x})}
         eps, is_over_last = plus.args[1], list(mean.args[1]) == [-1] and mean.args[2:3] == (True,)
-        is_typed = _dtype(x) is _dtype(root) is self._dtype and isinstance(eps, float)
+        is_typed = _dtype(x) is _dtype(root) is self.dtype and isinstance(eps, float)
         if not is_over_last or not is_typed or not self._is_closed(covered, root):
             return None
-        is_rounded_before = not is_rounded_last or self._dtype is torch.float32
+        is_rounded_before = not is_rounded_last or self.dtype is torch.float32
         return Norm(covered, root, x, weight, eps, is_rounded_before)
 
     def _factors(self, node: Any) -> tuple[Any, Any]:
@@ -168,9 +159,9 @@ class _Finder:
             return
         if {_shape(one), _shape(other)} != {_shape(total)} or len(_shape(total)) != 3:
             return
-        if {_dtype(one), _dtype(other)} != {self._dtype}:
+        if {_dtype(one), _dtype(other)} != {self.dtype}:
             return
-        own = self._carried | {previous.total for previous in norms if previous.total is not None}
+        own = {*self.carried} | {previous.total for previous in norms if previous.total is not None}
         if one not in own and other in own:
             one, other = other, one
         norm.residual, norm.total, norm.x = one, total, other
@@ -178,7 +169,7 @@ class _Finder:
         # Other readers of the residual have read it already if it is the sum of an earlier norm.
         readers = {user for user in one.users if user in self._inside and user is not total}
         before = {node for previous in norms if previous.total is one for node in previous.covered}
-        norm.in_place = one in own and one not in self._handed_on and readers <= before
+        norm.in_place = one in own and one not in self.handed_on and readers <= before
 
     def gate(self, root: fx.Node) -> Gate | None:
         """Return the gated activation with this result."""
@@ -188,7 +179,7 @@ class _Finder:
         gate = _node(silu, 0) if self._is(silu, "silu") else None
         if gate is None:
             return None
-        parts, covered, product = self._parts, {root, silu}, gate
+        parts, covered, product = self.parts, {root, silu}, gate
         halves = self._halves(gate, up)
         if halves is not None:  # halves of one matmul
             product, covered = _node(halves[0], 0), covered | {*halves, gate, up}
@@ -227,9 +218,9 @@ class _Finder:
         # x is [1, heads, rows, head_dim]; some models rotate [1, rows, heads, head_dim].
         rows_of_cos = row_dim(cos)
         are_rows_third = row_dim(x) == 2 and rows_of_cos is not None and len(_shape(cos)) - rows_of_cos == 2
-        is_turned = {cos, sin} <= self._rotations and size == _shape(cos)[-1] == _shape(sin)[-1]
+        is_turned = {cos, sin}.issubset(self.rotations) and size == _shape(cos)[-1] == _shape(sin)[-1]
         is_turned = is_turned and are_rows_third
-        is_typed = _shape(x) == _shape(root) and _dtype(x) is self._dtype
+        is_typed = _shape(x) == _shape(root) and _dtype(x) is self.dtype
         if not is_turned or not is_typed or not self._is_closed(covered, root):
             return None
         norm, rows_first = None, False
@@ -244,8 +235,8 @@ class _Finder:
 
     def _is_own(self, x: fx.Node, readers: set[fx.Node]) -> bool:
         """Return True if only these nodes read x, and a matmul or norm has written it to new memory."""
-        while set(x.users) <= readers and x not in self._handed_on:
-            if x in self._parts.whole or x in self._fresh:
+        while set(x.users) <= readers and x not in self.handed_on:
+            if x in self.parts.whole or x in self._fresh:
                 return True
             if not self._is(x, *_MOVES):
                 return False
@@ -265,7 +256,7 @@ class _Finder:
     def _is_closed(self, covered: set[fx.Node], root: fx.Node) -> bool:
         """Return True if no outside node reads an inner node."""
         inner = covered - {root}
-        return not inner & self._handed_on and all(set(node.users) <= covered for node in inner)
+        return inner.isdisjoint(self.handed_on) and all(set(node.users) <= covered for node in inner)
 
 
 def _node(node: Any, place: int) -> Any:

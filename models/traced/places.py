@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from neo_desktop.native import Columns
 
@@ -106,13 +107,7 @@ def row_shape(at: Tensor, dim: int) -> tuple[int, ...]:
 
 def with_addresses(value: Any) -> Any:
     """Return arguments with addresses in place of values."""
-    if isinstance(value, Value):
-        return value.at
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_addresses(each) for each in value)
-    if isinstance(value, dict):
-        return {key: with_addresses(each) for key, each in value.items()}
-    return value
+    return tree_map(lambda each: each.at if isinstance(each, Value) else each, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,45 +16,26 @@ from torch import Tensor, nn
 
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.recurrent import RecurrentBatch
-from neo_desktop.models.traced.capture import Calls, CannotCutError
+from neo_desktop.models.traced.capture import Calls, CannotCutError, stand_in
 
 ROW_DIMS = {"convolve": 2, "scan": 1}  # operator -> row dimension of its inputs and output
 _SILU = ("silu", "swish")
 _NORM_EPS = 1e-6  # of keys and queries, as in transformers
 
 
-@torch.library.custom_op("neo_desktop::convolve", mutates_args=())
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, has_silu: bool, index: int) -> Tensor:
-    """Stand for a short convolution in a graph.
-
-    Args:
-        x: [1, channels, rows], as the result.
-        weight: [channels, width]
-    """
-    raise NotImplementedError("the stages compute it")
-
-
-@convolve.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, has_silu: bool, index: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("neo_desktop::scan", mutates_args=())
-def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_delta: bool, index: int) -> Tensor:
-    """Stand for a scan in a graph; see `models.recurrent.scan_state`.
-
-    Args:
-        q: [1, rows, key_heads, key_dim]; k is the same.
-        v: [1, rows, heads, value_dim], as the result.
-        decay: [1, rows, heads] float32; beta is the same.
-        is_delta: the delta rule; otherwise beta is a factor on v.
-    """
-    raise NotImplementedError("the stages compute it")
-
-
-@scan.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_delta: bool, index: int) -> Tensor:
-    return torch.empty_like(v)
+# A short convolution: x [1, channels, rows], weight [channels, width], bias [channels] -> as x.
+convolve = stand_in(
+    "convolve",
+    "(Tensor x, Tensor weight, Tensor? bias, bool has_silu, int index) -> Tensor",
+    lambda x, weight, bias, has_silu, index: torch.empty_like(x),
+)
+# A scan, see `models.recurrent.scan_state`: q and k [1, rows, key_heads, key_dim], v [1, rows, heads,
+# value_dim], decay and beta [1, rows, heads] float32 -> as v. Without the delta rule, beta is a factor on v.
+scan = stand_in(
+    "scan",
+    "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, bool is_delta, int index) -> Tensor",
+    lambda q, k, v, decay, beta, is_delta, index: torch.empty_like(v),
+)
 
 
 def _convolution(

@@ -8,7 +8,7 @@ from torch import nn
 from neo_desktop.models.families import FAMILIES
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import CannotCutError
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import Source
 
 BY_LLAMACPP = "a GGUF file of it may run by llama.cpp, with --backend llamacpp"
 # Class names in a model → description. The first match counts.

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from logging import ERROR
 from typing import Any
 from unittest.mock import patch
 
@@ -31,8 +30,7 @@ from neo_desktop.models.traced.heads import HeadShape, common_shape
 from neo_desktop.models.traced.latent import kept_latent
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
-from neo_desktop.models.traced.sizes import Description, FusedSizes, TracedSpec
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import Description, FusedSizes, Source, TracedSpec, quiet
 
 # Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -41,19 +39,6 @@ _WITHOUT_ATTENTION = 2**20  # recurrent states have no positions
 LONG = "longrope"
 _CHANGING = ("dynamic", LONG)  # RoPE types with frequencies that depend on a prompt's length
 ROWS = 5  # of the run; differs from every size of a model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the advice of transformers."""
-    from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
@@ -248,7 +233,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
     head = None if is_tied else _fused([last], names)
-    moe_layers = tuple(mixed(model, call, names) for call in calls.experts)
+    moe_layers = tuple(mixed(call, names) for call in calls.experts)
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]
     for fused in (*matrices, *(() if head is None else (head,))):

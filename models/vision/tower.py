@@ -13,9 +13,9 @@ from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.json_file import JsonFile, ModelError
-from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.sizes import quiet
 from neo_desktop.models.vision.families import FAMILIES, VisionFamily, Words, rows_of
 from neo_desktop.models.vision.pictures import decode
 from neo_desktop.models.vision.prompt import SeenImage
@@ -32,7 +32,7 @@ class Vision:
 
     def __init__(self, checkpoint: Checkpoint, config: TracedConfig, tokenizer: Tokenizer) -> None:
         self._checkpoint, self._config = checkpoint, config
-        with _quiet():
+        with quiet():
             self._described: Any = config.source.config()
         self._family = _FAMILIES[self._described.model_type]
         self._words = Words.read(checkpoint.path, tokenizer.token_text)
@@ -77,7 +77,7 @@ class Vision:
         from transformers.initialization import no_init_weights  # noqa: PLC0415 - as above
 
         described, path = self._described, self._checkpoint.path
-        with _quiet():
+        with quiet():
             kinds: Any = AutoImageProcessor
             processor = kinds.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, backend="pil"
@@ -104,7 +104,12 @@ class Vision:
                         f"{self._checkpoint.name} {state} weights of its vision tower ({part}.{name}), so it "
                         "cannot read images: download the complete original folder."
                     )
-                _copy(stored, value, name)
+                if stored.shape != tuple(value.shape):
+                    raise ModelError(
+                        f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json "
+                        f"describes {list(value.shape)}: use the config.json that belongs to these weights."
+                    )
+                value.copy_(stored.read())
 
 
 def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
@@ -122,22 +127,6 @@ def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     if not any((checkpoint.path / name).exists() for name in PROCESSORS):
         return f"{TEXT_ONLY}: its folder lacks {PROCESSORS[0]}, which images need"
     return None
-
-
-def _copy(stored: StoredTensor, target: Tensor, name: str) -> None:
-    if stored.shape != tuple(target.shape):
-        raise ModelError(
-            f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json describes "
-            f"{list(target.shape)}: use the config.json that belongs to these weights."
-        )
-    for row, piece in stored.pieces():
-        (target[row : row + len(piece)] if target.dim() else target).copy_(piece)
-
-
-def _quiet() -> Any:
-    from neo_desktop.models.traced.spec import quiet  # noqa: PLC0415 - rarely needed
-
-    return quiet()
 
 
 _FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in FAMILIES}

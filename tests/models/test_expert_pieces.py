@@ -9,9 +9,8 @@ from neo_desktop.models import expert_pieces, operators
 from neo_desktop.models.decoder import Experts
 from neo_desktop.models.expert_operators import Choice, ExpertScratch, gated
 from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
-from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.dense import DENSE, Dense, Plain
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
-from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.moe import MoE

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear.dense import DENSE, Dense
-from neo_desktop.models.linear.plain import Plain
+from neo_desktop.models.linear.dense import DENSE, Dense, Plain
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.models.registry import random_model

@@ -34,10 +34,10 @@ from neo_desktop.models.operators import Store
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.stored_form import stored_form
-from neo_desktop.models.traced import builder, fused, patterns
+from neo_desktop.models.traced import fused, patterns
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.sizes import Source
 from neo_desktop.models.traced.stages import TracedStages
 
 CPU = torch.device("cpu")
@@ -94,15 +94,17 @@ def test_operators_compute_what_they_take_the_place_of(
     token_ids = torch.randint(0, 300, (9,), generator=torch.Generator().manual_seed(0))
     found: list[list[patterns.Pattern]] = []
 
-    def recorded(*given: Any) -> list[patterns.Pattern]:
-        found.append(patterns.find_patterns(*given))
+    find_patterns = patterns.Finder.patterns
+
+    def recorded(finder: patterns.Finder) -> list[patterns.Pattern]:
+        found.append(find_patterns(finder))
         return found[-1]
 
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
         scores = []
         for find in (recorded, lambda *_: []):
             found.clear()
-            monkeypatch.setattr(builder, "find_patterns", find)
+            monkeypatch.setattr(patterns.Finder, "patterns", find)
             decoder = load_model(open_checkpoint(path), read_traced(path), dtype=dtype, device=CPU)
             stages = stages_of(decoder, None)
             if find is recorded and dtype is torch.bfloat16:
