@@ -83,7 +83,7 @@ def assert_is_idle_after_writes(engine: Engine) -> None:
     engine._kv_cache.check()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["gpu-only", "auto", "pie"])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_states_come_back_as_checkpoints(family: str, policy: str, tmp_path: Path) -> None:

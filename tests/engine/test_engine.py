@@ -48,14 +48,13 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         checkpoints[family], device="cpu", max_batch_tokens=100, max_batch_requests=6
     ) as engine:
         batched = engine.generate(batch, GREEDY)
-        alone = [engine.generate([prompt], GREEDY)[0] for prompt in batch]
-    for prompt, one, together in zip(batch, alone, batched, strict=True):
-        expected = transformers_greedy(checkpoints[family], prompt, 64)
-        assert list(one.token_ids) == expected
-        assert list(together.token_ids) == expected
+        alone = [engine.generate([prompt], GREEDY)[0] for prompt in batch[-2:]]
+    expected = [transformers_greedy(checkpoints[family], prompt, 64) for prompt in batch]
+    assert [list(each.token_ids) for each in batched] == expected
+    assert [list(each.token_ids) for each in alone] == expected[-2:]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
     [

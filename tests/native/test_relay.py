@@ -195,7 +195,7 @@ def stuck_program(
     program = f"import sys; sys.path.append({path!r})" + STUCK + rest
     program = program.replace("TIMEOUT", str(timeout_s)).replace("ITEM", item)
     return subprocess.run(
-        [sys.executable, "-P", "-c", program], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
     )
 
 
@@ -270,7 +270,7 @@ for layer in range(1, NUM_LAYERS):
 print(len(relay.finish()))
 """
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdin is not None
