@@ -116,6 +116,7 @@ def test_requests_out_of_time_are_ended_and_counted(engine: Engine) -> None:
     assert OUT_OF_TIME in {record.error for record in found.records}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
     kept: list[LoadReport] = []

@@ -91,7 +91,7 @@ def test_every_way_of_sampling_obeys(guide: Engine, settings: dict[str, Any]) ->
     check_json(output.text)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_policies_moves_and_preemptions_change_no_token(
     llama: Path, policy: str, monkeypatch: pytest.MonkeyPatch
