@@ -12,7 +12,6 @@ import pytest
 from neo_desktop.app.application import create_app
 from neo_desktop.app.engines import process as processes
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.process import what_ended
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import EngineGoneError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.shelf import restarts
@@ -25,7 +24,6 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.stats import LLAMACPP
 
 from .child_engines import HUNG, KILLED, LOST, SEGFAULT, FragileLoader
 from .conftest import until
@@ -309,33 +307,6 @@ def test_starts_are_counted_within_ten_minutes_only(monkeypatch: pytest.MonkeyPa
         if pauses[-1] is not None:
             counted.begun()
     assert pauses == [1.0, 2.0, None, None, 2.0, 2.0]
-
-
-def test_starts_that_fail_are_counted_however_long_they_take() -> None:
-    now = 0.0
-    counted = Restarts(lambda: now)
-    for now in (1000.0, 2000.0, 3000.0):  # noqa: B007
-        assert counted.pause_s is not None
-        counted.begun()
-        counted.failed("it could not be started again")
-    now = 9000.0
-    assert counted.pause_s is None
-    counted.forget()
-    assert counted.pause_s is not None
-
-
-def test_what_crashes_llama_cpp_twice_is_not_started_again() -> None:
-    now = 0.0
-    counted = Restarts(lambda: now)
-    crash = what_ended(-signal.SIGSEGV)
-    counted.ended(crash, LLAMACPP)
-    assert counted.pause_s is not None
-    now = 10_000.0
-    counted.ended(what_ended(-signal.SIGKILL), LLAMACPP)
-    assert counted.pause_s is not None
-    counted.ended(crash, LLAMACPP)
-    assert counted.pause_s is None
-    assert "crashed twice (SIGSEGV)" in counted.verdict("alpha", "cpu")
 
 
 def test_who_has_a_gpu_is_told_how_to_go_on_without() -> None:

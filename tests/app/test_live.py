@@ -212,21 +212,6 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
     asyncio.run(run())
 
 
-def test_without_a_model_and_after_the_end_there_is_a_sentence() -> None:
-    async def run() -> None:
-        none = await EngineFeed(ModelHost()).view()
-        assert (none.state, none.live) == ("no-model", None)
-        assert none.sentence.startswith("No model is loaded")
-        executor = FakeExecutor()
-        async with feeding(executor) as (feed, service):
-            await service.stop()
-            ended = await feed.view()
-        assert (ended.state, ended.live) == ("stopped", None)
-        assert ended.sentence == "The server is shutting down."
-
-    asyncio.run(run())
-
-
 WORKERS = {
     KVTier.worker(1): WorkerState("10.0.0.2:7455", None, 0),
     KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),

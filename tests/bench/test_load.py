@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from neo_desktop.app.bench.load import suite
 from neo_desktop.app.bench.load.metrics import LoadCurve
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.suite import run_load
@@ -69,25 +68,6 @@ def test_divided_models_are_loaded_for_each_policy() -> None:
         assert point.metrics.finished == 10
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, ("auto", "gpu-only")),
-        ({"gpu_cache_tokens": None}, ("auto",)),
-        ({"cpu_cache_tokens": 0}, ("auto",)),
-        ({"gpu_cache_tokens": 0}, ("auto",)),
-        ({"policies": ("neo", "fastdecode")}, ("neo", "fastdecode")),
-    ],
-)
-def test_policies_are_compared_where_they_differ(given: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert suite.policies(replace(SMALL, **given)) == expected
-
-
-def test_an_eight_bit_cpu_cache_does_not_stop_the_policy_without_one() -> None:
-    options = replace(SMALL, cpu_cache_dtype="int8", policies=("gpu-only",), rates=(200.0,))
-    assert [curve.name for curve in last(options).curves] == ["gpu-only"]
-
-
 @pytest.fixture
 def engine() -> Any:
     settings: dict[str, Any] = {"shape": "tiny", "device": "cpu", "policy": "gpu-only"}
@@ -135,14 +115,6 @@ def test_an_interrupt_keeps_what_was_measured(stop_after: int) -> None:
         keep()
     assert len(kept) == stop_after
     assert kept[-1].section().tables
-
-
-def test_requests_still_open_at_the_end_of_the_drain_are_told() -> None:
-    options = replace(SMALL, policies=("auto",), rates=(1000.0,), output_tokens=300, drain_seconds=0.01)
-    report = last(options)
-    (point,) = report.curves[0].points
-    assert point.metrics.failures.keys() == {OUT_OF_TIME}
-    assert "without an answer (out of time)" in " ".join(report.section().notes)
 
 
 def curve_with(report: LoadReport, shares: list[float]) -> LoadCurve:

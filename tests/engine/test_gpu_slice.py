@@ -9,11 +9,10 @@ import pytest
 import torch
 from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
-from suites import ignore, last
+from suites import ignore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.device_limit import DeviceOptions, run_device_limit
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run as bench_run
 from neo_desktop.app.bench.options import BenchOptions
@@ -42,21 +41,6 @@ def make_slice(
     num_sms: int = 8, driver: FakeDriver | None = None, cublas: FakeCublas | None = None
 ) -> GpuSlice:
     return GpuSlice(GPU, num_sms, driver or FakeDriver(), cublas or FakeCublas())
-
-
-@pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (10, 16), (128, 128)])
-def test_the_driver_is_asked_step_by_step_and_what_it_gives_counts(asked: int, given: int) -> None:
-    driver = FakeDriver(total_sms=132)
-    context = GreenContext(driver, 0, asked)
-    assert driver.calls == [
-        "cuInit",
-        "cuDeviceGet",
-        "cuDeviceGetDevResource",
-        "cuDevSmResourceSplitByCount",
-        "cuDevResourceGenerateDesc",
-        "cuGreenCtxCreate",
-    ]
-    assert (context.num_sms, context.total_sms, driver.context_sms) == (given, 132, given)
 
 
 @pytest.mark.parametrize(("asked", "message"), [(133, "this GPU has 132"), (131, "or for all 132")])
@@ -162,13 +146,6 @@ def test_an_engine_loads_measures_and_generates_inside(streams: RecordedStreams)
         thread.join()
         assert [len(output.token_ids) for output in outputs] == [4] * 20
     assert not streams.is_inside
-
-
-def test_the_gpu_suite_runs_the_model_inside(streams: RecordedStreams) -> None:
-    options = DeviceOptions(
-        shape="tiny", device="cpu", batches=(1,), context_tokens=16, iterations=2, seconds=0.1
-    )
-    assert last(run_device_limit(options, ignore)).decode
 
 
 def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_a_path_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
         Timeline(tmp_path / "nowhere" / "trace.json")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(4))
 def test_busy_time_and_overlap_count_each_nanosecond_once(seed: int) -> None:
     rng = random.Random(seed)
     spans, busy = [], {"a": set(), "b": set()}

@@ -168,30 +168,6 @@ def flags() -> torch.Tensor:
     return torch.zeros(2, 1, dtype=torch.int32)
 
 
-def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
-    raised = flags()
-    backend(gpu).start(FixedProgram("key", offload_buffers(gpu, raised)), with_flags=True, with_graphs=True)
-    forks = [("wait", lane.value, ("device", 0)) for lane in LANES[1:]]
-    log = [entry for entry in gpu.log if entry[0] not in ("record", "wait for stream")]
-    assert log[: len(forks)] == forks
-    assert (
-        log[len(forks) : -len(forks)]
-        == [
-            ("work", "qkv", "device"),
-            ("wait", "to-host", ("device", 1)),
-            ("work", "send", "to-host"),
-            ("wait", "to-host", ("to-host", 0)),
-            ("write", "to-host", raised.data_ptr(), 1, 0),
-            ("wait", "to-device", ("to-host", 1)),  # CUDA must order the answer after the question
-            ("wait for", "to-device", raised[1:].data_ptr(), 1, 1),
-            ("work", "fetch", "to-device"),
-            ("wait", "device", ("to-device", 0)),
-            ("work", "output", "device"),
-        ]
-    )
-    assert {entry[1] for entry in log[-len(forks) :]} == {"device"}  # all join the device stream
-
-
 def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:
     runs = backend(gpu)
     record = offload_buffers(gpu, flags())
@@ -208,44 +184,6 @@ def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: Fake
     assert gpu.names().count("replay") == 1
     runs.forget()
     assert carry_out(runs, "key", record)
-
-
-def test_between_graphs_what_is_not_fixed_is_put_on_the_streams(gpu: FakeGpu) -> None:
-    runs = backend(gpu)
-
-    def work(what: str) -> Record:
-        def record(launcher: Launcher) -> None:
-            launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work(what))
-
-        return record
-
-    for number in range(3):
-        gpu.log.clear()
-        carry_out(runs, "key", work("first"), work(f"attention {number}"), work("last"))
-    order = [entry[:2] for entry in gpu.log if entry[0] in ("replay", "work")]
-    assert order == [("replay", "device"), ("work", "attention 2"), ("replay", "device")]
-    gpu.log.clear()
-    assert not carry_out(runs, "key", work("first"), work("attention"), work("last"), with_graphs=False)
-    assert "replay" not in gpu.names()
-
-
-def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> None:
-    """A capture must not refer to an event of another capture."""
-    runs, asked, raised = backend(gpu), [], flags()
-
-    def ask(launcher: Launcher) -> None:
-        asked.append(launcher.host(Lane.CPU, STAGE, HostStep(lambda: None, raised)))
-
-    def collect(launcher: Launcher) -> None:
-        launcher.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (asked[-1],))
-
-    for _ in range(2):
-        gpu.log.clear()
-        carry_out(runs, "key", ask, lambda launcher: None, collect)
-    second = gpu.log[len(gpu.log) - gpu.names()[::-1].index("begin capture") :]
-    wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
-    waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
-    assert waits == ["device"]  # the start of the capture
 
 
 @pytest.mark.parametrize("can_end", [True, False])
