@@ -277,6 +277,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", ["/gradio_api/queue/join", "/gradio_api/upload", "/gradio_api/call/chat"])
 @pytest.mark.parametrize("head", [{}, {"Content-Length": str(600 << 20)}])
 def test_a_body_of_600_mib_is_refused_and_fills_no_memory(

@@ -128,6 +128,7 @@ def divided_processes() -> tuple[psutil.Process, psutil.Process]:
     return engine, other
 
 
+@pytest.mark.sample(0)
 async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
     options = EngineOptions(
         device="cpu", policy="gpu-only", tensor_parallel=2, gpu_cache_tokens=1024, dtype="float32"

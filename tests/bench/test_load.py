@@ -60,6 +60,7 @@ def test_policies_see_the_same_requests_at_the_same_rates(report: LoadReport) ->
         assert first.metrics.output_tokens == second.metrics.output_tokens
 
 
+@pytest.mark.sample(0)
 def test_divided_models_are_loaded_for_each_policy() -> None:
     report = last(replace(SMALL, tensor_parallel=2, policies=("fastdecode", "gpu-only"), rates=(20.0,)))
     assert [curve.name for curve in report.curves] == ["fastdecode", "gpu-only"]

@@ -12,6 +12,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from engine_prompts import GREEDY, prompts
 from idle import assert_is_idle
+from seeds import seeds
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
@@ -38,7 +39,7 @@ def test_a_start_tells_how_long_loading_and_the_first_token_took(
     assert "the first token came" in said[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     checkpoints: dict[str, Path], family: str
@@ -124,7 +125,7 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
         assert_is_idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, 3))
 def test_decodes_at_their_own_pace_give_the_same_tokens(
     checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

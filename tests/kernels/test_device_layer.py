@@ -56,7 +56,7 @@ def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
 
 
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, device: torch.device) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     dtype = data.draw(st.sampled_from(FLOATS))
@@ -119,6 +119,7 @@ def test_8_bits_are_refused(device: torch.device) -> None:
         KVPool(make_config(), 1, 16, torch.int8, device, DeviceLayer)
 
 
+@pytest.mark.sample(1)
 def test_making_a_pool_launches_every_variant_of_decode_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def check(engine: Engine, folder: Path, tokens: int = TOKENS) -> None:
     assert [list(each.token_ids) for each in engine.generate(prompts, params)] == expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", CASES)
 def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
     folder = folder_of(family)
@@ -90,7 +90,7 @@ def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str],
             assert engine._scheduler.counters.num_cached_tokens > before
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", CASES)
 def test_small_chunks_and_preempted_requests_keep_their_images(
     folder_of: Callable[[str], Path], family: str
