@@ -132,6 +132,10 @@ def test_gpt_oss_goes_on_after_the_end_of_a_thought(tmp_path: Path) -> None:
         ({"scores": None}, "has no scores"),
         ({"scores": [1.0]}, "scores for each token"),
         ({"token_type": [1, 1]}, "token_type for each token"),
+        (
+            {"token_type": lambda entries: [float("nan")] * len(entries[f"{PREFIX}scores"])},
+            "token_type for each",
+        ),
         ({"tokens": ["a", "a"]}, "the same token twice"),
         ({"tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokens": [1, 2]}, "has no tokenizer.ggml.tokens"),
@@ -142,7 +146,8 @@ def test_gpt_oss_goes_on_after_the_end_of_a_thought(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_vocabularies_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    entries = sentence_piece() | {PREFIX + key: value for key, value in changes.items()}
+    entries = sentence_piece()
+    entries |= {PREFIX + key: each(entries) if callable(each) else each for key, each in changes.items()}
     entries = {key: value for key, value in entries.items() if value is not None}
     path = write_vocabulary(tmp_path / "vocabulary.gguf", entries)
     with pytest.raises(ModelError, match=message):
