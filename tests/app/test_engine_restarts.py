@@ -244,20 +244,6 @@ async def test_a_start_that_nobody_wants_any_more_is_stopped_at_once(loader: Fra
     await host.stop()
 
 
-async def test_a_pause_before_a_start_can_be_cut_short(
-    loader: FragileLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(restarts, "PAUSES_S", (3600.0,))
-    host = ModelHost(load=loader)
-    await host.begin("alpha")
-    os.kill(loader.pids[0], signal.SIGKILL)
-    await until(lambda: host.loading is not None and host.loading.reason is not None)
-    async with asyncio.timeout(TIMEOUT_S):
-        await host.unload()
-    assert not host.has_service
-    await host.stop()
-
-
 async def test_unloading_ends_the_process_and_an_idle_one_comes_back(loader: FragileLoader) -> None:
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
     await host.start()
