@@ -14,7 +14,7 @@ from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.suite import run_hardware
 from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
-from neo_desktop.app.bench.page.html import headline, machine_lines, write_files
+from neo_desktop.app.bench.page.html import headline, write_files
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.run import run_suites
 from neo_desktop.app.bench.throughput.report import ThroughputReport
@@ -132,16 +132,3 @@ def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
     assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
     failed = replace(same, errors={"out of memory": 3})
     assert "FAILURE: auto gave up 3 requests" in said("cuda", 1.0, policies=(gpu_only, failed))
-
-
-def test_a_computer_that_was_not_steady_is_told_at_the_top(report: Report) -> None:
-    steady = replace(report, probes=(Probe(100.0, 30.0), Probe(104.0, 31.0), Probe(101.0, 30.5)))
-    line = "The computer was steady: the CPU did 100 to 104 GFLOP/s and read memory at 30.0 to 31.0 GB/s"
-    assert any(each.startswith(line) for each in machine_lines(steady))
-    assert not any("steady" in each for each in headline(steady))
-    for slow in (Probe(80.0, 30.0), Probe(100.0, 20.0)):
-        disturbed = replace(report, probes=(*steady.probes, slow))
-        assert any(each.startswith("The computer was not steady") for each in headline(disturbed))
-        assert not any("steady" in each for each in machine_lines(disturbed))
-    old = replace(report, probes=())  # a file of an earlier version
-    assert not any("steady" in each for each in (*headline(old), *machine_lines(old)))
