@@ -44,7 +44,7 @@ def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple
     return result.exit_code, result.output
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

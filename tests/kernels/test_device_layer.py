@@ -98,6 +98,7 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
         assert (error < TOLERANCE[dtype]).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_come_back_as_they_were_written(dtype: torch.dtype, device: torch.device) -> None:
     config = make_config()
@@ -146,6 +147,7 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
     assert set(launched) == set(at_start) == {False, True}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: torch.device) -> None:
     config = replace(make_config(), num_layers=4)

@@ -78,7 +78,7 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
     assert (error < bound).all()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("group", "head_dim"),
@@ -105,7 +105,7 @@ def test_equals_float64_for_every_shape(
     check(case, attend(case, 4, device))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("block_size", [1, 5, 32, 100])
 def test_any_block_size(block_size: int, device: torch.device) -> None:
     case = make_case([1, block_size, block_size + 1, 75], block_size=block_size, dtype=torch.float16)
@@ -133,7 +133,7 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
     check(case, attend(case, data.draw(st.integers(1, 20)), device))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("group", [2, 5])
@@ -144,7 +144,7 @@ def test_scores_level_off_at_a_cap(group: int, splits: int, dtype: torch.dtype, 
     check(case, attend(case, splits, device))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 70, 5000])
 def test_window_attends_to_the_last_tokens_only(window: int, device: torch.device) -> None:
     case = make_case([1, 16, 17, 150], group=4, window=window)
