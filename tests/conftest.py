@@ -125,12 +125,14 @@ def _varied(items: list[pytest.Function], count: int) -> list[pytest.Function]:
 
 
 def _axes(item: pytest.Function) -> dict[str, int]:
-    """Return the index of the item's value in each parametrisation."""
-    axes = dict(item.callspec.indices) if hasattr(item, "callspec") else {}
+    """Return the identity of the item's value in each parametrisation, by its first name."""
+    axes = (
+        {name: id(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+    )
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        for name in names[1:]:
-            del axes[name.strip()]
+        first, *others = (name.strip() for name in names)
+        axes[first] = hash((axes[first], *(axes.pop(name) for name in others)))
     return axes
 
 

@@ -15,6 +15,7 @@ class Plain:
     """A `protocol.Linear` with a dense weight."""
 
     form = "plain"
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias

@@ -92,13 +92,6 @@ def test_a_name_is_never_a_path(checkpoint: Path, tmp_path: Path, name: str) -> 
         Catalogue([tmp_path / "mine"]).get(name)
 
 
-def test_two_models_of_one_name_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
-    for folder in ("first", "second"):
-        linked(checkpoint, tmp_path / folder / "twin")
-    models = named(Catalogue([tmp_path / "first", tmp_path / "second"]).models())
-    assert set(models) == {BUILTIN_NAME, "twin", str(tmp_path / "second" / "twin")}
-
-
 def test_links_in_circles_and_endless_folders_end(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loop").symlink_to(tmp_path / "mine")

@@ -160,20 +160,6 @@ def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
     assert executor.seen[-1].params.thoughts == thoughts
 
 
-def test_several_chats_are_answered_at_once(
-    chats: ChatClient, executor: FakeExecutor, page_server: RunningServer
-) -> None:
-    executor.open.clear()
-    asked = [chats.ask(chats.new_chat(max_tokens=20), f"{number}")[1] for number in range(8)]
-    eventually(lambda: page_server.service.num_queued == len(asked))
-    executor.steps.release(6)
-    for answer in asked:
-        chats.until(answer, lambda node: bool(node["text"]))
-    assert all(chat["is_streaming"] for chat in chats.entries())
-    executor.open.set()
-    assert {chats.ended(answer)["text"] for answer in asked} == {letters("<user>1<assistant>", 20)}
-
-
 @pytest.mark.parametrize(
     ("text", "settings", "reason"),
     [

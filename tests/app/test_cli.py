@@ -121,7 +121,7 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
     assert not out.exists() or json.loads((out / "report.json").read_text())["interrupted"] == "throughput"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -193,7 +193,7 @@ def damage(folder: Path, how: str) -> None:
         (folder / "tokenizer.json").unlink()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "hint"),
     [

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -154,15 +153,3 @@ async def test_progress_is_told_and_may_stop_the_load() -> None:
     with pytest.raises(KeyboardInterrupt):
         EngineProcess.load(make, progress)
     assert len(told) == 1
-
-
-def test_the_pipe_is_no_childs_of_others() -> None:
-    """No other child of this program or of the engine may hold an end of the pipe open."""
-    process = EngineProcess.load(make, lambda share, what: None)
-    assert process._process.stdin is not None
-    assert process._process.stdout is not None
-    assert not process._process.stdin.closed
-    ends = (process._process.stdin.fileno(), process._process.stdout.fileno())
-    assert not any(map(os.get_inheritable, ends))
-    process.close()
-    assert process._process.poll() is not None

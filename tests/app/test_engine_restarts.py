@@ -12,7 +12,6 @@ import pytest
 from neo_desktop.app.application import create_app
 from neo_desktop.app.engines import process as processes
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.process import what_ended
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import EngineGoneError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.shelf import restarts
@@ -25,7 +24,6 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.stats import LLAMACPP
 
 from .child_engines import HUNG, KILLED, LOST, SEGFAULT, FragileLoader
 from .conftest import until
@@ -130,6 +128,7 @@ def divided_processes() -> tuple[psutil.Process, psutil.Process]:
     return engine, other
 
 
+@pytest.mark.sample(0)
 async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
     options = EngineOptions(
         device="cpu", policy="gpu-only", tensor_parallel=2, gpu_cache_tokens=1024, dtype="float32"
@@ -245,20 +244,6 @@ async def test_a_start_that_nobody_wants_any_more_is_stopped_at_once(loader: Fra
     await host.stop()
 
 
-async def test_a_pause_before_a_start_can_be_cut_short(
-    loader: FragileLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(restarts, "PAUSES_S", (3600.0,))
-    host = ModelHost(load=loader)
-    await host.begin("alpha")
-    os.kill(loader.pids[0], signal.SIGKILL)
-    await until(lambda: host.loading is not None and host.loading.reason is not None)
-    async with asyncio.timeout(TIMEOUT_S):
-        await host.unload()
-    assert not host.has_service
-    await host.stop()
-
-
 async def test_unloading_ends_the_process_and_an_idle_one_comes_back(loader: FragileLoader) -> None:
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
     await host.start()
@@ -309,33 +294,6 @@ def test_starts_are_counted_within_ten_minutes_only(monkeypatch: pytest.MonkeyPa
         if pauses[-1] is not None:
             counted.begun()
     assert pauses == [1.0, 2.0, None, None, 2.0, 2.0]
-
-
-def test_starts_that_fail_are_counted_however_long_they_take() -> None:
-    now = 0.0
-    counted = Restarts(lambda: now)
-    for now in (1000.0, 2000.0, 3000.0):  # noqa: B007
-        assert counted.pause_s is not None
-        counted.begun()
-        counted.failed("it could not be started again")
-    now = 9000.0
-    assert counted.pause_s is None
-    counted.forget()
-    assert counted.pause_s is not None
-
-
-def test_what_crashes_llama_cpp_twice_is_not_started_again() -> None:
-    now = 0.0
-    counted = Restarts(lambda: now)
-    crash = what_ended(-signal.SIGSEGV)
-    counted.ended(crash, LLAMACPP)
-    assert counted.pause_s is not None
-    now = 10_000.0
-    counted.ended(what_ended(-signal.SIGKILL), LLAMACPP)
-    assert counted.pause_s is not None
-    counted.ended(crash, LLAMACPP)
-    assert counted.pause_s is None
-    assert "crashed twice (SIGSEGV)" in counted.verdict("alpha", "cpu")
 
 
 def test_who_has_a_gpu_is_told_how_to_go_on_without() -> None:

@@ -81,15 +81,6 @@ def test_a_head_that_drips_is_not_waited_for(server: RunningServer) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_second_head_of_a_connection_is_timed_too(server: RunningServer) -> None:
-    with connect(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        read_until(client, b"alphabet")
-        client.sendall(b"GET /hea")
-        assert read_to_end(client) == b""
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_body_that_does_not_come_is_refused(server: RunningServer) -> None:
     with connect(server) as client:
         client.sendall(HEAD % 100 + b'{"prompt":')

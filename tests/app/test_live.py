@@ -100,49 +100,13 @@ def chats(gpu: int, cpu: int, held: int = 0) -> list[LiveRequest]:
             "There is room for 1,024 tokens on the GPU and 1,024 in main memory.",
         ),
         (
-            make_view(policy="gpu-only", imitated=True),
-            "No chat is waiting for an answer. There is room for 1,024 tokens on the imitated GPU.",
-        ),
-        (
-            make_view(policy="fastdecode"),
-            "No chat is waiting for an answer. There is room for 1,024 tokens in main memory.",
-        ),
-        (
             make_view(chats(1, 0)),
             "1 chat: its answer is being written. Its memory is on the GPU: nothing is offloaded.",
-        ),
-        (
-            make_view([request(0, GPU, prefilling=True)], imitated=True),
-            "1 chat: its 100 tokens are being read. Its memory is on the imitated GPU: nothing is offloaded.",
-        ),
-        (
-            make_view(chats(0, 1), alone=0),
-            "1 chat: its answer is being written. Its memory is in main memory, where the CPU attends while "
-            "the GPU computes the rest.",
-        ),
-        (
-            make_view(chats(4, 0)),
-            "4 chats at once, all with their memory on the GPU: it has room, and nothing is offloaded.",
         ),
         (
             make_view(chats(3, 5)),
             "8 chats at once: 3 have their memory on the GPU, 5 in main memory, where the CPU attends for "
             "them while the GPU computes. GPU memory alone would hold 3.",
-        ),
-        (
-            make_view(chats(1, 1), imitated=True, alone=2),
-            "2 chats at once: 1 has its memory on the imitated GPU, 1 in main memory, where the CPU attends "
-            "for it while the imitated GPU computes. GPU memory alone would hold them, too.",
-        ),
-        (
-            make_view(chats(0, 3), policy="fastdecode"),
-            "3 chats at once, all with their memory in main memory, where the CPU attends for them while the "
-            "GPU computes the rest.",
-        ),
-        (
-            make_view(chats(0, 2), alone=0),
-            "2 chats at once, all with their memory in main memory, where the CPU attends for them while the "
-            "GPU computes the rest. GPU memory alone would hold none.",
         ),
         (
             make_view(chats(3, 0), policy="gpu-only", waiting=5),
@@ -244,21 +208,6 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
                 assert views[-1].live is not None  # the last view, with its age
                 assert views[-1].live.stats.model == MODEL
                 executor.open.set()
-
-    asyncio.run(run())
-
-
-def test_without_a_model_and_after_the_end_there_is_a_sentence() -> None:
-    async def run() -> None:
-        none = await EngineFeed(ModelHost()).view()
-        assert (none.state, none.live) == ("no-model", None)
-        assert none.sentence.startswith("No model is loaded")
-        executor = FakeExecutor()
-        async with feeding(executor) as (feed, service):
-            await service.stop()
-            ended = await feed.view()
-        assert (ended.state, ended.live) == ("stopped", None)
-        assert ended.sentence == "The server is shutting down."
 
     asyncio.run(run())
 

@@ -284,14 +284,3 @@ def test_other_files_and_devices_are_refused(api: Any, file: Path, tmp_path: Pat
     file.write_bytes(b"encoder")
     with pytest.raises(ModelError, match="writes no answers: it has an encoder"):
         LlamaCppRecipe("strange", file, CPU)(nothing)
-
-
-def test_a_load_can_be_stopped(api: Any, file: Path) -> None:
-    class StoppedError(Exception):
-        pass
-
-    def stop(share: float, what: str) -> None:
-        raise StoppedError
-
-    with pytest.raises(StoppedError):
-        LlamaCppRecipe("strange", file, CPU)(stop)

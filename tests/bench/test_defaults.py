@@ -5,7 +5,6 @@ import torch
 
 from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.load import usual
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.run import default_model
 from neo_desktop.engine.profiling.hardware import HostMemory
@@ -69,11 +68,3 @@ def test_the_suite_hardware_gets_the_slice_and_its_time(
     options = BenchOptions(device="cpu", gpu_slice=16, is_quick=is_quick)
     list(run.SUITES["hardware"](options, lambda share, what: None))
     assert [(each.gpu_slice, each.seconds) for each in seen] == [(16, 15.0 if is_quick else 45.0)]
-
-
-@pytest.mark.parametrize(("is_quick", "tokens", "seconds"), [(False, (256, 64), 6.0), (True, (96, 32), 8.0)])
-def test_a_quick_run_on_a_cpu_has_shorter_requests(
-    is_quick: bool, tokens: tuple[int, int], seconds: float
-) -> None:
-    found = usual(BenchOptions(device="cpu", is_quick=is_quick))
-    assert (found.tokens, found.seconds) == (tokens, seconds)

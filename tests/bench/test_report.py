@@ -131,16 +131,3 @@ def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
     assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
     failed = replace(same, errors={"out of memory": 3})
     assert "FAILURE: auto gave up 3 requests" in said("cuda", 1.0, policies=(gpu_only, failed))
-
-
-def test_a_computer_that_was_not_steady_is_told_at_the_top(report: Report) -> None:
-    steady = replace(report, probes=(Probe(100.0, 30.0), Probe(104.0, 31.0), Probe(101.0, 30.5)))
-    line = "The computer was steady: the CPU did 100 to 104 GFLOP/s and read memory at 30.0 to 31.0 GB/s"
-    assert any(each.startswith(line) for each in steady.machine_lines())
-    assert not any("steady" in each for each in steady.headline())
-    for slow in (Probe(80.0, 30.0), Probe(100.0, 20.0)):
-        disturbed = replace(report, probes=(*steady.probes, slow))
-        assert any(each.startswith("The computer was not steady") for each in disturbed.headline())
-        assert not any("steady" in each for each in disturbed.machine_lines())
-    old = replace(report, probes=())  # a file of an earlier version
-    assert not any("steady" in each for each in (*old.headline(), *old.machine_lines()))

@@ -172,7 +172,7 @@ import neo_desktop.engine.engine as module
 module.set_up = lambda *a, **k: os.kill(os.getpid(), signal.SIGSEGV)
 Engine.from_pretrained(shape="tiny", device="cpu")
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGSEGV
+    assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == -signal.SIGSEGV
     assert len(list(folder.glob("*.mark"))) == 1
     with Engine.from_pretrained(
         shape="tiny", policy="gpu-only", device="cpu", gpu_cache_tokens=256

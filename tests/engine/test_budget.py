@@ -27,7 +27,6 @@ DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ALL_THAT_FITS: dict[KVTier, int | None] = {KVTier.DEVICE: None, KVTier.HOST: None}
-PLACE_OF = {tier.name: tier for tier in (KVTier.DEVICE, KVTier.HOST, KVTier.STREAMED)}
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 ITERATION = activation_bytes(CONFIG, LIMITS, DTYPE) + DEVICE_RESERVE_BYTES
 
@@ -131,30 +130,6 @@ def test_swapped_kv_and_the_other_pools_together_take_no_more(
     assert blocks[KVTier.DEVICE] * of_block + on_device <= available[KVTier.DEVICE]
     assert blocks.get(KVTier.HOST, 0) * of_block + on_host <= available[KVTier.HOST]
     assert on_device <= available[KVTier.DEVICE] / 8
-
-
-def test_a_swap_cache_of_any_size_may_be_asked_for_and_leaves_others_what_they_asked_for(
-    machine: SimpleNamespace,
-) -> None:
-    free, tiers = FreeMemory.now(CUDA), (KVTier.DEVICE, KVTier.STREAMED)
-
-    def blocks_of(**asked: int) -> dict[KVTier, int]:
-        tokens = ALL_THAT_FITS | {KVTier.STREAMED: None} | {PLACE_OF[name]: n for name, n in asked.items()}
-        return budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, tokens, free=free, tiers=tiers)
-
-    planned = blocks_of()
-    more = blocks_of(streamed=planned[KVTier.STREAMED] * BLOCK_SIZE * 2)
-    assert more[KVTier.STREAMED] == 2 * planned[KVTier.STREAMED]
-    assert more[KVTier.DEVICE] < planned[KVTier.DEVICE]
-    everything = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free)[KVTier.DEVICE]
-    nearly_all = int(everything * 0.9) * BLOCK_SIZE
-    beside = blocks_of(device=nearly_all)
-    assert beside[KVTier.DEVICE] * BLOCK_SIZE == nearly_all
-    assert 0 < beside[KVTier.STREAMED] < planned[KVTier.STREAMED]
-    with pytest.raises(MemoryError, match=r"SWAP-cache .* ask for at most") as error:
-        blocks_of(streamed=1 << 22)
-    most = int(str(error.value).split()[-2])
-    assert blocks_of(streamed=most)[KVTier.STREAMED] * BLOCK_SIZE == most
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -59,7 +59,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "mistral-window"])
 def test_tokens_are_the_same_after_a_restart(
@@ -86,7 +86,7 @@ def assert_is_idle_after_writes(engine: Engine) -> None:
     engine._kv_cache.check()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["gpu-only", "auto", "pie"])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_states_come_back_as_checkpoints(family: str, policy: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def expected(folder: Path, pooling: Pooling) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_are_those_of_transformers(
@@ -60,7 +60,7 @@ def test_embeddings_are_those_of_transformers(
         np.testing.assert_allclose(one, wanted, atol=2e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_beside_outputs_with_little_memory_nothing_changes(
     checkpoints: dict[str, Path], policy: str, monkeypatch: pytest.MonkeyPatch

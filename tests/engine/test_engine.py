@@ -12,6 +12,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from engine_prompts import GREEDY, prompts
 from idle import assert_is_idle
+from seeds import seeds
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
@@ -38,7 +39,7 @@ def test_a_start_tells_how_long_loading_and_the_first_token_took(
     assert "the first token came" in said[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     checkpoints: dict[str, Path], family: str
@@ -48,14 +49,13 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         checkpoints[family], device="cpu", max_batch_tokens=100, max_batch_requests=6
     ) as engine:
         batched = engine.generate(batch, GREEDY)
-        alone = [engine.generate([prompt], GREEDY)[0] for prompt in batch]
-    for prompt, one, together in zip(batch, alone, batched, strict=True):
-        expected = transformers_greedy(checkpoints[family], prompt, 64)
-        assert list(one.token_ids) == expected
-        assert list(together.token_ids) == expected
+        alone = [engine.generate([prompt], GREEDY)[0] for prompt in batch[-2:]]
+    expected = [transformers_greedy(checkpoints[family], prompt, 64) for prompt in batch]
+    assert [list(each.token_ids) for each in batched] == expected
+    assert [list(each.token_ids) for each in alone] == expected[-2:]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
     [
@@ -125,7 +125,7 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
         assert_is_idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, 3))
 def test_decodes_at_their_own_pace_give_the_same_tokens(
     checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,15 +9,10 @@ import pytest
 import torch
 from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
-from suites import ignore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import device_limit
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.app.bench import run as bench_run
-from neo_desktop.app.bench.options import BenchOptions
-from neo_desktop.app.bench.run import run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, Streams, open_streams
@@ -25,7 +20,6 @@ from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling import warm_up
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Stages
@@ -45,35 +39,12 @@ def make_slice(
     return GpuSlice(GPU, num_sms, driver or FakeDriver(), cublas or FakeCublas())
 
 
-@pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (10, 16), (128, 128)])
-def test_the_driver_is_asked_step_by_step_and_what_it_gives_counts(asked: int, given: int) -> None:
-    driver = FakeDriver(total_sms=132)
-    context = GreenContext(driver, 0, asked)
-    assert driver.calls == [
-        "cuInit",
-        "cuDeviceGet",
-        "cuDeviceGetDevResource",
-        "cuDevSmResourceSplitByCount",
-        "cuDevResourceGenerateDesc",
-        "cuGreenCtxCreate",
-    ]
-    assert (context.num_sms, context.total_sms, driver.context_sms) == (given, 132, given)
-
-
 @pytest.mark.parametrize(("asked", "message"), [(133, "this GPU has 132"), (131, "or for all 132")])
 def test_more_than_the_gpu_can_give_is_told(asked: int, message: str) -> None:
     driver = FakeDriver(total_sms=132)
     with pytest.raises(ValueError, match=message):
         GreenContext(driver, 0, asked)
     assert driver.open_contexts == 0
-
-
-@pytest.mark.parametrize("result", [1, 914])
-def test_a_split_that_the_driver_refuses_is_the_users_to_change(result: int) -> None:
-    driver = FakeDriver()
-    driver.fail["cuDevSmResourceSplitByCount"] = result
-    with pytest.raises(ValueError, match="cannot be cut"):
-        GreenContext(driver, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -163,25 +134,6 @@ def test_an_engine_loads_measures_and_generates_inside(streams: RecordedStreams)
         thread.join()
         assert [len(output.token_ids) for output in outputs] == [4] * 20
     assert not streams.is_inside
-
-
-def test_the_gpu_suite_runs_the_model_inside(streams: RecordedStreams) -> None:
-    options = EngineOptions(shape="tiny", device="cpu")
-    assert [row.batch for row in device_limit.measure(options, (1,), 16, count=2)] == [0, 1]
-
-
-def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, seen = RecordedStreams(), []
-
-    def suite(*_: object) -> Iterator[object]:
-        seen.append(streams.is_inside)
-        yield from ()
-
-    monkeypatch.setattr(bench_run, "open_streams", lambda *_: streams)
-    monkeypatch.setattr(bench_run, "SUITES", dict.fromkeys(("a", "b"), suite))
-    assert run_suites(["a", "b"], ignore, BenchOptions(gpu_slice=3)).gpu_slice_sms == 8
-    assert run_suites(["a"], ignore, BenchOptions()).gpu_slice_sms is None
-    assert seen == [True] * 3
 
 
 # The tests below need a GPU.

@@ -85,23 +85,6 @@ def test_other_programs_on_the_gpu_are_listed_and_this_one_is_not(nvml: FakeNvml
     assert by_pid[10**9] == GpuProcess(10**9, "unknown", None)
 
 
-@pytest.mark.parametrize(
-    ("refused", "missing"),
-    [
-        ("nvmlDeviceGetNumGpuCores", "sms"),
-        ("nvmlDeviceGetCurrPcieLinkWidth", "pcie"),
-        ("nvmlDeviceGetMaxPcieLinkGeneration", "pcie_max"),
-    ],
-)
-def test_what_the_driver_will_not_tell_becomes_a_note(nvml: FakeNvml, refused: str, missing: str) -> None:
-    nvml.refuse = (refused,)
-    (gpu,), _, notes = hardware.find_gpus()
-    assert getattr(gpu, missing) is None
-    assert len(notes) == 1
-    assert "Tesla T4" in notes[0]
-    assert "Not Supported" in notes[0]
-
-
 @pytest.mark.parametrize("refused", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetCount", "nvmlDeviceGetName"])
 def test_a_driver_that_fails_midway_costs_the_gpu_and_not_the_program(nvml: FakeNvml, refused: str) -> None:
     nvml.refuse = (refused,)

@@ -9,22 +9,12 @@ from checkpoints import VOCAB_SIZE, save_checkpoint
 from cost_models import machine
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.batch import (
-    IterationPlan,
-    IterationTiming,
-    ScheduledSequence,
-    SubBatch,
-)
-from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Notes, Phase
+from neo_desktop.engine.live import LiveView, Phase
 from neo_desktop.engine.predict.cost_model import TableCostModel
 
 NUM_REQUESTS = 6
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-CPU = torch.device("cpu")
-STAGE = Stage("linear", 0, 0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -128,54 +118,3 @@ def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: P
         engine._cost_model = None
         without = list(views(engine))[-1]
     assert without.limit is None
-
-
-def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
-    timeline = Timeline(max_spans=0, is_continuous=False)
-    watch = Notes(timeline)
-
-    def iterate(number: int, *, completed: bool = True) -> None:
-        timeline.begin_iteration(CPU)
-        if timeline.is_recording:
-            timeline.add("device", STAGE, number, number + 1)
-        timeline.end_iteration(completed)
-
-    iterate(1)
-    assert watch.spans == ()
-    watch.ask()
-    iterate(2)
-    iterate(3)
-    assert [span.start_ns for span in watch.spans] == [2]
-    watch.ask()
-    iterate(4, completed=False)  # a failed iteration has no known figures
-    assert [span.start_ns for span in watch.spans] == [2]
-    assert timeline.spans == []  # no spans accumulate
-
-
-def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
-    table = IntArray((0,)).view()
-    chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, KVTier.DEVICE, table, None)
-    decodes = [ScheduledSequence(str(i), (1,), 5, KVTier.HOST, table, None) for i in range(num_decodes)]
-    return IterationPlan((SubBatch((chunk, *decodes)),), predicted=IterationTiming(3.0, 0.0))
-
-
-def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
-    now = 100.0
-    watch = Notes(clock=lambda: now)
-    assert not watch.is_on
-    watch.ask()
-    assert watch.rates is None  # a rate needs two views
-    for _ in range(10):
-        assert watch.is_on
-        watch.note(plan(num_prompt_tokens=50, num_decodes=2), IterationTiming(4.0, 1.0))
-        now += 1.0
-        watch.ask()
-    rates = watch.rates
-    assert rates is not None
-    assert rates.prompt_tokens_per_s == pytest.approx(50)
-    assert rates.over_s == pytest.approx(RATE_S)
-    assert len(watch.iterations) == 10
-    now += WATCH_S
-    assert not watch.is_on
-    watch.ask()  # a viewer returns: old notes say nothing about the present
-    assert (watch.iterations, watch.rates) == ((), None)

@@ -138,24 +138,6 @@ def best(cost: TableCostModel, shape: BatchShape, queue: HostQueue, decode_ms: f
     return worth.best(CandidateGenerator(cost, shape, queue).candidates())[0]
 
 
-def test_many_host_decodes_ride_along_where_the_device_reads_weights_anyway() -> None:
-    """Llama-2-7B on a small card: two decodes take the device as long as 60 tokens."""
-    split = best(machine(), on_device(2, 400), of_host(20, 400), decode_ms=6.0)
-    assert len(split.shape.batches) == 2
-    assert split.num_taken >= 10
-
-
-def test_the_device_works_alone_where_the_host_is_hopelessly_slow() -> None:
-    split = best(machine(cpu_token_ms=0.1), on_device(30, 400), of_host(20, 400), decode_ms=0.5)
-    assert split.num_taken == 0
-
-
-def test_a_few_host_decodes_share_one_batch_where_weights_would_be_read_twice_for_them() -> None:
-    split = best(machine(), on_device(40, 1000), of_host(2, 400), decode_ms=0.5)
-    assert len(split.shape.batches) == 1
-    assert len(split.first) == 2
-
-
 def test_host_decodes_join_where_a_hand_off_is_cheap_and_wait_where_it_is_not() -> None:
     decodes = on_device(4, 2000)
 

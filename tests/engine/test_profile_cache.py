@@ -134,23 +134,6 @@ def test_another_machine_or_version_has_another_key(
     assert profile_path(before) != profile_path(after)
 
 
-def test_another_dtype_limit_or_size_of_pools_has_another_key(decoder: Decoder, storage: KVStorage) -> None:
-    half = Decoder(CONFIG, dtype=torch.float16, device=CPU)
-    few = storage_of({KVTier.DEVICE: 8, KVTier.HOST: 2})
-    keys = [
-        profile_key(decoder, storage, LIMITS),
-        profile_key(half, storage, LIMITS),
-        profile_key(decoder, storage, SchedulerLimits(128, 16)),
-        profile_key(decoder, storage, SchedulerLimits(64, 8)),
-        profile_key(decoder, few, LIMITS),
-        profile_key(decoder, storage_of({KVTier.HOST: 8}), LIMITS),
-        profile_key(decoder, storage_of({KVTier.DEVICE: 8, KVTier.HOST: 8}, torch.int8), LIMITS),
-    ]
-    assert len({profile_path(key) for key in keys}) == len(keys)
-    a_little_more = storage_of({KVTier.DEVICE: 9, KVTier.HOST: 10})
-    assert profile_key(decoder, a_little_more, LIMITS) == keys[0]
-
-
 def test_another_gpu_or_driver_has_another_key(storage: KVStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(CONFIG, dtype=torch.float16, device=torch.device("meta"))
     decoder.device = torch.device("cuda")
@@ -197,26 +180,6 @@ def test_a_damaged_file_is_told_and_measured_again(
     assert str(path) in caplog.text
     assert len(measured) == 2
     assert same(load_or_profile(decoder, storage, LIMITS), second)  # the file is repaired
-
-
-@pytest.mark.parametrize("damage", ["cut", "negative", "other version", "other key"])
-def test_tables_that_make_no_sense_are_never_used(
-    damage: str, decoder: Decoder, storage: KVStorage, measured: list[TableCostModel]
-) -> None:
-    load_or_profile(decoder, storage, LIMITS)
-    path = profile_path(profile_key(decoder, storage, LIMITS))
-    data = json.loads(path.read_text())
-    if damage == "cut":
-        del data["tables"]["attention"]["host"]
-    elif damage == "negative":
-        data["tables"]["linear"]["ms"] = [-1.0, 2.0]
-    elif damage == "other version":
-        data["tables"]["version"] = -1
-    else:
-        data["key"]["cpu"] = "a file that was copied from another computer"
-    path.write_text(json.dumps(data))
-    load_or_profile(decoder, storage, LIMITS)
-    assert len(measured) == 2
 
 
 def test_a_folder_that_cannot_be_written_to_is_only_a_warning(

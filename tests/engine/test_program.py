@@ -57,7 +57,7 @@ def model_with_sinks() -> Decoder:
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(2, 12))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     model: Decoder,
     model_with_sinks: Decoder,
@@ -81,7 +81,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     executor.close()
 
 
-@pytest.mark.parametrize("seed", seeds(4, 10))
+@pytest.mark.parametrize("seed", seeds(2, 10))
 def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
     rng = random.Random(seed)
     slow = rng.choice(LANES)  # one lane far behind the others, plus random pauses everywhere

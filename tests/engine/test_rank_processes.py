@@ -77,7 +77,7 @@ def go_on(engine: Engine) -> None:
         engine.step()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "ranks", "policy"),
     [

@@ -12,6 +12,7 @@ from expert_models import expert_model
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from seeds import seeds
 from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
@@ -61,7 +62,7 @@ def check_iterations(model: Decoder, iterations: RandomIterations, ranks: Thread
     ranks.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, 3))
 def test_divided_models_give_the_tokens_of_the_whole(seed: int) -> None:
     """Plans mix chunked prompts, decodes and moves between all tiers, in one or two sub-batches."""
     model = tiny_model()

@@ -26,7 +26,7 @@ def prompts(count: int = 8, seed: int = 1) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "num_workers", "policy", "gpu_cache_tokens", "cpu_cache_tokens"),
     [

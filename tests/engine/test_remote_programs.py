@@ -67,7 +67,7 @@ def model_with_sinks() -> Decoder:
     [((KVTier.DEVICE,), 1), ((), 2), (MEASURED_TIERS, 2)],
     ids=["one", "only", "all"],
 )
-@pytest.mark.parametrize("seed", seeds(3, 6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     stack: ExitStack,
     model: Decoder,
@@ -86,7 +86,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         iterations.take_in(result)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_random_plans_with_heads_divided_among_workers(
     stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_random_plans_with_heads_divided_among_workers(
 
 
 @pytest.mark.parametrize("local", [(KVTier.DEVICE,), MEASURED_TIERS], ids=["workers", "and the CPU"])
-@pytest.mark.parametrize("seed", seeds(3, 6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(
     stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[KVTier, ...]
 ) -> None:

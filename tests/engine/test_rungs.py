@@ -5,18 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fallback_levels import Levels
 
-from neo_desktop import native
-from neo_desktop.engine import huge_pages, setup
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks, variable
-from neo_desktop.engine.huge_pages import ask_for_huge_pages
-from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.profiling import hardware
 
 ANSWER = """
@@ -55,55 +50,6 @@ def test_the_lowest_rungs_give_the_same_tokens() -> None:
     found, limits = answer("fastdecode", lowest)
     assert limits == lowest
     assert found == expected
-
-
-@pytest.mark.parametrize("agrees", [True, False])
-def test_threads_that_cannot_be_bound_are_free(
-    agrees: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[bool] = []
-
-    def bind(wanted: bool) -> bool:
-        asked.append(wanted)
-        return agrees and wanted
-
-    monkeypatch.setattr(native, "bind_threads", bind)
-    for _ in range(2):
-        setup.bind_threads()
-    assert asked == [True, agrees]
-    assert fallbacks.limits() == ({} if agrees else {"affinity": "free"})
-    assert len(caplog.records) == (0 if agrees else 1)
-
-
-@pytest.mark.parametrize(
-    ("agrees", "policy", "level"),
-    [
-        (True, "always [madvise] never", "huge"),
-        (True, "", "huge"),
-        (True, "always madvise [never]", "small"),
-        (False, "[always] madvise never", "small"),
-    ],
-)
-def test_huge_pages_that_the_system_does_not_give_are_noticed(
-    agrees: bool, policy: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[int] = []
-
-    def advise(tensor: torch.Tensor) -> bool:
-        asked.append(tensor.nbytes)
-        return agrees
-
-    file = tmp_path / "enabled"
-    if policy:
-        file.write_text(policy)
-    monkeypatch.setattr(huge_pages, "HUGE_PAGE_POLICY", file)
-    monkeypatch.setattr(native, "advise_huge_pages", advise)
-    ask_for_huge_pages(torch.empty(8))  # smaller than any page, so nothing is refused
-    assert (asked, fallbacks.level("huge_pages")) == ([], "huge")
-    for _ in range(2):
-        ask_for_huge_pages(empty_aligned((1 << 16,), torch.float32))
-    assert len(asked) == (2 if level == "huge" else 1)
-    assert fallbacks.level("huge_pages") == level
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from seeds import seeds
 
 from neo_desktop.engine.execute.timeline import Span, Stage, Timeline, busy_ns, busy_shares, overlap_ns
 
@@ -68,7 +69,7 @@ def test_a_path_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
         Timeline(tmp_path / "nowhere" / "trace.json")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_busy_time_and_overlap_count_each_nanosecond_once(seed: int) -> None:
     rng = random.Random(seed)
     spans, busy = [], {"a": set(), "b": set()}

@@ -1,8 +1,7 @@
 """Memory is divided after the largest iterations have run, and promised amounts are kept."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
@@ -101,44 +99,6 @@ def test_too_little_memory_is_told_with_what_to_do(
     else:
         with pytest.raises(RuntimeError, match="odd"):
             warm_up(decoder, BOTH, LIMITS, Streams(CPU), gauge)
-
-
-def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The warm-up leaves 3 GB of the GPU free."""
-    order: list[str] = []
-
-    def warmed(*_: object) -> int:
-        order.append("warm up")
-        return 5_000_000
-
-    def free_now(_: object) -> tuple[int, int]:
-        order.append("measure")
-        return 3_000_000_000, 8_000_000_000
-
-    class Pool:
-        block_size = 16
-
-        def __init__(self, *_: object) -> None:
-            order.append("KV")
-
-    monkeypatch.setattr(setup, "warm_up", warmed)
-    monkeypatch.setattr(setup, "make_pool", Pool)
-    monkeypatch.setattr(setup.native, "set_default_num_threads", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
-    decoder.device = torch.device("cuda")
-    model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=Streams(CPU))
-    options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
-    taken = setup.take_memory(cast("LoadedModel", model), options)
-    assert order == ["warm up", "measure", "KV"]
-    limits = SchedulerLimits(2048, options.most_requests)
-    reckoned = activation_bytes(decoder.config, limits, torch.float32)
-    room = 3_000_000_000 - max(reckoned, 5_000_000) - DEVICE_MARGIN_BYTES
-    most = limits.max_batch_requests * decoder.config.max_context_tokens
-    assert taken.num_blocks[KVTier.DEVICE] * 16 == min(
-        room // decoder.config.kv_bytes_per_token(torch.float32) // 64 * 64, most
-    )
 
 
 @pytest.mark.gpu

@@ -9,14 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.predict.offloaded_matmul import (
     Rates,
     product_time,
 )
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
-    host_form,
     layer_matrices,
     least_gpu_bytes,
     plan_weights,
@@ -25,7 +23,6 @@ from neo_desktop.engine.predict.weight_plan import (
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stored_form import uniform_form
 
 CONFIG, DTYPE = shape("llama-3.1-8b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
@@ -96,19 +93,6 @@ def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float
         assert rows == MATRICES[name].rows or (rows % UNIT == 0 and 0 <= rows < MATRICES[name].rows)
 
 
-@given(rates, st.floats(0.15, 1.0), st.floats(0.0, 0.3))
-def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) -> None:
-    load = {1: 1.0}
-    small, large = (
-        plan_weights(CONFIG, DENSE, DTYPE, int(each * WEIGHTS), machine, load)
-        for each in (share, share + more)
-    )
-    slack = 1.1  # steps are discrete, and nearly equal gains count as one
-    assert (
-        weight_times(MATRICES, large, machine, 1).ms <= slack * weight_times(MATRICES, small, machine, 1).ms
-    )
-
-
 def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
     """A few whole matrices at even distances are resident, instead of some rows of every matrix."""
     config = shape("qwen2.5-0.5b")
@@ -140,18 +124,6 @@ def test_what_must_be_on_the_gpu_is_told_when_it_does_not_fit() -> None:
         MemoryError, match=r"embeddings, head and norms of this model take 2\.10 GB .* smaller"
     ):
         plan_weights(CONFIG, DENSE, DTYPE, least - 1, RATES)
-
-
-def test_quantised_rows_are_counted_as_they_are_kept_on_each_side() -> None:
-    on_host = uniform_form(CONFIG, "Q3_K")
-    on_gpu = on_host.on_gpu(dispatch)
-    assert host_form(on_gpu) == on_host
-    sizes = layer_matrices(CONFIG, on_gpu, DTYPE)["0.down"]
-    assert sizes.device_bytes == on_gpu.named("0.down").nbytes(sizes.rows, sizes.columns, DTYPE)
-    assert sizes.host_bytes == on_host.named("0.down").nbytes(sizes.rows, sizes.columns, DTYPE)
-    assert sizes.unpacked_bytes == 2 * sizes.parameters
-    plan = plan_weights(CONFIG, on_gpu, DTYPE, least_gpu_bytes(CONFIG, on_gpu, DTYPE), RATES)
-    assert plan.host_bytes == sum(each.host_bytes for each in layer_matrices(CONFIG, on_gpu, DTYPE).values())
 
 
 MOE = replace(

@@ -119,7 +119,7 @@ def random_jobs(rng: random.Random) -> dict[str, Job]:
     return {f"job {number}": job() for number in range(10)}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     model: Decoder, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,7 +146,7 @@ def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("seed", seeds(4, 8))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_tokens_are_those_of_iterations_one_after_the_other(
     model: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +204,7 @@ class Refusing(ImitatedBackend):
         return super().start(program, with_flags=with_flags, with_graphs=with_graphs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("refused", range(3, 9))
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room"), torch.AcceleratorError("CUDA error: not supported")]

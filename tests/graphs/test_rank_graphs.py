@@ -7,6 +7,7 @@ import pytest
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, contexts, decodes, prompts
 from imitated_streams import ImitatedBackend
 from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage, tiny_model
+from seeds import seeds
 from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
@@ -80,7 +81,7 @@ def test_between_sums_all_is_graphs(model: Decoder, num_queues: int | None, part
     ranks.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_random_plans_give_the_tokens_of_the_whole(model: Decoder, seed: int) -> None:
     ranks = TwoRanks(model, seed, num_queues=seed or None)
     iterations = RandomIterations(seed, NUM_BLOCKS, block_size=BLOCK_SIZE)

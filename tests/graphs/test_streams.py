@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from neo_desktop.engine.cuda import driver
-from neo_desktop.engine.cuda.errors import DeviceStalledError, StreamMemoryError
+from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.cuda.streams import Streams
-from neo_desktop.engine.execute import build as building
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
 from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher
@@ -168,30 +167,6 @@ def flags() -> torch.Tensor:
     return torch.zeros(2, 1, dtype=torch.int32)
 
 
-def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
-    raised = flags()
-    backend(gpu).start(FixedProgram("key", offload_buffers(gpu, raised)), with_flags=True, with_graphs=True)
-    forks = [("wait", lane.value, ("device", 0)) for lane in LANES[1:]]
-    log = [entry for entry in gpu.log if entry[0] not in ("record", "wait for stream")]
-    assert log[: len(forks)] == forks
-    assert (
-        log[len(forks) : -len(forks)]
-        == [
-            ("work", "qkv", "device"),
-            ("wait", "to-host", ("device", 1)),
-            ("work", "send", "to-host"),
-            ("wait", "to-host", ("to-host", 0)),
-            ("write", "to-host", raised.data_ptr(), 1, 0),
-            ("wait", "to-device", ("to-host", 1)),  # CUDA must order the answer after the question
-            ("wait for", "to-device", raised[1:].data_ptr(), 1, 1),
-            ("work", "fetch", "to-device"),
-            ("wait", "device", ("to-device", 0)),
-            ("work", "output", "device"),
-        ]
-    )
-    assert {entry[1] for entry in log[-len(forks) :]} == {"device"}  # all join the device stream
-
-
 def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:
     runs = backend(gpu)
     record = offload_buffers(gpu, flags())
@@ -208,44 +183,6 @@ def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: Fake
     assert gpu.names().count("replay") == 1
     runs.forget()
     assert carry_out(runs, "key", record)
-
-
-def test_between_graphs_what_is_not_fixed_is_put_on_the_streams(gpu: FakeGpu) -> None:
-    runs = backend(gpu)
-
-    def work(what: str) -> Record:
-        def record(launcher: Launcher) -> None:
-            launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work(what))
-
-        return record
-
-    for number in range(3):
-        gpu.log.clear()
-        carry_out(runs, "key", work("first"), work(f"attention {number}"), work("last"))
-    order = [entry[:2] for entry in gpu.log if entry[0] in ("replay", "work")]
-    assert order == [("replay", "device"), ("work", "attention 2"), ("replay", "device")]
-    gpu.log.clear()
-    assert not carry_out(runs, "key", work("first"), work("attention"), work("last"), with_graphs=False)
-    assert "replay" not in gpu.names()
-
-
-def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> None:
-    """A capture must not refer to an event of another capture."""
-    runs, asked, raised = backend(gpu), [], flags()
-
-    def ask(launcher: Launcher) -> None:
-        asked.append(launcher.host(Lane.CPU, STAGE, HostStep(lambda: None, raised)))
-
-    def collect(launcher: Launcher) -> None:
-        launcher.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (asked[-1],))
-
-    for _ in range(2):
-        gpu.log.clear()
-        carry_out(runs, "key", ask, lambda launcher: None, collect)
-    second = gpu.log[len(gpu.log) - gpu.names()[::-1].index("begin capture") :]
-    wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
-    waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
-    assert waits == ["device"]  # the start of the capture
 
 
 @pytest.mark.parametrize("can_end", [True, False])
@@ -279,23 +216,6 @@ def test_a_capture_that_breaks_is_joined_and_ends_for_the_allocator_too(gpu: Fak
     assert synchronized == {lane.value for lane in LANES}
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_flag_that_streams_wait_for_in_vain_is_told(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, comes_back: bool
-) -> None:
-    monkeypatch.setattr(building, "CHECK_TIMEOUT_S", 0.02)
-    flag = torch.zeros(1, 1, dtype=torch.int32)
-    gpu.waits_for = flag if comes_back else torch.zeros(1, 1, dtype=torch.int32)
-    monkeypatch.setattr(FakeEvent, "query", lambda _: gpu.has_ended())
-    expected, said = (
-        (StreamMemoryError, "waits for a word in host memory waits for ever")
-        if comes_back
-        else (DeviceStalledError, "did not end what is on its stream")
-    )
-    with pytest.raises(expected, match=said):
-        check_flags(backend(gpu), flag)
-
-
 def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeGpu) -> None:
     gpu.refuses = True
     flag = torch.zeros(1, 1, dtype=torch.int32)
@@ -303,18 +223,6 @@ def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeG
         check_flags(backend(gpu), flag)
     gpu.refuses = False
     with pytest.raises(StreamMemoryError, match="at once did not arrive"):
-        check_flags(backend(gpu), flag)
-
-
-def test_memory_operations_that_only_a_capture_refuses_are_found_out_too(gpu: FakeGpu) -> None:
-    flag = torch.zeros(1, 1, dtype=torch.int32)
-    gpu.written = flag
-    check_flags(backend(gpu), flag)
-    gpu.refuses_capture = True
-    with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 900"):
-        check_flags(backend(gpu), flag)
-    gpu.refuses_capture, gpu.loses_replay = False, True
-    with pytest.raises(StreamMemoryError, match="by a graph did not arrive"):
         check_flags(backend(gpu), flag)
 
 

@@ -127,7 +127,7 @@ def test_prompts_of_workers_leave_the_layers_graphs(stack: ExitStack, model: Dec
     assert case.backend.num_graphs_launched == 3  # of two layers
 
 
-@pytest.mark.parametrize("seed", seeds(4, 6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
     stack: ExitStack, model: Decoder, seed: int
 ) -> None:
@@ -140,7 +140,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         iterations.take_in(result)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_random_paces_on_streams_of_any_order(stack: ExitStack, model: Decoder, seed: int) -> None:
     case = Case(stack, model, seed, num_queues=(None, 1, 2, 3)[seed])
     tiers, num_layers = case.storage.tiers, model.config.num_layers

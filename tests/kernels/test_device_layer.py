@@ -58,7 +58,7 @@ def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
 
 
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, device: torch.device) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     dtype = data.draw(st.sampled_from(FLOATS))
@@ -101,6 +101,7 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
         assert (error < TOLERANCE[dtype]).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_come_back_as_they_were_written(dtype: torch.dtype, device: torch.device) -> None:
     config = make_config()
@@ -122,6 +123,7 @@ def test_8_bits_are_refused(device: torch.device) -> None:
         KVPool(make_config(), 1, 16, torch.int8, device, DeviceLayer)
 
 
+@pytest.mark.sample(1)
 def test_making_a_pool_launches_every_variant_of_decode_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
     assert set(launched) == set(at_start) == {False, True}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: torch.device) -> None:
     config = replace(make_config(), num_layers=4, layer_windows=(None,) * 4)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("type_name", KERNEL_TYPES)
 def test_the_numbers_are_those_of_the_cpu(type_name: str, dtype: torch.dtype, device: torch.device) -> None:

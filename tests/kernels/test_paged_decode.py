@@ -78,7 +78,7 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
     assert (error < bound).all()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("group", "head_dim"),
@@ -105,6 +105,7 @@ def test_equals_float64_for_every_shape(
     check(case, attend(case, 4, device))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("block_size", [1, 5, 32, 100])
 def test_any_block_size(block_size: int, device: torch.device) -> None:
     case = make_case([1, block_size, block_size + 1, 75], block_size=block_size, dtype=torch.float16)
@@ -132,7 +133,7 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
     check(case, attend(case, data.draw(st.integers(1, 20)), device))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("group", [2, 5])
@@ -143,7 +144,7 @@ def test_scores_level_off_at_a_cap(group: int, splits: int, dtype: torch.dtype, 
     check(case, attend(case, splits, device))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 70, 5000])
 def test_window_attends_to_the_last_tokens_only(window: int, device: torch.device) -> None:
     case = make_case([1, 16, 17, 150], group=4, window=window)
@@ -166,6 +167,7 @@ def test_torch_gives_the_same_piece_by_piece(
         check(case, attend(case, 1, device))
 
 
+@pytest.mark.sample(1)
 def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
     case = make_case([300, 33, 1], kv_heads=1, group=2)
     whole = attend(case, 1, device)
@@ -173,12 +175,14 @@ def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
         torch.testing.assert_close(attend(case, splits, device), whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     case = make_case([100, 3], group=4)
     case.q *= 1e4  # one token gets all the weight, unless two scores differ only by rounding
     check(case, attend(case, 4, device), allowed=case.error_from_scores())
 
 
+@pytest.mark.sample(1)
 def test_queries_and_outputs_may_be_parts_of_wider_rows(device: torch.device) -> None:
     case = make_case(LENGTHS, group=4, dtype=torch.float16)
     expected = attend(case, 2, device)
@@ -188,6 +192,7 @@ def test_queries_and_outputs_may_be_parts_of_wider_rows(device: torch.device) ->
     assert torch.equal(attend(case, 2, device), expected)
 
 
+@pytest.mark.sample(1)
 def test_caches_may_lie_token_by_token(device: torch.device) -> None:
     case = make_case(LENGTHS, group=4, dtype=torch.float16)
     expected = attend(case, 2, device)
@@ -197,6 +202,7 @@ def test_caches_may_lie_token_by_token(device: torch.device) -> None:
     assert torch.equal(attend(case, 2, device), expected)
 
 
+@pytest.mark.sample(1)
 def test_nan_stays_with_the_request_that_has_it(device: torch.device) -> None:
     case = make_case([40, 40, 40], group=2)
     expected = attend(case, 2, device)
@@ -222,6 +228,7 @@ def test_one_long_request_uses_the_whole_gpu() -> None:
     assert 328 - 8 < 8 * num_splits(1, 8, 32_768, 328) <= 328
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_without_parts_nothing_is_merged(
     splits: int, device: torch.device, levels: Levels, monkeypatch: pytest.MonkeyPatch

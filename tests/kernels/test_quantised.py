@@ -71,7 +71,7 @@ def check(
     assert ((product.cpu().double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("type_name", "dtype"), CASES)
 @pytest.mark.parametrize("count", [1, 2, 5, 17])
 def test_products_are_exact_but_for_sums(
@@ -88,7 +88,7 @@ def test_products_are_exact_but_for_sums(
     check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_level == "torch")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_may_have_different_types_and_many_rows(
     dtype: torch.dtype, device: torch.device, kernel_level: str, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +108,7 @@ def test_parts_may_have_different_types_and_many_rows(
     assert linear.memory() == {device: packed + bias.nbytes}
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("type_name", "dtype"), CASES)
 def test_rows_are_looked_up(type_name: str, dtype: torch.dtype, device: torch.device) -> None:
     raw = stored_rows(type_name, 150, 512)
@@ -122,6 +122,7 @@ def test_rows_are_looked_up(type_name: str, dtype: torch.dtype, device: torch.de
     assert ((found.cpu().float() - expected).abs() <= eps * expected.abs()).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("level", ["integers", "exact"])
 def test_all_that_is_needed_is_launched_before_the_first_iteration(
     level: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels

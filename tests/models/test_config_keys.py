@@ -17,7 +17,7 @@ from config_cases import (
 )
 
 ALL = "NEO_DESKTOP_ALL_KEYS"  # environment variable: try every edit, also with traced models
-SAMPLED = 14  # edits per family
+SAMPLED = 7  # edits per family
 YARN: Edit = {"rope_type": "yarn", "factor": 4.0}
 LONG: Edit = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 WINDOWS: Edit = {"use_sliding_window": True, "sliding_window": 9}

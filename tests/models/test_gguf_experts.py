@@ -150,6 +150,7 @@ def test_a_request_alone_has_the_tokens_that_it_has_in_a_batch(make_checkpoint: 
     assert together == alone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("type_name", ["F32", "Q4_1"])
 def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
     type_name: str, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

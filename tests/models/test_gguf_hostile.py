@@ -164,13 +164,6 @@ def test_each_damage_has_a_sentence(name: str, tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_truncated_file_says_so(whole: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    for share in (0.1, 0.5, 0.9, 0.999):
-        path.write_bytes(whole[: int(len(whole) * share)])
-        assert "truncated" in refusal(path)
-
-
 def test_scales_that_are_no_numbers_are_refused(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)

@@ -40,7 +40,7 @@ def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.
     return logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path, model = write_traced(tmp_path, family)

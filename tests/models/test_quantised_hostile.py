@@ -121,6 +121,7 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CONFIGS)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(
@@ -151,6 +152,7 @@ EDITS: list[Callable[[Tensor, int], Tensor | None]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CONFIGS)
 @given(
     edits=st.lists(
@@ -188,6 +190,7 @@ BYTES: list[Callable[[bytearray, int, int], Any]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keeps_length", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 @given(

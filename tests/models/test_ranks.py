@@ -57,6 +57,7 @@ def check_ranks(path: Path, count: int, *, keep: bool = False, tolerance: float 
     assert (first - whole).abs().max() <= tolerance * whole.abs().max()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("family", SIZES)
 def test_ranks_compute_what_the_whole_model_does(family: str, count: int, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def check(engine: Engine, folder: Path) -> None:
     assert [list(each.token_ids) for each in engine.generate(prompts(), GREEDY)] == expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
     folder = folder_of(family)

@@ -203,20 +203,6 @@ def test_a_broken_tokenizer_is_named(damage, tmp_path):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"no tokenizer\.json.*tokenizer\.model"):
-        Tokenizer.from_pretrained(tmp_path)
-
-
-def test_a_broken_tokenizer_config_is_named(tmp_path):
-    save(tmp_path, byte_level_backend(), chat_template=3)
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json has a chat_template"):
-        Tokenizer.from_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelError, match=r"chat_template\.jinja is not text"):
-        Tokenizer.from_pretrained(tmp_path)
-
-
 def test_a_folder_may_have_a_template_for_tools(tmp_path):
     save(tmp_path, byte_level_backend())
     (tmp_path / "chat_template.jinja").write_text("plain")

@@ -138,6 +138,7 @@ def test_a_weight_that_no_part_has_is_refused(saved: tuple[Path, int]) -> None:
         check_model(checkpoint, checkpoint.config())
 
 
+@pytest.mark.sample(1)
 def test_the_tokens_are_those_of_transformers(saved: tuple[Path, int]) -> None:
     folder, _ = saved
     prompts = [torch.arange(20, 20 + count).tolist() for count in (1, 30)]

@@ -55,38 +55,6 @@ def test_every_weight_arrives_at_its_place(architecture, max_shard_size, make_ch
     assert_same_weights(load(path), reference)
 
 
-def test_weights_are_cast(make_checkpoint):
-    path, reference = make_checkpoint()
-    decoder = load(path, torch.bfloat16)
-    assert {weight.dense().dtype for weight in named_weights(decoder)} == {torch.bfloat16}
-    assert_same_weights(decoder, reference.to(torch.bfloat16))
-
-
-def test_progress_grows_to_the_size_of_the_checkpoint(make_checkpoint):
-    path, reference = make_checkpoint(max_shard_size="20KB")
-    calls: list[tuple[int, int]] = []
-    load(path, progress=lambda done_bytes, total_bytes: calls.append((done_bytes, total_bytes)))
-    total_bytes = sum(weight.nbytes for weight in reference.parameters())
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
-    assert {total for _, total in calls} == {total_bytes}
-    assert calls[-1][0] == total_bytes
-
-
-def test_rotation_buffers_of_old_checkpoints_are_no_weights(make_checkpoint):
-    path, reference = make_checkpoint()
-    edit(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6))
-    assert_same_weights(load(path), reference)
-
-
-def test_a_tied_checkpoint_may_carry_its_head(make_checkpoint):
-    path, reference = make_checkpoint(tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(path / "model.safetensors")
-    edit(path, lm_head__weight=reference.lm_head.weight.detach().clone())
-    decoder = load(path)
-    assert decoder.lm_head is decoder.embedding
-    assert_same_weights(decoder, reference)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

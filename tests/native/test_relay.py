@@ -139,9 +139,9 @@ def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
 def test_the_timeout_begins_anew_with_every_step() -> None:
     case = make_case([40])
     relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch], timeout_s=3.0)
+    relay.start([batch], timeout_s=1.5)
     for layer in range(NUM_LAYERS):
-        time.sleep(1.1)  # together more than the timeout
+        time.sleep(0.6)  # together more than the timeout
         offload(batch, layer)
     assert len(relay.finish()) == NUM_LAYERS
 
@@ -261,7 +261,7 @@ from paged_case import make_case
 from relay_case import NUM_LAYERS, batch_of, offload, relay_of
 case = make_case([40])
 relay, batch = relay_of(case), batch_of(case)
-relay.start([batch], timeout_s=4)
+relay.start([batch], timeout_s=2)
 offload(batch, 0)
 print("stop me", flush=True)
 input()
@@ -276,7 +276,7 @@ print(len(relay.finish()))
         assert process.stdin is not None
         assert process.stdout.readline() == "stop me\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(2.5)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.5)  # a guard that only reads the clock would give up now
         said, _ = process.communicate("\n", timeout=60)

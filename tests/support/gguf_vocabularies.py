@@ -67,7 +67,7 @@ def byte_level(pre: str, **changes: Any) -> dict[str, Any]:
 def sentence_piece(**changes: Any) -> dict[str, Any]:
     """Return a vocabulary of characters and frequent pieces with scores, and bytes for unknown characters."""
     words = [list(_SPACE + text.replace(" ", _SPACE)) for text in _LEARNT]
-    merges = _merges(words, 500)
+    merges = _piece_merges()
     common = Counter(char for word in words for char in word)
     merged = {char for pair in merges for char in "".join(pair)}
     chars = [char for char, count in common.most_common() if count > 2 or char in merged]
@@ -136,6 +136,11 @@ def write_vocabulary(path: Path, entries: dict[str, Any]) -> Path:
 def _byte_merges() -> list[tuple[str, str]]:
     letters = dict(zip(_ordered_bytes(), ALPHABET, strict=True))
     return _merges([[letters[byte] for byte in text.encode()] for text in _LEARNT], 700)
+
+
+@cache
+def _piece_merges() -> list[tuple[str, str]]:
+    return _merges([list(_SPACE + text.replace(" ", _SPACE)) for text in _LEARNT], 500)
 
 
 def _ordered_bytes() -> list[int]:
