@@ -12,13 +12,13 @@ from neo_desktop.app.api.pictures import ContentWithImages
 from neo_desktop.app.api.replies import Reply, token_logprobs
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.history import arguments_of
 from neo_desktop.app.generate.outputs import Answer, Call, Outputs, Step, begin
-from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -54,7 +54,7 @@ class Message(Model):
     content: Annotated[ContentWithImages | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM, default="function")]] | None = None
+    tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM)]] | None = None
     reasoning_content: str | None = None
 
     @field_validator("content")
@@ -131,33 +131,29 @@ class ChatCompletionRequest(GenerationRequest):
         """The chat, for the model with this template."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
-            message = (
-                "continue_final_message goes on with a message, add_generation_prompt begins another one"
-            )
-            raise ApiError(400, f"{message}: give one of them", param="continue_final_message")
+            reason = "and add_generation_prompt contradict each other: give one of them"
+            raise SettingError("continue_final_message", reason)
         fields = thinking_fields(template, self.reasoning_effort) | (self.chat_template_kwargs or {})
         for name in OWN_TEMPLATE_FIELDS:
             if name in fields:
-                message = f"chat_template_kwargs.{name} is set by the server; leave it out"
-                raise ApiError(400, message, param="chat_template_kwargs")
+                raise SettingError("chat_template_kwargs", f"has {name}, which the server sets; leave it out")
         if self.add_generation_prompt is False:
             fields["add_generation_prompt"] = False
+        if isinstance(named := self.tool_choice, FunctionTool):
+            choice: ToolChoice | None = ToolChoice(True, named.function.name)
+        else:
+            choice = CHOICES[named or "auto"]
         budget = None if self.reasoning_budget == -1 else self.reasoning_budget
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             tools=[tool.function.tool(tool.function.name) for tool in self.tools or ()],
-            choice=self._choice(),
+            choice=choice,
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=fields,
             structure=self.structure(),
             continues_last=continues,
             thought_tokens=thought_tokens(template, self.reasoning_effort, budget),
         )
-
-    def _choice(self) -> ToolChoice | None:
-        if isinstance(self.tool_choice, FunctionTool):
-            return ToolChoice(is_required=True, name=self.tool_choice.function.name)
-        return {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
 
 
 async def answer(service: EngineService, body: ChatCompletionRequest) -> Response:

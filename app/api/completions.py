@@ -9,10 +9,10 @@ from neo_desktop.app.api.fields import Json, Prompts
 from neo_desktop.app.api.replies import Reply, finite
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import special_id
 from neo_desktop.app.generate.outputs import Answer, Outputs, Step, complete
 from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -43,8 +43,8 @@ class CompletionRequest(GenerationRequest):
 
 async def answer(service: EngineService, body: CompletionRequest) -> Response:
     if body.echo and body.logprobs is not None:
-        message = "echo cannot go with logprobs: this server does not rate prompts; leave one of them out"
-        raise ApiError(400, message, param="echo")
+        reason = "cannot go with logprobs: this server does not rate prompts; leave one of them out"
+        raise SettingError("echo", reason)
     outputs = await complete(
         service,
         [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt],
@@ -115,10 +115,9 @@ def _with_suffix(tokenizer: Tokenizer, prompt: Prompt, suffix: str | None) -> Pr
     if not suffix:
         return prompt
     if not isinstance(prompt, str):
-        raise ApiError(400, "suffix needs a prompt that is text", param="suffix")
+        raise SettingError("suffix", "needs a prompt that is text")
     for marks in FILL_MARKS:
         if all(special_id(tokenizer, mark) is not None for mark in marks):
             before, after, gap = marks
             return f"{before}{prompt}{after}{suffix}{gap}"
-    message = "suffix needs a model that was trained to fill gaps, which this one was not; leave it out"
-    raise ApiError(400, message, param="suffix")
+    raise SettingError("suffix", "needs a model that was trained to fill gaps; leave it out")

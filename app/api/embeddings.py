@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from neo_desktop.app.api.fields import Model, Prompts
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
-from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
+from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError, SettingError
 
 
 class EmbeddingRequest(Model):
@@ -33,8 +33,8 @@ async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
         raise ApiError(400, str(error), param="input") from error
     num_dimensions = len(found[0][0])
     if body.dimensions not in (None, num_dimensions):
-        message = f"dimensions must be {num_dimensions}, which this model's vectors have, or left out"
-        raise ApiError(400, message, param="dimensions")
+        reason = f"must be {num_dimensions}, which this model's vectors have, or left out"
+        raise SettingError("dimensions", reason)
     num_tokens = sum(tokens for _, tokens in found)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}

@@ -16,10 +16,11 @@ from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
 from neo_desktop.app.generate.images import check_images, put_back, taken_out, with_rows
-from neo_desktop.app.generate.structure import Structure, not_enforceable
+from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.json_schema.words import Json
 from neo_desktop.models import harmony
 from neo_desktop.models.marks import ChatText, Shield
@@ -114,7 +115,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         )
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
-        raise not_enforceable(blamed, error) from error
+        raise SettingError(blamed, f"cannot be enforced: {error}") from error
     prompt = await with_rows(service, prompt, images, conversation.field)
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
@@ -159,8 +160,7 @@ def thinking_fields(
     if effort is not None and "reasoning_effort" in template:
         fields["reasoning_effort"] = effort
     if effort not in (None, "none", "medium") and not fields and not is_hint:
-        message = "reasoning_effort is not something that this model knows; leave it out"
-        raise ApiError(400, message, param="reasoning_effort")
+        raise SettingError("reasoning_effort", "is not something that this model knows; leave it out")
     return fields
 
 
@@ -176,13 +176,12 @@ def _callable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice is None:
         return ()
     if choice.is_required and not conversation.tools:
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+        raise SettingError("tool_choice", "asks for a call, but there are no tools")
     if choice.name is None:
         return conversation.tools
     named = [tool for tool in conversation.tools if tool.name == choice.name]
     if not named:
-        message = f"tool_choice names {choice.name!r}, which is not among the tools"
-        raise ApiError(400, message, param="tool_choice")
+        raise SettingError("tool_choice", f"names {choice.name!r}, which is not among the tools")
     return named
 
 
@@ -267,13 +266,11 @@ def _shielded(
 def _check_continued(conversation: Conversation) -> None:
     """Raise ApiError if the last message is not text that can be continued."""
     last = conversation.messages[-1]
-    reason = None
-    if last.get("tool_calls"):
-        reason = "it ends with a tool call"
-    elif last.get("reasoning_content") and not last.get("content"):
-        reason = "it holds a thought and no text"
-    elif isinstance(last.get("content"), list):
-        reason = "it has images"
-    if reason is not None:
+    reasons = {
+        "it ends with a tool call": last.get("tool_calls"),
+        "it holds a thought and no text": last.get("reasoning_content") and not last.get("content"),
+        "it has images": isinstance(last.get("content"), list),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
         message = f"the last message cannot be continued: {reason}; add text or another message"
         raise ApiError(400, message, param=conversation.field)

@@ -11,7 +11,7 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, DeadEndError
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
-from neo_desktop.app.generate.structure import Structure, not_enforceable
+from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
@@ -19,7 +19,7 @@ from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.thoughts import ThoughtSplitter, ends_thinking
+from neo_desktop.models.thoughts import Thoughts, ThoughtSplitter, ends_thinking
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -219,17 +219,21 @@ async def begin(
     """Queue the next message of a conversation; `cuts_max_tokens`: see `InputProcessor.prepare`."""
     prepared = await prepare(service, conversation)
     is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)
-    params = dataclasses.replace(
-        params,
-        thoughts="open" if is_thinking else "possible",
-        thought_tokens=conversation.thought_tokens,
-    )
+    thoughts: Thoughts = "open" if is_thinking else "possible"
+    params = dataclasses.replace(params, thoughts=thoughts, thought_tokens=conversation.thought_tokens)
     forms = conversation.structure.field if conversation.structure else "tools"
     params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    options = {"add_special_tokens": False, "cuts_max_tokens": cuts_max_tokens}
-    field = conversation.field
-    generation = await _submit(service, [prepared.prompt], params, field, forms, prepared.tools, **options)
-    return Outputs(generation, service.tokenizer, prepared, forms)
+    prompts, field = [prepared.prompt], conversation.field
+    return await _submit(
+        service,
+        prompts,
+        params,
+        field,
+        forms,
+        prepared,
+        add_special_tokens=False,
+        cuts_max_tokens=cuts_max_tokens,
+    )
 
 
 async def complete(
@@ -242,13 +246,9 @@ async def complete(
     add_special_tokens: bool,
 ) -> Outputs:
     """Queue the continuation of prompts, which `field` of the body holds."""
-    form = ""
-    if structure is not None:
-        form = structure.field
-        params = _with_grammar(params, structure.enforced(), form)
-    options = {"add_special_tokens": add_special_tokens}
-    generation = await _submit(service, prompts, params, field, form, **options)
-    return Outputs(generation, service.tokenizer, None, form)
+    form = structure.field if structure is not None else ""
+    params = _with_grammar(params, structure.enforced() if structure is not None else None, form)
+    return await _submit(service, prompts, params, field, form, add_special_tokens=add_special_tokens)
 
 
 def _with_grammar(
@@ -257,7 +257,7 @@ def _with_grammar(
     try:
         return dataclasses.replace(params, grammar=grammar, grammar_after=after)
     except ValueError as error:
-        raise not_enforceable(field, error) from error
+        raise SettingError(field, f"cannot be enforced: {error}") from error
 
 
 async def _submit(
@@ -266,16 +266,18 @@ async def _submit(
     params: SamplingParams,
     field: str,
     grammar_field: str,
-    tools: Sequence[Tool] = (),
+    prepared: Prepared | None = None,
     **options: bool,
-) -> Generation:
+) -> Outputs:
     """Queue prompts; calls of the tools are part of the grammar."""
     try:
-        return await service.submit(prompts, params, **options)
+        generation = await service.submit(prompts, params, **options)
+        return Outputs(generation, service.tokenizer, prepared, grammar_field)
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:
-        blamed = await _blamed(service, tools) if error.field == "grammar" else None
+        tools = prepared.tools if prepared is not None and error.field == "grammar" else ()
+        blamed = await _blamed(service, tools)
         told = error.named({"grammar": grammar_field})
         raise ApiError(400, blamed or str(told), param=told.field) from error
     except ValueError as error:

@@ -20,7 +20,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEXT_CHARS = 1 << 26
 MAX_CPU_S = 1.0  # a real template takes milliseconds
 MAX_MEMORY_BYTES = 512 << 20  # address space, and so everything
 
@@ -45,15 +44,8 @@ class ChatTemplate:
         """Return the prompt for the assistant's next message; `extra` is for the template alone."""
         context: dict[str, Any] = self._special_tokens | {"tools": None, "documents": None}
         context |= {"add_generation_prompt": True} | dict(extra or {}) | {"messages": messages}
-        pieces = []
-        room_chars = MAX_TEXT_CHARS
         try:
-            for piece in self._template.generate(context):
-                room_chars -= len(piece)
-                if room_chars < 0:
-                    raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
-                pieces.append(piece)
-            return "".join(pieces)
+            return self._template.render(context)
         except ChatTemplateError:
             raise
         except MemoryError:
@@ -69,7 +61,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self._source)
 
 
@@ -85,10 +78,6 @@ class _Generation(Extension):
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(
