@@ -5,9 +5,6 @@ from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse
 
-RETRY_AFTER_S = 1
-
-_ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,8 +48,8 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> JSONResponse:
         """Return the error object in the shape that clients of this path understand."""
-        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-        return JSONResponse(self.anthropic_body if is_anthropic else self.body, self.status, self.headers)
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 class ServiceError(ApiError):
@@ -63,7 +60,7 @@ class ServiceError(ApiError):
     health: ClassVar = "failed"  # the server's state while new requests meet this error
 
     def __init__(self, message: str) -> None:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.http_status == 503 else None
+        headers = {"Retry-After": "1"} if self.http_status == 503 else None
         super().__init__(self.http_status, message, code=self.kind, headers=headers)
 
 

@@ -62,17 +62,14 @@ class CompletionReply(Reply):
         self._prompts = body.prompt
         self._n = body.n or 1
         self._has_echo = bool(body.echo)
-        self._has_logprobs = body.logprobs is not None
-        self._has_tokens = self._has_logprobs or bool(body.return_token_ids)
         self._num_chars: defaultdict[int, int] = defaultdict(int)  # output -> where its next token begins
-        self._begun: set[int] = set()
 
     def whole(self, index: int, answer: Answer) -> Json:
         return self._choice(index, self._echo(index) + answer.text, answer.tokens, answer.end)
 
     def parts(self, step: Step) -> Iterator[Json]:
         text = self._echo(step.index) + step.text
-        if text or (step.tokens and self._has_tokens):
+        if text or self._are_sent(step.tokens):
             yield self._choice(step.index, text, step.tokens, None)
         if step.end is not None:
             yield self._choice(step.index, "", (), step.end)
@@ -88,13 +85,13 @@ class CompletionReply(Reply):
         return self._tokenizer.decode(list(prompt), skip_special_tokens=False)
 
     def _choice(self, index: int, text: str, tokens: Sequence[SampledToken], end: str | None) -> Json:
-        logprobs = self._logprobs(index, tokens) if self._has_logprobs and tokens else None
+        logprobs = self._logprobs(index, tokens)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._outputs.prompt_token_ids[index // self._n]
         return choice | self._token_ids(tokens)
 
-    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json:
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json | None:
         text_of = self._tokenizer.token_text
         body: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
@@ -107,7 +104,7 @@ class CompletionReply(Reply):
             body["top_logprobs"].append({text_of(one.token_id): finite(one.logprob) for one in likely})
             body["text_offset"].append(self._num_chars[index])
             self._num_chars[index] += len(text)
-        return body
+        return body if body["tokens"] else None
 
 
 def _with_suffix(tokenizer: Tokenizer, prompt: Prompt, suffix: str | None) -> Prompt:

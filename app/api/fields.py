@@ -277,8 +277,6 @@ class RefusalPart(Model):
 
 
 Content = Annotated[str, content(Annotated[TextPart | RefusalPart, Tagged(refused=NOT_TEXT)])]
-
-
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 

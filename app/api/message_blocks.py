@@ -17,6 +17,7 @@ from neo_desktop.app.api.fields import (
     given,
 )
 from neo_desktop.app.api.pictures import ImageBlock
+from neo_desktop.app.generate.history import function_call
 from neo_desktop.app.generate.images import joined, text_part
 from neo_desktop.app.generate.tools import Tool
 
@@ -126,8 +127,7 @@ class AnthropicMessage(Model):
                     text = f"Error: {block.content}" if block.is_error else block.content
                     results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case ToolUseBlock():
-                    function = {"name": block.name, "arguments": block.input}
-                    calls.append({"id": block.id, "type": "function", "function": function})
+                    calls.append(function_call(block.id, block.name, block.input))
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case TextPart() | SearchResult() | ImageBlock():

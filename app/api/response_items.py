@@ -15,7 +15,7 @@ from neo_desktop.app.api.fields import (
 )
 from neo_desktop.app.api.pictures import ContentWithImages
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.history import arguments_of
+from neo_desktop.app.generate.history import arguments_of, function_call
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.web.warnings import warn
 
@@ -55,8 +55,7 @@ class CallItem(Model):
     id: str | None = None
 
     def for_template(self, arguments: object) -> Json:
-        function = {"name": full_name(self.name, self.namespace), "arguments": arguments}
-        return {"id": self.call_id, "type": "function", "function": function}
+        return function_call(self.call_id, full_name(self.name, self.namespace), arguments)
 
 
 class FunctionCallItem(CallItem):

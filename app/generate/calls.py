@@ -242,7 +242,7 @@ class CallReader:
 class _Call(JsonValue):
     """One JSON object like {"name": "f", "arguments": {"a": 1}}, or the arguments alone after a name.
 
-    With `names`, it must have one of them, and no keys but those of a call.
+    If `names` are given, its name must be among them, and its keys must be those of a call.
     """
 
     def __init__(self, source: Source, name: str | None, names: Collection[str] | None) -> None:

@@ -15,7 +15,7 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
-from neo_desktop.app.generate.images import check_images, put_back, taken_out, with_rows
+from neo_desktop.app.generate.images import check_images, put_back, taken_out
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.app.templates.chat_template import ChatTemplateError
@@ -26,6 +26,7 @@ from neo_desktop.models import harmony
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.thoughts import CLOSING, OPENING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.vision.prompt import with_images
 
 EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}  # of thoughts; more effort has no limit.
 
@@ -116,7 +117,11 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
         raise SettingError(blamed, f"cannot be enforced: {error}") from error
-    prompt = await with_rows(service, prompt, images, conversation.field)
+    try:
+        rows = [await service.see(image) for image in images]
+        prompt = with_images(prompt, rows) if images else prompt
+    except ValueError as error:
+        raise ApiError(400, str(error), param=conversation.field) from error
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
 
@@ -204,7 +209,7 @@ def _grammar(
     is_parallel = conversation.is_parallel and not on_channels
     rules = tool_format.grammar(tools, is_parallel=is_parallel, arguments_mark=mark)
     if not must_call and structure is not None:
-        rules += f"\nanswer: %json {_schema(structure)}"
+        rules += f"\nanswer: %json {structure.schema()}"
     if on_channels:  # the model thinks in a message of its own, and writes headers
         header = f'{_in_lark(tokenizer, harmony.START)} "assistant" {_in_lark(tokenizer, harmony.CHANNEL)}'
         calls = f"{json.dumps(f'commentary {harmony.TO_FUNCTION}')} calls"
@@ -217,13 +222,6 @@ def _grammar(
         line_break = '"\\n"' if tool_format.closing else ""
         start = f"answer | {opening} {line_break} calls"
     return grammar.from_lark(f"start: {start}\n{rules}"), after
-
-
-def _schema(structure: Structure) -> str:
-    schema = structure.schema()
-    if schema is None:
-        raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
-    return schema
 
 
 def _in_lark(tokenizer: Tokenizer, mark: str) -> str:

@@ -16,6 +16,11 @@ def arguments_of(text: str) -> Json | str:
     return arguments if isinstance(arguments, dict) else text if arguments is not None else {}
 
 
+def function_call(call_id: str, name: str, arguments: object) -> Json:
+    """Return a call as OpenAI's clients and chat templates have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def paired(messages: Sequence[Json], *, single_calls: bool = False) -> list[Json]:
     """The same chat with results in the order of the calls that they answer.
 

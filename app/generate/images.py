@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.json_schema.words import Json
-from neo_desktop.models.marks import SIGNS, ChatText
-from neo_desktop.models.vision.prompt import with_images
+from neo_desktop.models.marks import SIGNS
 
 MAX_IMAGES = 20  # of a conversation
 MAX_IMAGE_BYTES = 20 << 20
@@ -93,15 +92,3 @@ def check_images(
         reason = f"{field} has an image in another message: only a user's message may have images"
     if reason is not None:
         raise ApiError(400, reason, param=field)
-
-
-async def with_rows(
-    service: EngineService, prompt: ChatText, images: Sequence[bytes], field: str
-) -> ChatText:
-    """Return the prompt with the rows of its images."""
-    if not images:
-        return prompt
-    try:
-        return with_images(prompt, [await service.see(image) for image in images])
-    except ValueError as error:
-        raise ApiError(400, str(error), param=field) from error

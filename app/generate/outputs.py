@@ -40,7 +40,7 @@ class TokensUsed:
 
     def __init__(self) -> None:
         self.num_thought_tokens = 0
-        self._outputs: dict[int, RequestOutput] = {}  # the last one of each, with totals
+        self._outputs: dict[int, RequestOutput] = {}  # the last ones, with totals
         self._prompts: dict[str, RequestOutput] = {}  # by request
 
     def add(self, index: int, output: RequestOutput) -> None:
@@ -71,11 +71,7 @@ class Outputs:
     """The outputs of a request, read; leaving the `async with` aborts the open ones."""
 
     def __init__(
-        self,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        prepared: Prepared | None,
-        grammar_field: str,
+        self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None, grammar_field: str
     ) -> None:
         self.usage = TokensUsed()
         self._grammar_field = grammar_field or None  # of the body, which asked for a form

@@ -29,12 +29,11 @@ class Structure:
     source: Source = ""
     is_strict: bool = False  # refused rather than enforced in part
 
-    def schema(self) -> str | None:
-        """JSON text of the enforceable schema, for `%json` in Lark; None: the form is not JSON."""
-        if self.kind not in ("json", "json_schema"):
-            return None
+    def schema(self) -> str:
+        """JSON text of the enforceable schema, for `%json` in Lark."""
         source = {"type": "object"} if self.kind == "json" else self.source
-        assert not isinstance(source, list)
+        if self.kind not in ("json", "json_schema") or isinstance(source, list):
+            raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
         schema = enforced(source, "", self.is_strict)
         return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 

@@ -184,7 +184,7 @@ class LimitedProtocol(H11Protocol):
 def allow_connections() -> int:
     """Let this process have many connections, as far as the system lets it open files; return how many.
 
-    Connections leave `OTHER_FILES` of them, or two thirds, to all else.
+    Connections leave `OTHER_FILES` files, or two thirds, to all else.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
