@@ -1,9 +1,12 @@
 """The errors that answer a request: each class has its HTTP status and its code for programs."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse
+
+from neo_desktop.engine.errors import ContextLengthError, SettingError
 
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -50,6 +53,19 @@ class ApiError(Exception):
         """Return the error object in the shape that clients of this path understand."""
         body = self.anthropic_body if path.startswith("/v1/messages") else self.body
         return JSONResponse(body, self.status, self.headers)
+
+
+@contextlib.contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """Let an error of a value name the field of the body that holds it; errors of settings name their own."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param=field) from error
 
 
 class ServiceError(ApiError):

@@ -108,7 +108,7 @@ class CompletionReply(Reply):
 
 
 def _with_suffix(tokenizer: Tokenizer, prompt: Prompt, suffix: str | None) -> Prompt:
-    """The prompt of a gap between a text and what follows it."""
+    """Return the prompt of a gap between a text and what follows it."""
     if not suffix:
         return prompt
     if not isinstance(prompt, str):

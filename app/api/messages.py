@@ -18,7 +18,7 @@ from neo_desktop.app.api.message_blocks import (
 )
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
+from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
 from neo_desktop.app.generate.json_stream import complete_members
@@ -130,10 +130,8 @@ async def answer(service: EngineService, body: MessagesRequest) -> Response:
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
-    try:
+    with blaming("messages"):
         token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
+from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
 from neo_desktop.app.generate.images import check_images, put_back, taken_out
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
-from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.json_schema.words import Json
@@ -91,12 +90,10 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     fields["tools"] = shown or None
     if conversation.continues_last:
         fields["add_generation_prompt"] = False
-    try:
+    with blaming(conversation.field):
         prompt = await service.render_chat(
             put_back(messages, sign), fields, shield, is_continued=conversation.continues_last
         )
-    except ChatTemplateError as error:
-        raise ApiError(400, str(error), param=conversation.field) from error
     is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")
     begun = ""
     if conversation.begun is not None:
@@ -117,11 +114,9 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
         raise SettingError(blamed, f"cannot be enforced: {error}") from error
-    try:
+    with blaming(conversation.field):
         rows = [await service.see(image) for image in images]
         prompt = with_images(prompt, rows) if images else prompt
-    except ValueError as error:
-        raise ApiError(400, str(error), param=conversation.field) from error
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
 
@@ -251,10 +246,8 @@ def _shielded(
 ) -> tuple[Shield, list[Tool]]:
     """Return a shield for a conversation's marks, and the tools without marks."""
     definitions = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    try:
+    with blaming(conversation.field):
         shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=conversation.field) from error
     return shield, [
         replace(Tool(*shield.broken(definition)), is_strict=tool.is_strict)
         for tool, definition in zip(tools, definitions, strict=True)

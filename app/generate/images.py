@@ -14,16 +14,14 @@ from neo_desktop.models.marks import SIGNS
 
 MAX_IMAGES = 20  # of a conversation
 MAX_IMAGE_BYTES = 20 << 20
-IMAGE = "image"  # the type of a part in chat templates
+IMAGE = "image"  # the type of a part of a message's content, as in chat templates
 
 
 def image_part(data: bytes) -> Json:
-    """Return a part of a message's content: an image file."""
     return {"type": IMAGE, IMAGE: data}
 
 
 def text_part(text: str) -> Json:
-    """Return a part of a message's content."""
     return {"type": "text", "text": text}
 
 

@@ -8,13 +8,13 @@ from typing import Self
 
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError, DeadEndError
+from neo_desktop.app.errors import ApiError, DeadEndError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.engine.batch import SampledToken
-from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.request import RequestOutput
@@ -86,7 +86,6 @@ class Outputs:
 
     @property
     def prompt_token_ids(self) -> Sequence[Sequence[int]]:
-        """Each prompt's tokens."""
         return self._generation.prompt_token_ids
 
     async def __aenter__(self) -> Self:
@@ -267,24 +266,20 @@ async def _submit(
 ) -> Outputs:
     """Queue prompts; calls of the tools are part of the grammar."""
     try:
-        generation = await service.submit(prompts, params, **options)
-        return Outputs(generation, service.tokenizer, prepared, grammar_field)
-    except ContextLengthError as error:
-        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+        with blaming(field):
+            generation = await service.submit(prompts, params, **options)
     except SettingError as error:
-        tools = prepared.tools if prepared is not None and error.field == "grammar" else ()
-        blamed = await _blamed(service, tools)
-        told = error.named({"grammar": grammar_field})
-        raise ApiError(400, blamed or str(told), param=told.field) from error
-    except ValueError as error:
-        raise ApiError(400, str(error), param=field) from error
+        if prepared is not None and error.field == "grammar":
+            await _blame(service, prepared.tools)
+        raise error.named({"grammar": grammar_field}) from error
+    return Outputs(generation, service.tokenizer, prepared, grammar_field)
 
 
-async def _blamed(service: EngineService, tools: Sequence[Tool]) -> str | None:
-    """Find the tool whose schema alone cannot be used; None: there is none."""
+async def _blame(service: EngineService, tools: Sequence[Tool]) -> None:
+    """Raise an error for the first tool whose schema alone cannot be used."""
     for tool in tools:
         try:
             await service.compile(from_enforceable(tool.enforced()))
         except SettingError as error:
-            return f"tools cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
-    return None
+            reason = f"cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
+            raise SettingError("tools", reason) from error

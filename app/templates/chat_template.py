@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_TEXT_CHARS = 1 << 26
 MAX_CPU_S = 1.0  # a real template takes milliseconds
 MAX_MEMORY_BYTES = 512 << 20  # address space, and so everything
 
@@ -45,7 +46,10 @@ class ChatTemplate:
         context: dict[str, Any] = self._special_tokens | {"tools": None, "documents": None}
         context |= {"add_generation_prompt": True} | dict(extra or {}) | {"messages": messages}
         try:
-            return self._template.render(context)
+            text = self._template.render(context)
+            if len(text) > MAX_TEXT_CHARS:
+                raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
+            return text
         except ChatTemplateError:
             raise
         except MemoryError:

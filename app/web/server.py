@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import logging
 import resource
 import signal
@@ -17,6 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from neo_desktop.app.errors import ApiError
+
 GRACE_S = 1  # at the end, clients get this long to read their last messages.
 KEEP_ALIVE_S = 30  # a connection without a request.
 ACCEPTS_PER_TURN = 4  # of the event loop: a connection that is refused takes some turns to close.
@@ -25,9 +28,7 @@ GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's
 MAX_FILES = 4096  # open ones, connections included: enough to answer 503 beyond the queue's length
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 LOG_PERIOD_S = 1.0  # between two lines of the log of one kind
-_BUSY = (
-    b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":null}}'
-)
+_BUSY = json.dumps(ApiError(503, "too many connections are open").body).encode()
 _BUSY_ANSWER = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
