@@ -77,7 +77,7 @@ def create_app(
             if page is not None:
                 await page.chats.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     errors.install(app)
     app.state.host = host
     app.state.page = page

@@ -66,6 +66,9 @@ class BodyRoute(APIRoute):
         return answer
 
 
+_STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
+
+
 def create_api(
     host: ModelHost,
     *,
@@ -81,8 +84,6 @@ def create_api(
         description="The loaded model, for programs that speak OpenAI's or Anthropic's API.",
         servers=[{"url": "/v1"}],
         responses={"default": {"description": "The request is refused; the message says why."}},
-        docs_url=None,
-        redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
         separate_input_output_schemas=False,
@@ -113,24 +114,23 @@ def create_api(
                 raise SettingError(messages, f"holds {num} messages, more than the limit of {max_messages}")
             return await answer(service, body)
 
-        examples: Any = {"example": {"value": example}}
-        schema = get_type_hints(answer)["body"]
-        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=examples)]
-        app.post(path, summary=summary)(endpoint)
+        schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
+        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=shown)]
+        answers = _STREAMED if "stream" in schema.model_fields else {}
+        app.post(path, summary=summary, responses=answers)(endpoint)
 
     async def respond(service: EngineService, body: responses.ResponsesRequest) -> Response:
         return await responses.answer(service, store, body)
 
     question = [{"role": "user", "content": "What is a KV cache?"}]
-    counted = {"model": "claude-any", "messages": question}
+    body = {"model": "claude-any", "messages": question}
     asked = {"messages": question, "max_tokens": 64}
     kept = f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued"
     post("/chat/completions", "Answer a chat (OpenAI)", chat.answer, asked, messages="messages")
     post("/completions", "Continue texts", completions.answer, {"prompt": "A KV cache is"})
     post("/responses", kept, respond, {"input": "What is a KV cache?"}, messages="input")
-    post("/messages", "Answer a chat (Anthropic)", messages.answer, counted | asked, messages="messages")
-    path, summary = "/messages/count_tokens", "Count the tokens of a chat (Anthropic)"
-    post(path, summary, messages.count_tokens, counted, messages="messages")
+    post("/messages", "Answer a chat (Anthropic)", messages.answer, body | asked, messages="messages")
+    post("/messages/count_tokens", "Count tokens", messages.count_tokens, body, messages="messages")
     post("/embeddings", "Texts as vectors", embeddings.answer, {"input": ["a cat", "a dog"]})
 
     @app.get("/responses/{response_id}", summary="A stored response")
