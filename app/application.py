@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from neo_desktop.app.api import create_api, docs_page
+from neo_desktop.app.api import docs_page
+from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import EngineCollector
@@ -76,7 +77,7 @@ def create_app(
             if page is not None:
                 await page.chats.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     errors.install(app)
     app.state.host = host
     app.state.page = page

@@ -1,13 +1,13 @@
 """The errors that answer a request: each class has its HTTP status and its code for programs."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse
 
-RETRY_AFTER_S = 1
+from neo_desktop.engine.errors import ContextLengthError, SettingError
 
-_ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,8 +51,21 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> JSONResponse:
         """Return the error object in the shape that clients of this path understand."""
-        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-        return JSONResponse(self.anthropic_body if is_anthropic else self.body, self.status, self.headers)
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers)
+
+
+@contextlib.contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """Let an error of a value name the field of the body that holds it; errors of settings name their own."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param=field) from error
 
 
 class ServiceError(ApiError):
@@ -63,7 +76,7 @@ class ServiceError(ApiError):
     health: ClassVar = "failed"  # the server's state while new requests meet this error
 
     def __init__(self, message: str) -> None:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.http_status == 503 else None
+        headers = {"Retry-After": "1"} if self.http_status == 503 else None
         super().__init__(self.http_status, message, code=self.kind, headers=headers)
 
 

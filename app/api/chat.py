@@ -12,13 +12,13 @@ from neo_desktop.app.api.pictures import ContentWithImages
 from neo_desktop.app.api.replies import Reply, token_logprobs
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
-from neo_desktop.app.generate.history import arguments_of
-from neo_desktop.app.generate.outputs import Answer, Call, Outputs, Step, begin
-from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.history import arguments_of, function_call
+from neo_desktop.app.generate.outputs import Answer, Outputs, Step, begin
+from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -43,8 +43,7 @@ class ToolCall(Model):
 
     def for_template(self) -> Json:
         """The call as chat templates expect it: with the arguments as an object, if they are one."""
-        function = {"name": self.function.name, "arguments": arguments_of(self.function.arguments)}
-        return {"id": self.id or "", "type": "function", "function": function}
+        return function_call(self.id or "", self.function.name, arguments_of(self.function.arguments))
 
 
 class Message(Model):
@@ -54,7 +53,7 @@ class Message(Model):
     content: Annotated[ContentWithImages | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM, default="function")]] | None = None
+    tool_calls: list[Annotated[ToolCall, Tagged(refused=CUSTOM)]] | None = None
     reasoning_content: str | None = None
 
     @field_validator("content")
@@ -131,33 +130,29 @@ class ChatCompletionRequest(GenerationRequest):
         """The chat, for the model with this template."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
-            message = (
-                "continue_final_message goes on with a message, add_generation_prompt begins another one"
-            )
-            raise ApiError(400, f"{message}: give one of them", param="continue_final_message")
+            reason = "and add_generation_prompt contradict each other: give one of them"
+            raise SettingError("continue_final_message", reason)
         fields = thinking_fields(template, self.reasoning_effort) | (self.chat_template_kwargs or {})
         for name in OWN_TEMPLATE_FIELDS:
             if name in fields:
-                message = f"chat_template_kwargs.{name} is set by the server; leave it out"
-                raise ApiError(400, message, param="chat_template_kwargs")
+                raise SettingError("chat_template_kwargs", f"has {name}, which the server sets; leave it out")
         if self.add_generation_prompt is False:
             fields["add_generation_prompt"] = False
+        if isinstance(named := self.tool_choice, FunctionTool):
+            choice: ToolChoice | None = ToolChoice(True, named.function.name)
+        else:
+            choice = CHOICES[named or "auto"]
         budget = None if self.reasoning_budget == -1 else self.reasoning_budget
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             tools=[tool.function.tool(tool.function.name) for tool in self.tools or ()],
-            choice=self._choice(),
+            choice=choice,
             is_parallel=self.parallel_tool_calls is not False,
             template_fields=fields,
             structure=self.structure(),
             continues_last=continues,
             thought_tokens=thought_tokens(template, self.reasoning_effort, budget),
         )
-
-    def _choice(self) -> ToolChoice | None:
-        if isinstance(self.tool_choice, FunctionTool):
-            return ToolChoice(is_required=True, name=self.tool_choice.function.name)
-        return {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
 
 
 async def answer(service: EngineService, body: ChatCompletionRequest) -> Response:
@@ -170,9 +165,6 @@ class ChatReply(Reply):
     def __init__(self, service: EngineService, body: ChatCompletionRequest, outputs: Outputs) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, outputs, "chatcmpl-", kind)
-        self._has_logprobs = bool(body.logprobs)
-        self._has_tokens = self._has_logprobs or bool(body.return_token_ids)
-        self._begun: set[int] = set()
         if body.return_token_ids:
             self._head["prompt_token_ids"] = outputs.prompt_token_ids[0]
 
@@ -182,7 +174,9 @@ class ChatReply(Reply):
         if answer.thought:
             message["reasoning_content"] = answer.thought
         if answer.calls:
-            message["tool_calls"] = [_call(call) for call in answer.calls]
+            message["tool_calls"] = [
+                function_call(call.call_id, call.name, call.arguments) for call in answer.calls
+            ]
         return self._choice(index, {"message": message}, answer.tokens, answer.end)
 
     def parts(self, step: Step) -> Iterator[Json]:
@@ -190,7 +184,7 @@ class ChatReply(Reply):
             self._begun.add(step.index)
             yield self._choice(step.index, {"delta": {"role": "assistant", "content": ""}})
         deltas = [_delta(piece) for piece in step.pieces]
-        if step.tokens and self._has_tokens and not deltas:
+        if not deltas and self._are_sent(step.tokens):
             deltas.append({"content": ""})
         for number, delta in enumerate(deltas):
             yield self._choice(step.index, {"delta": delta}, () if number else step.tokens)
@@ -200,9 +194,8 @@ class ChatReply(Reply):
     def _choice(
         self, index: int, content: Json, tokens: Sequence[SampledToken] = (), end: str | None = None
     ) -> Json:
-        logprobs = None
-        if self._has_logprobs and tokens:
-            logprobs = {"content": token_logprobs(self._tokenizer, tokens), "refusal": None}
+        found = token_logprobs(self._tokenizer, tokens)
+        logprobs = {"content": found, "refusal": None} if found else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": end}
         return choice | self._token_ids(tokens)
 
@@ -214,11 +207,6 @@ def _delta(piece: Piece) -> Json:
         case Thought(text):
             return {"reasoning_content": text}
         case CallStart(number, call_id, name):
-            return {"tool_calls": [{"index": number} | _call(Call(call_id, name))]}
+            return {"tool_calls": [{"index": number} | function_call(call_id, name, "")]}
         case CallArguments(number, text):
             return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-
-
-def _call(call: Call) -> Json:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}

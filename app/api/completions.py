@@ -9,10 +9,10 @@ from neo_desktop.app.api.fields import Json, Prompts
 from neo_desktop.app.api.replies import Reply, finite
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import special_id
 from neo_desktop.app.generate.outputs import Answer, Outputs, Step, complete
 from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -43,8 +43,8 @@ class CompletionRequest(GenerationRequest):
 
 async def answer(service: EngineService, body: CompletionRequest) -> Response:
     if body.echo and body.logprobs is not None:
-        message = "echo cannot go with logprobs: this server does not rate prompts; leave one of them out"
-        raise ApiError(400, message, param="echo")
+        reason = "cannot go with logprobs: this server does not rate prompts; leave one of them out"
+        raise SettingError("echo", reason)
     outputs = await complete(
         service,
         [_with_suffix(service.tokenizer, prompt, body.suffix) for prompt in body.prompt],
@@ -62,17 +62,14 @@ class CompletionReply(Reply):
         self._prompts = body.prompt
         self._n = body.n or 1
         self._has_echo = bool(body.echo)
-        self._has_logprobs = body.logprobs is not None
-        self._has_tokens = self._has_logprobs or bool(body.return_token_ids)
         self._num_chars: defaultdict[int, int] = defaultdict(int)  # output -> where its next token begins
-        self._begun: set[int] = set()
 
     def whole(self, index: int, answer: Answer) -> Json:
         return self._choice(index, self._echo(index) + answer.text, answer.tokens, answer.end)
 
     def parts(self, step: Step) -> Iterator[Json]:
         text = self._echo(step.index) + step.text
-        if text or (step.tokens and self._has_tokens):
+        if text or self._are_sent(step.tokens):
             yield self._choice(step.index, text, step.tokens, None)
         if step.end is not None:
             yield self._choice(step.index, "", (), step.end)
@@ -88,13 +85,13 @@ class CompletionReply(Reply):
         return self._tokenizer.decode(list(prompt), skip_special_tokens=False)
 
     def _choice(self, index: int, text: str, tokens: Sequence[SampledToken], end: str | None) -> Json:
-        logprobs = self._logprobs(index, tokens) if self._has_logprobs and tokens else None
+        logprobs = self._logprobs(index, tokens)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._outputs.prompt_token_ids[index // self._n]
         return choice | self._token_ids(tokens)
 
-    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json:
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> Json | None:
         text_of = self._tokenizer.token_text
         body: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
@@ -107,18 +104,17 @@ class CompletionReply(Reply):
             body["top_logprobs"].append({text_of(one.token_id): finite(one.logprob) for one in likely})
             body["text_offset"].append(self._num_chars[index])
             self._num_chars[index] += len(text)
-        return body
+        return body if body["tokens"] else None
 
 
 def _with_suffix(tokenizer: Tokenizer, prompt: Prompt, suffix: str | None) -> Prompt:
-    """The prompt of a gap between a text and what follows it."""
+    """Return the prompt of a gap between a text and what follows it."""
     if not suffix:
         return prompt
     if not isinstance(prompt, str):
-        raise ApiError(400, "suffix needs a prompt that is text", param="suffix")
+        raise SettingError("suffix", "needs a prompt that is text")
     for marks in FILL_MARKS:
         if all(special_id(tokenizer, mark) is not None for mark in marks):
             before, after, gap = marks
             return f"{before}{prompt}{after}{suffix}{gap}"
-    message = "suffix needs a model that was trained to fill gaps, which this one was not; leave it out"
-    raise ApiError(400, message, param="suffix")
+    raise SettingError("suffix", "needs a model that was trained to fill gaps; leave it out")

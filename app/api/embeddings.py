@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse, Response
 
 from neo_desktop.app.api.fields import Model, Prompts
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
-from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
+from neo_desktop.app.errors import ApiError, blaming
+from neo_desktop.engine.errors import NoEmbeddingsError, SettingError
 
 
 class EmbeddingRequest(Model):
@@ -23,18 +23,15 @@ class EmbeddingRequest(Model):
 
 
 async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
-    try:
-        found = await service.embed(body.input, body.pooling or "mean")
-    except ContextLengthError as error:
-        raise ApiError(400, str(error), param="input", code="context_length_exceeded") from error
-    except NoEmbeddingsError as error:
-        raise ApiError(400, str(error), param="model", code="no_embeddings") from error
-    except ValueError as error:
-        raise ApiError(400, str(error), param="input") from error
+    with blaming("input"):
+        try:
+            found = await service.embed(body.input, body.pooling or "mean")
+        except NoEmbeddingsError as error:
+            raise ApiError(400, str(error), param="model", code="no_embeddings") from error
     num_dimensions = len(found[0][0])
     if body.dimensions not in (None, num_dimensions):
-        message = f"dimensions must be {num_dimensions}, which this model's vectors have, or left out"
-        raise ApiError(400, message, param="dimensions")
+        reason = f"must be {num_dimensions}, which this model's vectors have, or left out"
+        raise SettingError("dimensions", reason)
     num_tokens = sum(tokens for _, tokens in found)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}

@@ -12,10 +12,11 @@ Any other field is an error that names it.
 import types
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, TypeGuard, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -63,6 +64,7 @@ LEFT_OUT: Mapping[str, tuple[str, Sequence[object]]] = {
         [{"edits": []}, {"edits": [_KEEP_THOUGHTS]}],
     ),
     "encrypted_content": ("encrypted thoughts are left out: only their maker can read them", []),
+    "input_examples": ("input_examples are left out: put them into the description", []),
     "verbosity": ("verbosity is left out: no model here knows it", ["medium"]),
 }
 # They may be null, false, 0 or empty.
@@ -110,7 +112,7 @@ class Model(BaseModel):
         """Leave the fields that the model declares, and those that are unknown."""
         if not isinstance(fields, dict):
             return fields
-        own, left = names(cls), dict[str, Any]()
+        own, left = names(cls), dict[Any, Any]()
         for name, value in fields.items():
             field = name if name in own else SYNONYMS.get(name, name)
             if field not in own and _is_known(name, value):
@@ -171,18 +173,15 @@ class Tagged:
     Args:
         refused: other types, `*` stands for anything → the sentence that refuses them.
         left_out: further ones, which become `Skipped` → the warning, without its subject.
-        default: what a part without `type` is.
     """
 
     def __init__(
         self,
         refused: Mapping[str, str] = types.MappingProxyType({}),
         left_out: Mapping[str, str] = types.MappingProxyType({}),
-        default: str | None = None,
     ) -> None:
         self.refused = refused
         self.left_out = left_out
-        self._default = default
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         models = tagged_models(union)
@@ -197,7 +196,8 @@ class Tagged:
         if not isinstance(value, dict):
             what = " or ".join([*map(repr, words), "an object"])
             raise PydanticCustomError("object", "must be {what}", {"what": what})
-        tag = value.get("type") or self._default
+        defaults = (tag for tag, model in models.items() if not model.model_fields["type"].is_required())
+        tag = value.get("type") or next(defaults, None)
         if not isinstance(tag, str):
             reason = "is missing its type" if tag is None else "has a type that is not text"
             raise PydanticCustomError("tag", reason)
@@ -277,8 +277,6 @@ class RefusalPart(Model):
 
 
 Content = Annotated[str, content(Annotated[TextPart | RefusalPart, Tagged(refused=NOT_TEXT)])]
-
-
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -304,25 +302,17 @@ class SchemaFormat(Model):
     strict: bool | None = None  # a schema that cannot be enforced in full is refused
 
 
-def _prompts(prompt: object) -> list[str | list[int]]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompt, str) or _is_token_ids(prompt):
-        return [prompt]
-    are_texts = isinstance(prompt, list) and all(isinstance(each, str) for each in prompt)
-    if isinstance(prompt, list) and prompt and (are_texts or all(map(_is_token_ids, prompt))):
-        return prompt
-    raise PydanticCustomError(
-        "prompt", "must be a string, a list of strings, a list of token ids or a list of such lists"
-    )
-
-
-def _is_token_ids(prompt: object) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
+def _as_list(prompt: object) -> object:
+    """One prompt, as text or token ids, as a list of prompts."""
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
+    return [prompt] if is_one else prompt
 
 
 Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    list[str | Annotated[list[int], Field(min_length=1)]],
+    Field(min_length=1),
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    described("a string, a list of strings, a list of token ids or a list of such lists"),
 ]
 
 

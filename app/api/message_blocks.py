@@ -1,6 +1,5 @@
 """The input of Anthropic's clients: messages made of blocks, and tools."""
 
-import json
 import re
 from typing import Annotated, Literal
 
@@ -18,6 +17,7 @@ from neo_desktop.app.api.fields import (
     given,
 )
 from neo_desktop.app.api.pictures import ImageBlock
+from neo_desktop.app.generate.history import function_call
 from neo_desktop.app.generate.images import joined, text_part
 from neo_desktop.app.generate.tools import Tool
 
@@ -127,8 +127,7 @@ class AnthropicMessage(Model):
                     text = f"Error: {block.content}" if block.is_error else block.content
                     results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case ToolUseBlock():
-                    function = {"name": block.name, "arguments": block.input}
-                    calls.append({"id": block.id, "type": "function", "function": function})
+                    calls.append(function_call(block.id, block.name, block.input))
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case TextPart() | SearchResult() | ImageBlock():
@@ -148,21 +147,14 @@ class ToolDefinition(Model):
     input_schema: Json  # JSON schema of an object
     type: Literal["custom"] = "custom"
     strict: bool | None = None  # a schema that cannot be enforced in full is refused
-    input_examples: list[Json] | None = None  # models read them in the description
 
     def tool(self) -> Tool:
-        examples = [
-            f"Example of its input: {json.dumps(each, ensure_ascii=False)}"
-            for each in self.input_examples or ()
-        ]
-        description = "\n".join([*given({"": self.description}).values(), *examples])
-        return Tool(self.name, description or None, self.input_schema, bool(self.strict))
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
 AnthropicTool = Annotated[
     ToolDefinition | Skipped,
     Tagged(
-        default="custom",
         refused=dict.fromkeys(("bash_*", "text_editor_*", "computer_*", "memory_*", "browser_*"), _OWN_TOOL),
         left_out=dict.fromkeys(
             ("web_search_*", "web_fetch_*", "code_execution_*", "tool_search_*", "advisor_*", "mcp_toolset"),

@@ -18,16 +18,16 @@ from neo_desktop.app.api.message_blocks import (
 )
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
+from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
 from neo_desktop.app.generate.json_stream import complete_members
 from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed, begin, collect
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
-from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.app.web.connection import EventStream, event
-from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -69,9 +69,7 @@ class CountTokensRequest(Model):
         system = [{"role": "system", "content": prompt}] if prompt else []
         choice = self.tool_choice or Choice(type="auto")
         if (choice.type == "tool") != (choice.name is not None):
-            message = "tool_choice has a name when its type is tool, and only then"
-            raise ApiError(400, message, param="tool_choice")
-        choices = {"auto": AUTO, "any": REQUIRED, "tool": ToolChoice(True, choice.name), "none": None}
+            raise SettingError("tool_choice", "has a name when its type is tool, and only then")
         config = self.output_config or OutputConfig()
         structure = None
         if config.format is not None:
@@ -82,7 +80,7 @@ class CountTokensRequest(Model):
         return Conversation(
             messages=[*system, *(one for message in self.messages for one in message.for_template())],
             tools=[tool.tool() for tool in self.tools or () if isinstance(tool, ToolDefinition)],
-            choice=choices[choice.type],
+            choice=ToolChoice(True, choice.name) if choice.name else CHOICES[choice.type],
             is_parallel=not choice.disable_parallel_tool_use,
             template_fields=thinking_fields(template, config.effort, is_thinking, is_hint=True),
             structure=structure,
@@ -116,29 +114,24 @@ async def answer(service: EngineService, body: MessagesRequest) -> Response:
     try:
         outputs = await begin(service, conversation, params, cuts_max_tokens=True)
     except ApiError as error:
-        if isinstance(length := error.__cause__, ContextLengthError):
-            raise ApiError(400, _too_long(length), param="messages") from length
-        raise
+        if not isinstance(length := error.__cause__, ContextLengthError):
+            raise
+        # Anthropic's words, which agents look for.
+        message = f"prompt is too long: {length.num_tokens} tokens > {length.limit - 1} maximum"
+        message += "" if length.is_whole else " (in its beginning alone)"
+        raise ApiError(400, message, param="messages") from length
     if body.stream:
         return EventStream(_events(outputs, service.model_name), outputs)
     (answer,) = await collect(outputs)
-    message = _body(service.model_name, outputs.usage)
-    message |= {"content": _blocks(answer), **_stop_reason(answer.end, answer.stopped_by)}
-    return JSONResponse(message)
-
-
-def _too_long(error: ContextLengthError) -> str:
-    """Anthropic's words, which agents look for."""
-    more = "" if error.is_whole else " (in its beginning alone)"
-    return f"prompt is too long: {error.num_tokens} tokens > {error.limit - 1} maximum{more}"
+    written = _body(service.model_name, outputs.usage)
+    reason = _stop_reason(answer.end, answer.stopped_by)
+    return JSONResponse(written | {"content": _blocks(answer)} | reason)
 
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
-    try:
+    with blaming("messages"):
         token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})
 
 

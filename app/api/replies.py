@@ -25,6 +25,7 @@ class Reply(ABC):
     ) -> None:
         self._outputs = outputs
         self._body = body
+        self._begun: set[int] = set()  # outputs
         self._tokenizer = service.tokenizer
         self._head: Json = {"id": new_id(prefix), "object": kind}
         self._head |= {"created": int(time.time()), "model": service.model_name}
@@ -56,6 +57,11 @@ class Reply(ABC):
         except ApiError as error:
             yield event(error.body)
         yield b"data: [DONE]\n\n"
+
+    def _are_sent(self, tokens: Sequence[SampledToken]) -> bool:
+        """Return whether a chunk is sent for tokens without text."""
+        has_logprobs = any(token.logprob is not None for token in tokens)
+        return has_logprobs or (bool(tokens) and bool(self._body.return_token_ids))
 
     def _token_ids(self, tokens: Sequence[SampledToken]) -> Json:
         return {"token_ids": [token.token_id for token in tokens]} if self._body.return_token_ids else {}

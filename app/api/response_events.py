@@ -8,7 +8,7 @@ import pydantic_core
 
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.replies import new_id, token_logprobs
-from neo_desktop.app.api.response_tools import ResponseTools
+from neo_desktop.app.api.response_items import ResponseTools
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.outputs import Step, TokensUsed

@@ -1,15 +1,26 @@
-"""The items of a response's conversation: messages, thoughts, calls and their results."""
+"""The input of a response: items of its conversation, and tools."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-
-from neo_desktop.app.api.fields import NOT_TEXT, Content, Json, Model, Skipped, Tagged
+from neo_desktop.app.api.fields import (
+    NOT_TEXT,
+    Content,
+    Function,
+    Json,
+    Model,
+    Skipped,
+    Tagged,
+    ToolName,
+)
 from neo_desktop.app.api.pictures import ContentWithImages
-from neo_desktop.app.api.response_tools import full_name
-from neo_desktop.app.generate.history import arguments_of
+from neo_desktop.app.errors import ApiError
+from neo_desktop.app.generate.history import arguments_of, function_call
+from neo_desktop.app.generate.tools import Tool
+from neo_desktop.app.web.warnings import warn
 
+_HOSTED = "is left out: this server has no tools of its own"
+_AS_FUNCTION = "is left out: describe it as a function"
 _NO_RESULT = "is left out: it tells of a tool of another server's"
 
 
@@ -43,20 +54,13 @@ class CallItem(Model):
     namespace: str | None = None
     id: str | None = None
 
-    def for_template(self) -> Json:
-        function = {"name": full_name(self.name, self.namespace), "arguments": self.parsed()}
-        return {"id": self.call_id, "type": "function", "function": function}
-
-    def parsed(self) -> Any:
-        raise NotImplementedError
+    def for_template(self, arguments: object) -> Json:
+        return function_call(self.call_id, full_name(self.name, self.namespace), arguments)
 
 
 class FunctionCallItem(CallItem):
     type: Literal["function_call"]
     arguments: str  # JSON
-
-    def parsed(self) -> Any:
-        return arguments_of(self.arguments)
 
 
 class CustomCallItem(CallItem):
@@ -64,9 +68,6 @@ class CustomCallItem(CallItem):
 
     type: Literal["custom_tool_call"]
     input: str
-
-    def parsed(self) -> Any:
-        return {"input": self.input}
 
 
 class OutputItem(Model):
@@ -83,16 +84,7 @@ class ItemReference(Model):
     id: str
 
 
-def _with_type(item: object) -> object:
-    """Messages and references may leave their type out."""
-    if not isinstance(item, dict) or item.get("type"):
-        return item
-    if "role" in item:
-        return item | {"type": "message"}
-    return item | {"type": "item_reference"} if item.keys() <= {"id", "type"} else item
-
-
-_Union = Annotated[
+Item = Annotated[
     MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem | ItemReference | Skipped,
     Tagged(
         refused={
@@ -109,7 +101,6 @@ _Union = Annotated[
         },
     ),
 ]
-Item = Annotated[_Union, BeforeValidator(_with_type)]
 
 
 def for_template(items: Sequence[Any]) -> list[Json]:
@@ -130,12 +121,121 @@ def for_template(items: Sequence[Any]) -> list[Json]:
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": item.content})
-            case CallItem():
+            case FunctionCallItem() | CustomCallItem():
                 if not is_assistants:
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(item.for_template())
+                if isinstance(item, CustomCallItem):
+                    call = item.for_template({"input": item.input})
+                else:
+                    call = item.for_template(arguments_of(item.arguments))
+                messages[-1].setdefault("tool_calls", []).append(call)
         is_assistants = messages[-1]["role"] == "assistant"
         if is_assistants and thought:
             messages[-1]["reasoning_content"] = thought
             thought = ""
     return messages
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class TextInput(Model):
+    type: Literal["text"]
+
+
+class GrammarInput(Model):
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Model):
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: Annotated[TextInput | GrammarInput, Tagged()] | None = None
+
+    def tool(self, name: str) -> Tool:
+        """A function of one text; a regular expression holds where a call must come."""
+        text: Json = {"type": "string"}
+        description = self.description
+        if isinstance(self.format, GrammarInput):
+            form = f"The input follows this {self.format.syntax}:\n{self.format.definition}"
+            description = "\n".join(filter(None, (description, form)))
+            if self.format.syntax == "regex":
+                text["pattern"] = f"^(?:{self.format.definition})$"
+            else:
+                warn(f"the grammar of the tool {name!r} is shown to the model, which may not follow it")
+        parameters = {
+            "type": "object",
+            "properties": {"input": text},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+        return Tool(name, description, parameters)
+
+
+_ClientTool = Annotated[FunctionTool | CustomTool, Tagged()]
+
+
+class NamespaceTool(Model):
+    """Tools whose names begin with one word."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: list[_ClientTool]
+
+
+ResponseTool = Annotated[
+    FunctionTool | CustomTool | NamespaceTool | Skipped,
+    Tagged(
+        left_out={
+            **dict.fromkeys(("web_search*", "file_search", "code_interpreter", "image_generation"), _HOSTED),
+            **dict.fromkeys(("computer*", "mcp", "tool_search", "programmatic_tool_calling"), _HOSTED),
+            **dict.fromkeys(("local_shell", "shell", "apply_patch"), _AS_FUNCTION),
+        },
+    ),
+]
+
+
+class ResponseTools:
+    """The tools as the model sees them, each with a name of its own."""
+
+    def __init__(self, tools: Sequence[Any]) -> None:
+        self.tools: list[Tool] = []
+        self._own: dict[str, tuple[FunctionTool | CustomTool, str | None]] = {}  # tool and namespace, by name
+        for tool, namespace in _flat(tools):
+            name = full_name(tool.name, namespace)
+            if name in self._own:
+                raise ApiError(400, f"tools holds two tools of the name {name!r}: rename one", param="tools")
+            self.tools.append(tool.tool(name))
+            self._own[name] = tool, namespace
+
+    def full_name(self, name: str) -> str:
+        """The name under which the model sees a tool that a client calls by its own name."""
+        return next((full for full, (tool, _) in self._own.items() if tool.name == name), name)
+
+    def item(self, name: str) -> Json:
+        """Return the first fields of the item of a call; models may call unknown tools."""
+        tool, namespace = self._own.get(name, (None, None))
+        item: Json = {"type": "function_call", "name": tool.name if tool else name}
+        if isinstance(tool, CustomTool):
+            item["type"] = "custom_tool_call"
+        return item | ({"namespace": namespace} if namespace else {})
+
+
+def _flat(tools: Sequence[Any]) -> Iterator[tuple[FunctionTool | CustomTool, str | None]]:
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            yield from ((each, tool.name) for each in tool.tools)
+        elif not isinstance(tool, Skipped):
+            yield tool, None
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """A tool's name as the model sees it."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"

@@ -12,15 +12,14 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, SchemaFormat, Skipped, Tagged
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
-from neo_desktop.app.api.response_items import Item, ItemReference, for_template
-from neo_desktop.app.api.response_tools import ResponseTool, ResponseTools
+from neo_desktop.app.api.response_items import Item, ItemReference, ResponseTool, ResponseTools, for_template
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.outputs import Outputs, begin
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
-from neo_desktop.app.generate.tools import AUTO, REQUIRED, ToolChoice
+from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -116,12 +115,13 @@ class ResponsesRequest(Model):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
-            raise ApiError(400, "input must hold at least one item", param="input")
-        choice: ToolChoice | None
+            raise SettingError("input", "must hold at least one item")
         if isinstance(self.tool_choice, NamedTool):
-            choice = ToolChoice(is_required=True, name=tools.full_name(self.tool_choice.name))
+            choice: ToolChoice | None = ToolChoice(
+                is_required=True, name=tools.full_name(self.tool_choice.name)
+            )
         else:
-            choice = {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
+            choice = CHOICES[self.tool_choice or "auto"]
         effort = self.reasoning.effort if self.reasoning else None
         return Conversation(
             messages=messages,

@@ -1,11 +1,11 @@
 """The routes under /v1."""
 
-import re
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from fnmatch import fnmatchcase
 from importlib.metadata import version
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -31,8 +31,6 @@ class ModelNames:
 
     def __init__(self, aliases: Collection[str]) -> None:
         self._aliases = tuple(dict.fromkeys(aliases))
-        patterns = (re.escape(alias).replace(r"\*", ".*") for alias in self._aliases)
-        self._pattern = re.compile("|".join(patterns), re.DOTALL) if self._aliases else None
 
     def of(self, service: EngineService) -> list[str]:
         """The model's own name, and those aliases that are names."""
@@ -40,9 +38,10 @@ class ModelNames:
 
     def check(self, service: EngineService, name: str | None) -> EngineService:
         """Return the service if this is its model's name; None names any model."""
-        if name in (None, service.model_name) or (self._pattern and self._pattern.fullmatch(name or "")):
+        is_alias = name is not None and any(fnmatchcase(name, alias) for alias in self._aliases)
+        if name is None or name == service.model_name or is_alias:
             return service
-        shown = (name or "")[:100]
+        shown = name[:100]
         message = (
             f"the model {shown!r} is not served here, but {service.model_name!r} is: ask for that one, or "
             f"start the server with --model-alias {shlex.quote(shown)}"
@@ -67,7 +66,7 @@ class BodyRoute(APIRoute):
         return answer
 
 
-_CHAT: Json = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}
+_STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
 def create_api(
@@ -85,8 +84,6 @@ def create_api(
         description="The loaded model, for programs that speak OpenAI's or Anthropic's API.",
         servers=[{"url": "/v1"}],
         responses={"default": {"description": "The request is refused; the message says why."}},
-        docs_url=None,
-        redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
         separate_input_output_schemas=False,
@@ -103,7 +100,6 @@ def create_api(
     def post(
         path: str,
         summary: str,
-        schema: type[Any],
         answer: Callable[[EngineService, Any], Awaitable[Response]],
         example: Json,
         *,
@@ -115,42 +111,27 @@ def create_api(
         async def endpoint(body: Any) -> Response:
             service = known.check(host.service, body.model)
             if messages is not None and (num := len(getattr(body, messages))) > max_messages:
-                message = f"{messages} holds {num} messages, more than the {max_messages} that it may hold"
-                raise ApiError(400, message, param=messages)
+                raise SettingError(messages, f"holds {num} messages, more than the limit of {max_messages}")
             return await answer(service, body)
 
-        examples: Any = {"example": {"value": example}}
-        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=examples)]
-        app.post(path, summary=summary)(endpoint)
+        schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
+        endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=shown)]
+        answers = _STREAMED if "stream" in schema.model_fields else {}
+        app.post(path, summary=summary, responses=answers)(endpoint)
 
     async def respond(service: EngineService, body: responses.ResponsesRequest) -> Response:
         return await responses.answer(service, store, body)
 
-    post(
-        *("/chat/completions", "Answer a chat (OpenAI)"),
-        *(chat.ChatCompletionRequest, chat.answer, _CHAT),
-        messages="messages",
-    )
-    text = {"prompt": "A KV cache is", "max_tokens": 32}
-    post("/completions", "Continue texts", completions.CompletionRequest, completions.answer, text)
-    post(
-        *("/messages", "Answer a chat (Anthropic)"),
-        *(messages.MessagesRequest, messages.answer, _CHAT | {"model": "claude-any"}),
-        messages="messages",
-    )
-    counted = {"model": "claude-any", "messages": _CHAT["messages"]}
-    post(
-        *("/messages/count_tokens", "Count the tokens of a chat (Anthropic)"),
-        *(messages.CountTokensRequest, messages.count_tokens, counted),
-        messages="messages",
-    )
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    body = {"model": "claude-any", "messages": question}
+    asked = {"messages": question, "max_tokens": 64}
     kept = f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued"
-    post(
-        *("/responses", kept, responses.ResponsesRequest, respond, {"input": "What is a KV cache?"}),
-        messages="input",
-    )
-    texts = {"input": ["a cat", "a dog"]}
-    post("/embeddings", "Texts as vectors", embeddings.EmbeddingRequest, embeddings.answer, texts)
+    post("/chat/completions", "Answer a chat (OpenAI)", chat.answer, asked, messages="messages")
+    post("/completions", "Continue texts", completions.answer, {"prompt": "A KV cache is"})
+    post("/responses", kept, respond, {"input": "What is a KV cache?"}, messages="input")
+    post("/messages", "Answer a chat (Anthropic)", messages.answer, body | asked, messages="messages")
+    post("/messages/count_tokens", "Count tokens", messages.count_tokens, body, messages="messages")
+    post("/embeddings", "Texts as vectors", embeddings.answer, {"input": ["a cat", "a dog"]})
 
     @app.get("/responses/{response_id}", summary="A stored response")
     async def stored_response(response_id: str) -> Response:

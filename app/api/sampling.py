@@ -8,6 +8,7 @@ from neo_desktop.app.api.fields import Json, Model, SchemaFormat, described
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Kind, Source, Structure
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -71,10 +72,6 @@ class GenerationRequest(Model):
     # The answer's form; at most one of these.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Annotated[Json | str | None, described("a JSON schema")] = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     grammar: str | None = None
     json_schema: Json | None = None
 
@@ -92,20 +89,15 @@ class GenerationRequest(Model):
         outputs = self.structured_outputs or StructuredOutputs()
         sources: list[tuple[str, Kind, Source | None]] = [
             ("json_schema", "json_schema", self.json_schema),
-            ("guided_json", "json_schema", self.guided_json),
             ("structured_outputs.json", "json_schema", outputs.json_),
-            ("guided_regex", "regex", self.guided_regex),
             ("structured_outputs.regex", "regex", outputs.regex),
-            ("guided_choice", "choice", self.guided_choice),
             ("structured_outputs.choice", "choice", outputs.choice),
             ("grammar", "grammar", self.grammar),
-            ("guided_grammar", "grammar", self.guided_grammar),
             ("structured_outputs.grammar", "grammar", outputs.grammar),
             ("structured_outputs.json_object", "json", "" if outputs.json_object else None),
         ]
         asked = [Structure(field, kind, source) for field, kind, source in sources if source is not None]
-        form = None if self.response_format is None else _structure_of(self.response_format)
-        asked += [form] if form is not None else []
+        asked += _structures(self.response_format) if self.response_format is not None else []
         if len(asked) > 1:
             fields = " and ".join(one.field for one in asked)
             message = f"{fields} each ask for a form of the answer: give one of them"
@@ -127,22 +119,18 @@ class GenerationRequest(Model):
         )
 
 
-def _structure_of(form: ResponseFormat) -> Structure | None:
-    """Return the form that OpenAI's clients ask for; None: any text."""
-
-    def refused(message: str) -> ApiError:
-        return ApiError(400, f"response_format {message}", param="response_format")
-
+def _structures(form: ResponseFormat) -> list[Structure]:
+    """Return the form that OpenAI's clients ask for, if any."""
     if form.schema_ is not None and form.json_schema is not None:
-        raise refused("has schema and json_schema: give one of them")
+        raise SettingError("response_format", "has schema and json_schema: give one of them")
     schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
     if form.type == "text" and schema is not None:
-        raise refused("has a schema, which its type text leaves out: use the type json_schema")
+        raise SettingError("response_format", "has a schema and the type text: use the type json_schema")
+    if form.type == "json_schema" and schema is None:
+        raise SettingError("response_format", "needs json_schema.schema")
     if form.type == "text":
-        return None
-    if schema is not None:
-        is_strict = form.json_schema is not None and bool(form.json_schema.strict)
-        return Structure("response_format", "json_schema", schema, is_strict)
-    if form.type == "json_schema":
-        raise refused("needs json_schema.schema")
-    return Structure("response_format", "json")
+        return []
+    if schema is None:
+        return [Structure("response_format", "json")]
+    is_strict = form.json_schema is not None and bool(form.json_schema.strict)
+    return [Structure("response_format", "json_schema", schema, is_strict)]

@@ -97,10 +97,6 @@ class CallReader:
         self._source.is_ended, self._is_cut = True, is_cut
         return self.feed("")
 
-    @property
-    def _has_enough(self) -> bool:
-        return self._num_calls == self._max_calls
-
     def _read(self) -> Steps[None]:
         if self._has_mark:
             yield from self._calls()
@@ -108,7 +104,7 @@ class CallReader:
             self._gap.append((yield from self._source.run(SPACE)))
             is_call = (yield from self._source.ahead()) == "{"
             yield from self._calls() if is_call else self._as_text()
-        while not self._has_enough and (yield from self._text()):
+        while self._num_calls != self._max_calls and (yield from self._text()):
             self._begin_marked()
             yield from self._calls()
 
@@ -132,7 +128,7 @@ class CallReader:
 
     def _calls(self) -> Steps[None]:
         """Read calls up to other text."""
-        while not self._has_enough:
+        while self._num_calls != self._max_calls:
             space = yield from self._source.run(SPACE)
             if self._gap:
                 self._gap.append(space)
@@ -242,7 +238,7 @@ class CallReader:
 class _Call(JsonValue):
     """One JSON object like {"name": "f", "arguments": {"a": 1}}, or the arguments alone after a name.
 
-    With `names`, it must have one of them, and no keys but those of a call.
+    If `names` are given, its name must be among them, and its keys must be those of a call.
     """
 
     def __init__(self, source: Source, name: str | None, names: Collection[str] | None) -> None:

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError
+from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
-from neo_desktop.app.generate.images import check_images, put_back, taken_out, with_rows
-from neo_desktop.app.generate.structure import Structure, not_enforceable
+from neo_desktop.app.generate.images import check_images, put_back, taken_out
+from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
-from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.engine import grammar
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.json_schema import Json
 from neo_desktop.models import harmony
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.thoughts import CLOSING, OPENING, is_open
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.vision.prompt import with_images
 
 EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}  # of thoughts; more effort has no limit.
 
@@ -89,12 +90,10 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     fields["tools"] = shown or None
     if conversation.continues_last:
         fields["add_generation_prompt"] = False
-    try:
+    with blaming(conversation.field):
         prompt = await service.render_chat(
             put_back(messages, sign), fields, shield, is_continued=conversation.continues_last
         )
-    except ChatTemplateError as error:
-        raise ApiError(400, str(error), param=conversation.field) from error
     is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")
     begun = ""
     if conversation.begun is not None:
@@ -114,8 +113,10 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         )
     except ValueError as error:
         blamed = conversation.structure.field if conversation.structure else "tools"
-        raise not_enforceable(blamed, error) from error
-    prompt = await with_rows(service, prompt, images, conversation.field)
+        raise SettingError(blamed, f"cannot be enforced: {error}") from error
+    with blaming(conversation.field):
+        rows = [await service.see(image) for image in images]
+        prompt = with_images(prompt, rows) if images else prompt
     is_parallel = conversation.is_parallel
     return Prepared(prompt, tool_format, tools, is_thinking, begun, is_calling, is_parallel, lark, after)
 
@@ -159,8 +160,7 @@ def thinking_fields(
     if effort is not None and "reasoning_effort" in template:
         fields["reasoning_effort"] = effort
     if effort not in (None, "none", "medium") and not fields and not is_hint:
-        message = "reasoning_effort is not something that this model knows; leave it out"
-        raise ApiError(400, message, param="reasoning_effort")
+        raise SettingError("reasoning_effort", "is not something that this model knows; leave it out")
     return fields
 
 
@@ -176,13 +176,12 @@ def _callable_tools(conversation: Conversation) -> Sequence[Tool]:
     if choice is None:
         return ()
     if choice.is_required and not conversation.tools:
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+        raise SettingError("tool_choice", "asks for a call, but there are no tools")
     if choice.name is None:
         return conversation.tools
     named = [tool for tool in conversation.tools if tool.name == choice.name]
     if not named:
-        message = f"tool_choice names {choice.name!r}, which is not among the tools"
-        raise ApiError(400, message, param="tool_choice")
+        raise SettingError("tool_choice", f"names {choice.name!r}, which is not among the tools")
     return named
 
 
@@ -205,7 +204,7 @@ def _grammar(
     is_parallel = conversation.is_parallel and not on_channels
     rules = tool_format.grammar(tools, is_parallel=is_parallel, arguments_mark=mark)
     if not must_call and structure is not None:
-        rules += f"\nanswer: %json {_schema(structure)}"
+        rules += f"\nanswer: %json {structure.schema()}"
     if on_channels:  # the model thinks in a message of its own, and writes headers
         header = f'{_in_lark(tokenizer, harmony.START)} "assistant" {_in_lark(tokenizer, harmony.CHANNEL)}'
         calls = f"{json.dumps(f'commentary {harmony.TO_FUNCTION}')} calls"
@@ -218,13 +217,6 @@ def _grammar(
         line_break = '"\\n"' if tool_format.closing else ""
         start = f"answer | {opening} {line_break} calls"
     return grammar.from_lark(f"start: {start}\n{rules}"), after
-
-
-def _schema(structure: Structure) -> str:
-    schema = structure.schema()
-    if schema is None:
-        raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
-    return schema
 
 
 def _in_lark(tokenizer: Tokenizer, mark: str) -> str:
@@ -254,10 +246,8 @@ def _shielded(
 ) -> tuple[Shield, list[Tool]]:
     """Return a shield for a conversation's marks, and the tools without marks."""
     definitions = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    try:
+    with blaming(conversation.field):
         shield = Shield(tokenizer.marks, conversation.messages, definitions, conversation.template_fields)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=conversation.field) from error
     return shield, [
         replace(Tool(*shield.broken(definition)), is_strict=tool.is_strict)
         for tool, definition in zip(tools, definitions, strict=True)
@@ -267,13 +257,11 @@ def _shielded(
 def _check_continued(conversation: Conversation) -> None:
     """Raise ApiError if the last message is not text that can be continued."""
     last = conversation.messages[-1]
-    reason = None
-    if last.get("tool_calls"):
-        reason = "it ends with a tool call"
-    elif last.get("reasoning_content") and not last.get("content"):
-        reason = "it holds a thought and no text"
-    elif isinstance(last.get("content"), list):
-        reason = "it has images"
-    if reason is not None:
+    reasons = {
+        "it ends with a tool call": last.get("tool_calls"),
+        "it holds a thought and no text": last.get("reasoning_content") and not last.get("content"),
+        "it has images": isinstance(last.get("content"), list),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
         message = f"the last message cannot be continued: {reason}; add text or another message"
         raise ApiError(400, message, param=conversation.field)

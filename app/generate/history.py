@@ -16,6 +16,11 @@ def arguments_of(text: str) -> Json | str:
     return arguments if isinstance(arguments, dict) else text if arguments is not None else {}
 
 
+def function_call(call_id: str, name: str, arguments: object) -> Json:
+    """Return a call as OpenAI's clients and chat templates have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def paired(messages: Sequence[Json], *, single_calls: bool = False) -> list[Json]:
     """The same chat with results in the order of the calls that they answer.
 
@@ -31,20 +36,12 @@ def paired(messages: Sequence[Json], *, single_calls: bool = False) -> list[Json
             result += [head, *rest]
             continue
         answers, loose = _matched(calls, [message for message in rest if message["role"] == "tool"])
-        calls = _with_distinct_ids(calls)
-        answers = [
-            answer and answer | {"tool_call_id": call["id"]}
-            for call, answer in zip(calls, answers, strict=True)
-        ]
-        if single_calls:
-            for number, (call, answer) in enumerate(zip(calls, answers, strict=True)):
-                first = {**head} if not number else {"role": head["role"], "content": ""}
-                result += [first | {"tool_calls": [call]}, *filter(None, [answer])]
-            result += loose + [message for message in rest if message["role"] != "tool"]
-        else:
-            ordered = iter([*filter(None, answers), *loose])
-            result.append(head | {"tool_calls": calls})
-            result += [next(ordered) if message["role"] == "tool" else message for message in rest]
+        pairs = list(zip(_with_distinct_ids(calls), answers, strict=True))
+        for group in [[pair] for pair in pairs] if single_calls else [pairs]:
+            result.append(head | {"tool_calls": [call for call, _ in group]})
+            result += [answer | {"tool_call_id": call["id"]} for call, answer in group if answer]
+            head = {"role": head["role"], "content": ""}  # noqa: PLW2901
+        result += loose + [message for message in rest if message["role"] != "tool"]
     return result
 
 

@@ -10,21 +10,18 @@ from collections.abc import Iterable, Sequence
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.engine.json_schema import Json
-from neo_desktop.models.marks import SIGNS, ChatText
-from neo_desktop.models.vision.prompt import with_images
+from neo_desktop.models.marks import SIGNS
 
 MAX_IMAGES = 20  # of a conversation
 MAX_IMAGE_BYTES = 20 << 20
-IMAGE = "image"  # the type of a part in chat templates
+IMAGE = "image"  # the type of a part of a message's content, as in chat templates
 
 
 def image_part(data: bytes) -> Json:
-    """Return a part of a message's content: an image file."""
     return {"type": IMAGE, IMAGE: data}
 
 
 def text_part(text: str) -> Json:
-    """Return a part of a message's content."""
     return {"type": "text", "text": text}
 
 
@@ -93,15 +90,3 @@ def check_images(
         reason = f"{field} has an image in another message: only a user's message may have images"
     if reason is not None:
         raise ApiError(400, reason, param=field)
-
-
-async def with_rows(
-    service: EngineService, prompt: ChatText, images: Sequence[bytes], field: str
-) -> ChatText:
-    """Return the prompt with the rows of its images."""
-    if not images:
-        return prompt
-    try:
-        return with_images(prompt, [await service.see(image) for image in images])
-    except ValueError as error:
-        raise ApiError(400, str(error), param=field) from error

@@ -8,18 +8,18 @@ from typing import Self
 
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.errors import ApiError, DeadEndError
+from neo_desktop.app.errors import ApiError, DeadEndError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
-from neo_desktop.app.generate.structure import Structure, not_enforceable
+from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.engine.batch import SampledToken
-from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.thoughts import ThoughtSplitter, ends_thinking
+from neo_desktop.models.thoughts import Thoughts, ThoughtSplitter, ends_thinking
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class TokensUsed:
 
     def __init__(self) -> None:
         self.num_thought_tokens = 0
-        self._outputs: dict[int, RequestOutput] = {}  # the last one of each, with totals
+        self._outputs: dict[int, RequestOutput] = {}  # the last ones, with totals
         self._prompts: dict[str, RequestOutput] = {}  # by request
 
     def add(self, index: int, output: RequestOutput) -> None:
@@ -71,11 +71,7 @@ class Outputs:
     """The outputs of a request, read; leaving the `async with` aborts the open ones."""
 
     def __init__(
-        self,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        prepared: Prepared | None,
-        grammar_field: str,
+        self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None, grammar_field: str
     ) -> None:
         self.usage = TokensUsed()
         self._grammar_field = grammar_field or None  # of the body, which asked for a form
@@ -90,7 +86,6 @@ class Outputs:
 
     @property
     def prompt_token_ids(self) -> Sequence[Sequence[int]]:
-        """Each prompt's tokens."""
         return self._generation.prompt_token_ids
 
     async def __aenter__(self) -> Self:
@@ -219,17 +214,21 @@ async def begin(
     """Queue the next message of a conversation; `cuts_max_tokens`: see `InputProcessor.prepare`."""
     prepared = await prepare(service, conversation)
     is_thinking = ends_thinking(prepared.begun, prepared.is_thinking)
-    params = dataclasses.replace(
-        params,
-        thoughts="open" if is_thinking else "possible",
-        thought_tokens=conversation.thought_tokens,
-    )
+    thoughts: Thoughts = "open" if is_thinking else "possible"
+    params = dataclasses.replace(params, thoughts=thoughts, thought_tokens=conversation.thought_tokens)
     forms = conversation.structure.field if conversation.structure else "tools"
     params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    options = {"add_special_tokens": False, "cuts_max_tokens": cuts_max_tokens}
-    field = conversation.field
-    generation = await _submit(service, [prepared.prompt], params, field, forms, prepared.tools, **options)
-    return Outputs(generation, service.tokenizer, prepared, forms)
+    prompts, field = [prepared.prompt], conversation.field
+    return await _submit(
+        service,
+        prompts,
+        params,
+        field,
+        forms,
+        prepared,
+        add_special_tokens=False,
+        cuts_max_tokens=cuts_max_tokens,
+    )
 
 
 async def complete(
@@ -242,13 +241,9 @@ async def complete(
     add_special_tokens: bool,
 ) -> Outputs:
     """Queue the continuation of prompts, which `field` of the body holds."""
-    form = ""
-    if structure is not None:
-        form = structure.field
-        params = _with_grammar(params, structure.enforced(), form)
-    options = {"add_special_tokens": add_special_tokens}
-    generation = await _submit(service, prompts, params, field, form, **options)
-    return Outputs(generation, service.tokenizer, None, form)
+    form = structure.field if structure is not None else ""
+    params = _with_grammar(params, structure.enforced() if structure is not None else None, form)
+    return await _submit(service, prompts, params, field, form, add_special_tokens=add_special_tokens)
 
 
 def _with_grammar(
@@ -257,7 +252,7 @@ def _with_grammar(
     try:
         return dataclasses.replace(params, grammar=grammar, grammar_after=after)
     except ValueError as error:
-        raise not_enforceable(field, error) from error
+        raise SettingError(field, f"cannot be enforced: {error}") from error
 
 
 async def _submit(
@@ -266,27 +261,25 @@ async def _submit(
     params: SamplingParams,
     field: str,
     grammar_field: str,
-    tools: Sequence[Tool] = (),
+    prepared: Prepared | None = None,
     **options: bool,
-) -> Generation:
+) -> Outputs:
     """Queue prompts; calls of the tools are part of the grammar."""
     try:
-        return await service.submit(prompts, params, **options)
-    except ContextLengthError as error:
-        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+        with blaming(field):
+            generation = await service.submit(prompts, params, **options)
     except SettingError as error:
-        blamed = await _blamed(service, tools) if error.field == "grammar" else None
-        told = error.named({"grammar": grammar_field})
-        raise ApiError(400, blamed or str(told), param=told.field) from error
-    except ValueError as error:
-        raise ApiError(400, str(error), param=field) from error
+        if prepared is not None and error.field == "grammar":
+            await _blame(service, prepared.tools)
+        raise error.named({"grammar": grammar_field}) from error
+    return Outputs(generation, service.tokenizer, prepared, grammar_field)
 
 
-async def _blamed(service: EngineService, tools: Sequence[Tool]) -> str | None:
-    """Find the tool whose schema alone cannot be used; None: there is none."""
+async def _blame(service: EngineService, tools: Sequence[Tool]) -> None:
+    """Raise an error for the first tool whose schema alone cannot be used."""
     for tool in tools:
         try:
             await service.compile(from_enforceable(tool.enforced()))
         except SettingError as error:
-            return f"tools cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
-    return None
+            reason = f"cannot be enforced: the schema of tool {tool.name!r} {error.reason}"
+            raise SettingError("tools", reason) from error

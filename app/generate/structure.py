@@ -7,7 +7,6 @@ from typing import Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
@@ -30,12 +29,11 @@ class Structure:
     source: Source = ""
     is_strict: bool = False  # refused rather than enforced in part
 
-    def schema(self) -> str | None:
-        """JSON text of the enforceable schema, for `%json` in Lark; None: the form is not JSON."""
-        if self.kind not in ("json", "json_schema"):
-            return None
+    def schema(self) -> str:
+        """JSON text of the enforceable schema, for `%json` in Lark."""
         source = {"type": "object"} if self.kind == "json" else self.source
-        assert not isinstance(source, list)
+        if self.kind not in ("json", "json_schema") or isinstance(source, list):
+            raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
         schema = enforced(source, "", self.is_strict)
         return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
@@ -44,7 +42,7 @@ class Structure:
         try:
             return self.grammar()
         except ValueError as error:
-            raise not_enforceable(self.field, error) from error
+            raise SettingError(self.field, f"cannot be enforced: {error}") from error
 
     def grammar(self) -> str:
         """Return it as the engine enforces it, or raise ValueError."""
@@ -60,10 +58,6 @@ class Structure:
         if self.kind == "regex":
             return grammar.from_regex(self.source)
         return grammar.from_lark(_lark(self.source))
-
-
-def not_enforceable(field: str, error: ValueError) -> ApiError:
-    return ApiError(400, f"{field} cannot be enforced: {error}", param=field)
 
 
 def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:

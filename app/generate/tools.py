@@ -44,7 +44,8 @@ class ToolChoice:
 
 
 AUTO = ToolChoice()
-REQUIRED = ToolChoice(is_required=True)
+_REQUIRED = ToolChoice(is_required=True)
+CHOICES = {"auto": AUTO, "none": None, "any": _REQUIRED, "required": _REQUIRED}
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,11 @@ class ChatTemplate:
         """Return the prompt for the assistant's next message; `extra` is for the template alone."""
         context: dict[str, Any] = self._special_tokens | {"tools": None, "documents": None}
         context |= {"add_generation_prompt": True} | dict(extra or {}) | {"messages": messages}
-        pieces = []
-        room_chars = MAX_TEXT_CHARS
         try:
-            for piece in self._template.generate(context):
-                room_chars -= len(piece)
-                if room_chars < 0:
-                    raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
-                pieces.append(piece)
-            return "".join(pieces)
+            text = self._template.render(context)
+            if len(text) > MAX_TEXT_CHARS:
+                raise ValueError(f"the text exceeds {MAX_TEXT_CHARS} characters")
+            return text
         except ChatTemplateError:
             raise
         except MemoryError:
@@ -69,7 +65,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self._source)
 
 
@@ -85,10 +82,6 @@ class _Generation(Extension):
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(

@@ -83,14 +83,12 @@ class TemplateProcess:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._first_line = _line([source, dict(special_tokens)])
-        self._has_source = source is not None
         self._process: asyncio.subprocess.Process | None = None
         self._is_free = asyncio.Lock()
 
     async def start(self) -> None:
-        if self._has_source:
-            async with self._is_free:
-                await self._running()
+        async with self._is_free:
+            await self._running()
 
     async def stop(self) -> None:
         await self._end()
@@ -99,8 +97,6 @@ class TemplateProcess:
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
     ) -> str:
         """Return the prompt for the assistant's next message; both arguments are JSON."""
-        if not self._has_source:
-            return chat_template.ChatTemplate(None, {}).render(messages)
         line = _line([messages, extra])
         async with self._is_free:
             answer = await self._ask(line)

@@ -80,30 +80,27 @@ class ClientConnection:
         return bytes(body)
 
     async def _run_while_connected(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        is_gone = False
-        is_read = False
+        answering = asyncio.current_task()
+        assert answering is not None
+        is_gone = asyncio.Event()
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def watch(answering: asyncio.Task[object]) -> None:
-            nonlocal is_gone
+        async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            is_gone = True
+            is_gone.set()
             answering.cancel()
 
         async def read_body() -> Message:
-            nonlocal is_read
-            if is_read:
+            if not unread:
                 await asyncio.Future()  # `watch` waits for the disconnect
-            is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return unread.pop()
 
-        answering = asyncio.current_task()
-        assert answering is not None
-        watching = asyncio.create_task(watch(answering))
+        watching = asyncio.create_task(watch())
         try:
             await self._app(scope, read_body, send)
         except asyncio.CancelledError:
-            if not is_gone or answering.uncancel() > 0:
+            if not is_gone.is_set() or answering.uncancel() > 0:
                 raise
         finally:
             watching.cancel()

@@ -1,6 +1,5 @@
 """Turns what fails while a request is answered into `ApiError`."""
 
-import logging
 from collections.abc import Sequence
 from typing import get_args
 
@@ -12,19 +11,15 @@ from starlette.exceptions import HTTPException
 
 from neo_desktop.app.errors import ApiError
 
-logger = logging.getLogger(__name__)
-
 _OWN_WORDS = {
     "missing": "is missing",
     "string_type": "must be text",
-    "string_unicode": "must be text in whole characters",
     "bool_type": "must be true or false",
     "int_type": "must be an integer",
     "float_type": "must be a number",
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
     "literal_error": "must be {expected}",
     "string_too_short": "must have {min_length} characters or more",
     "string_too_long": "must have {max_length} characters or fewer",
@@ -33,7 +28,6 @@ _OWN_WORDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "extra_forbidden": "is not a field that this server knows; leave it out",
-    "unexpected_keyword_argument": "is not a field that this server knows; leave it out",
 }
 _PYDANTICS = frozenset(get_args(ErrorType))
 _MAX_FIELD_CHARS = 200

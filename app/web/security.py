@@ -17,7 +17,6 @@ _SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in th
 _OPEN_PATHS = ("/health",)
 _API_PATHS = ("/v1", "/api", "/stats", "/metrics", "/openapi.json")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d+|:\*)?")
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED = ("Retry-After", "X-Request-Id", "X-Neo-Desktop-Warning")
 
 
@@ -68,7 +67,7 @@ def guarded(
     return CORSMiddleware(
         guard,
         allow_origin_regex=origins_pattern(allowed_origins),
-        allow_methods=_METHODS,
+        allow_methods=("*",),
         allow_headers=("*",),
         expose_headers=_EXPOSED,
         allow_private_network=True,

@@ -189,7 +189,6 @@ def test_json_bombs(http: httpx.Client, path: str, body: bytes) -> None:
             "type": "array", "minItems": 10**9, "items": {"type": "string"}}}}},
         {"grammar": 'root ::= "a" root root root'},
         {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
-        {"guided_regex": "((a{1000}){1000}){1000}"},
     ],
 )  # fmt: skip
 def test_grammar_bombs(server: RunningServer, http: httpx.Client, extra: dict[str, object]) -> None:

@@ -26,7 +26,7 @@ from neo_desktop.app.api.completions import CompletionRequest
 from neo_desktop.app.api.embeddings import EmbeddingRequest
 from neo_desktop.app.api.fields import HINTS, Model, names
 from neo_desktop.app.api.messages import CountTokensRequest, MessagesRequest
-from neo_desktop.app.api.response_tools import ResponseTools
+from neo_desktop.app.api.response_items import ResponseTools
 from neo_desktop.app.api.responses import ResponsesRequest
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.web.errors import from_validation

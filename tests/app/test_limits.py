@@ -15,7 +15,7 @@ from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import UnreadError
 from neo_desktop.app.web import connection
-from neo_desktop.app.web.http_protocol import LimitedProtocol
+from neo_desktop.app.web.server import LimitedProtocol
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import RunningServer, eventually, is_idle, running

@@ -111,13 +111,16 @@ HOSTILE: list[tuple[str, str | dict[str, Any]]] = [
     ("chat/completions", {"messages": [QUESTION], "seed": 2**64}),
     ("chat/completions", {"messages": [QUESTION], "logit_bias": {"9" * 1000: 1}}),
     ("chat/completions", {"messages": [QUESTION], "logit_bias": {"-1": 1}}),
-    ("chat/completions", {"messages": [QUESTION], "guided_regex": "(a{1000}){1000}"}),
+    ("chat/completions", {"messages": [QUESTION], "structured_outputs": {"regex": "(a{1000}){1000}"}}),
     ("chat/completions", {"messages": [QUESTION], "grammar": ""}),
-    ("completions", {"prompt": "x", "guided_grammar": ""}),
+    ("completions", {"prompt": "x", "structured_outputs": {"grammar": ""}}),
     ("chat/completions", {"messages": [QUESTION], "grammar": "root ::= root"}),
     ("chat/completions", {"messages": [QUESTION], "grammar": "root ::= " + "(" * 5000}),
-    ("chat/completions", {"messages": [QUESTION], "guided_json": {"$ref": "#"}}),
-    ("chat/completions", {"messages": [QUESTION], "guided_json": {"$ref": "http://localhost/x"}}),
+    ("chat/completions", {"messages": [QUESTION], "structured_outputs": {"json": {"$ref": "#"}}}),
+    (
+        "chat/completions",
+        {"messages": [QUESTION], "structured_outputs": {"json": {"$ref": "http://localhost/x"}}},
+    ),
     (
         "chat/completions",
         {

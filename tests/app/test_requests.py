@@ -34,7 +34,7 @@ def server() -> Iterator[RunningServer]:
         (b'{"prompt": "\\ud800"}', {}, 400, "not valid JSON"),
         (b'{"prompt": "\xff"}', {}, 400, "not valid JSON"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", {}, 400, ""),
-        (b'{"guided_json": ' + b"[" * 1000 + b"]" * 1000 + b"}", {}, 400, ""),
+        (b'{"json_schema": ' + b"[" * 1000 + b"]" * 1000 + b"}", {}, 400, ""),
         (b"[1]", {}, 400, "the body must be an object"),
         (b"null", {}, 400, "the body must be an object"),
     ],

@@ -1,16 +1,11 @@
 """The memory of graphs and of their buckets."""
 
 import pytest
+import torch
 from graph_case import TOKENS, decodes, make_executor, prompts
-from pipeline_case import (
-    reference_logprobs,
-    tiny_model,
-)
+from pipeline_case import reference_logprobs, tiny_config, tiny_model
 
-from neo_desktop.engine.batch import (
-    IterationPlan,
-    SubBatch,
-)
+from neo_desktop.engine.batch import IterationPlan, SubBatch
 from neo_desktop.engine.execute.async_decodes import AsyncBuffers
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.workspace import Workspace, device_bytes
@@ -18,6 +13,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.stages import Stages
 
 PLAIN = Dense(uses_tiles=False)  # the weight layout of a GPU
 
