@@ -26,7 +26,7 @@ class Attender:
         """Start the copies that a layer needs."""
 
     def fetch_all(self, launcher: Launcher) -> None:
-        """Start the copies of all layers; the iteration has no attender that `fetches`."""
+        """Start the copies for every layer; the iteration has no attender that `fetches`."""
 
     def fetched(self, layer: int) -> Sequence[Signal]:
         """Return the signals of the copies that the layer's linear stages wait for."""

@@ -84,7 +84,7 @@ class Program:
         self.outputs = outputs
         self._chooses = chooses
         self.is_fixed = linears.are_fixed  # True if the fixed parts can be graphs
-        # True if layers are fixed. Copies that flow through them allow graphs of all layers or of none.
+        # True if layers are fixed. Copies that flow through the layers allow one graph or none.
         flows = linears.stream is not None or any(each.spans_layers for each in shared)
         self._has_fixed_layers = chooses or not flows
         # True if work that is not fixed precedes each layer.

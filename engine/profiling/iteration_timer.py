@@ -296,7 +296,7 @@ def _copies_ms(spans: Sequence[Span]) -> float:
 
 
 def _chosen_layers(decoder: Decoder) -> tuple[Sequence[int], Sequence[int]]:
-    """Return layers with every kind of attention, and more of them, whose weights exceed the caches."""
+    """Return layers with every kind of attention, and more, whose weights exceed the caches."""
     config = decoder.config
     every = range(config.num_layers)
     if isinstance(decoder, TracedDecoder):

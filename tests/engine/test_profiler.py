@@ -331,7 +331,7 @@ def test_attention_of_the_cpu_shows_what_its_rows_cost_on_the_way(decoder: Decod
 
 
 def test_a_sliding_window_counts_in_its_layers_alone() -> None:
-    """Of four layers, one attends to all tokens."""
+    """One layer in four attends to all tokens."""
     windows = (16, 16, 16, None)
     model = tiny_model(windows)
     pools = {t: KVPool(model.config, 512, BLOCK_SIZE, torch.float32, CPU) for t in MEASURED_TIERS}
