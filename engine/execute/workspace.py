@@ -12,7 +12,7 @@ from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
 from neo_desktop.engine.execute.async_buffers import AsyncBuffers
 from neo_desktop.engine.execute.layout import Capacity, GraphKey, Rows
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
-from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig
