@@ -20,7 +20,7 @@ from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_packed
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
-from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped
 from neo_desktop.models.linear.codes import CODINGS

@@ -16,14 +16,16 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from neo_desktop import native
-from neo_desktop.engine.wsl import is_wsl
 
 logger = logging.getLogger(__name__)
 
 VARIABLE_PREFIX = "NEO_DESKTOP_LEVEL_"
 _WSL_HINT = "; this is WSL2, see docs/wsl2.md"
+_RELEASE = Path("/proc/sys/kernel/osrelease")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,15 @@ def _warn(mechanisms: Sequence[str], level: str, reason: str) -> None:
     what = chosen[0].levels[chosen[0].position(level)].what
     titles = "; ".join(each.title for each in chosen)
     logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
+
+
+@cache
+def is_wsl(release: Path = _RELEASE) -> bool:
+    """Return True in Linux inside Windows (WSL2), where the driver refuses more operations."""
+    try:
+        return "microsoft" in release.read_text(encoding="utf-8", errors="replace").lower()
+    except OSError:
+        return False
 
 
 def variable(mechanism: str) -> str:

@@ -1,18 +1,19 @@
-"""Host memory for GPU copies, and small asynchronous copies.
+"""Host memory for GPU copies, small asynchronous copies, and waits for the GPU.
 
 Callers request copies as if the host memory were pinned. With pageable memory, CUDA blocks the caller until
 the copy has ended or until the source has been read.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.errors import is_lost
-from neo_desktop.engine.cuda.waiting import wait_for_gpu
+from neo_desktop.engine.cuda.errors import DeviceStalledError, device_lost, is_device_lost, is_lost
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT
+from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
@@ -69,3 +70,54 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
         return on_host
 
     return wait
+
+
+class HostBuffer:
+    """A host buffer for transfers, pinned if possible; it grows and never shrinks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the memory as a tensor. All views share it, so only one view may be in use at a time."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._bytes):
+            size = max(num_bytes, 2 * len(self._bytes))
+            self._bytes = host_memory(
+                lambda pin: torch.empty(size, dtype=torch.uint8, pin_memory=pin), self._device
+            )
+        return self._bytes[:num_bytes].view(dtype).view(shape)
+
+
+class Queried(Protocol):
+    """A CUDA stream, or an event on one."""
+
+    def query(self) -> bool:
+        """Return True if all work on the stream, or before the event, has ended; raise the work's error."""
+        ...
+
+
+def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", timeout: float = 1.0) -> None:
+    """Block until work on the GPU has ended.
+
+    Args:
+        what: Name of the work, for the error message.
+        timeout: In units of the watchdog's.
+
+    Raises:
+        DeviceStalledError: The watchdog saw no progress for too long. The GPU cannot be stopped, so all
+            memory that it reads and writes must stay allocated.
+        DeviceLostError: The GPU is lost to this process.
+    """
+    try:
+        has_ended = watch.wait_until(work.query, timeout)
+    except RuntimeError as error:
+        if is_device_lost(error):
+            raise device_lost(error) from error
+        raise
+    if not has_ended:
+        raise DeviceStalledError(
+            f"the GPU did not end {what} {watch.words}; it no longer answers, and the engine must be started "
+            "again"
+        )

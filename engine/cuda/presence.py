@@ -14,7 +14,7 @@ from pathlib import Path
 import pynvml
 import torch
 
-from neo_desktop.engine.wsl import is_wsl
+from neo_desktop.engine.fallbacks import is_wsl
 
 # CUDA major version -> oldest driver for a torch built for it ("Minor Version Compatibility" in NVIDIA's
 # "CUDA Compatibility").

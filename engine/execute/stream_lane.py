@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.driver import stream_wait_value, stream_write_value
-from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.lane import HostStep, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog

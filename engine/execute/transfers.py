@@ -12,12 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import HostBuffer, host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
 
 NUM_BUFFERS = 2

@@ -12,7 +12,7 @@ from neo_desktop.engine.kernels.dispatch import (
     read_rows,
     write_rows,
 )
-from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.operators import Store

@@ -20,8 +20,7 @@ import torch
 import neo_desktop
 from neo_desktop import native
 from neo_desktop.engine.cuda.presence import why_unusable
-from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.wsl import is_wsl
+from neo_desktop.engine.fallbacks import fallbacks, is_wsl
 
 _ROOT = Path("/")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.trust import RefusedError, check_secret, greet

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows, block_bytes
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
 from neo_desktop.models.attention import specs_of

@@ -9,10 +9,9 @@ import torch
 from fallback_levels import Levels
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
+from neo_desktop.engine.cuda.copies import HostBuffer, host_memory, suits_graphs
 from neo_desktop.engine.execute import build
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.kv.transfer import HostBuffer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED = "CUDA error: out of memory"  # torch's message when the system refuses to pin

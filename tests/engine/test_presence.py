@@ -11,7 +11,7 @@ import pytest
 from neo_desktop.engine import fallbacks
 from neo_desktop.engine.cuda import presence
 from neo_desktop.engine.cuda.presence import Card, Facts, look, why_unusable
-from neo_desktop.engine.wsl import is_wsl
+from neo_desktop.engine.fallbacks import is_wsl
 
 _FINE = Facts(
     torch_version="2.13.0",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from fake_cuda import accelerator_error
 
+from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, is_lost
-from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.stream_lane import Tape

@@ -12,6 +12,7 @@ from imitated_streams import ImitatedBackend, StallingBackend
 from pipeline_case import check_result, tiny_model
 
 from neo_desktop.engine.batch import DeviceMemoryError
+from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.errors import (
     DeviceLostError,
     DeviceStalledError,
@@ -19,7 +20,6 @@ from neo_desktop.engine.cuda.errors import (
     StageStalledError,
     StreamMemoryError,
 )
-from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.lane import Lane

@@ -15,7 +15,7 @@ from torch import Tensor
 from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
-from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
+from neo_desktop.engine.kernels.occupancy import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 
 pytestmark = pytest.mark.usefixtures("kernel_level")
 
