@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.iteration_builder import Decision
@@ -18,7 +19,12 @@ from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import Mismatch, SimulatedRequest, simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import StoredForm, uniform_form
+from neo_desktop.models.traced_shapes import TRACED_SHAPES
 
 DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
@@ -110,3 +116,50 @@ def header(*names: str) -> None:
 def row(*cells: str) -> None:
     """Print a line of a table."""
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def opt(hidden: int, layers: int) -> ModelConfig:
+    """Return OPT's number of weights: two matrices of width 4x equal three of width 8/3x."""
+    return replace(
+        shape("llama-2-13b"),
+        vocab_size=50_272,
+        hidden_size=hidden,
+        intermediate_size=round(hidden / 3) * 8,
+        num_layers=layers,
+        num_heads=hidden // 128,
+        num_kv_heads=hidden // 128,
+        max_context_tokens=2048,
+        tie_word_embeddings=True,
+        layer_windows=(None,) * layers,
+    )
+
+
+def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
+    config = shape(name)
+    return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
+
+
+def traced(name: str, type_name: str = "Q4_K") -> tuple[ModelConfig, WeightFormat]:
+    config = TRACED_SHAPES[name]
+    return config, uniform_form(config, type_name).on_gpu(dispatch)
+
+
+def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
+    """Return a model with experts in MXFP4 and the rest in 16 bits, without windows and sinks."""
+    config = replace(
+        shape("llama-2-7b"),
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_context_tokens=131_072,
+        layer_windows=(None,) * layers,
+        experts=ExpertsConfig(experts, 4, 2880, tuple(range(layers))),
+    )
+    of_experts = {
+        name: (PartShape("MXFP4", matrix.rows),) for name, matrix in config.each_matrix() if matrix.experts
+    }
+    return config, StoredForm(stored=of_experts).on_gpu(dispatch)

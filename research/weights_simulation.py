@@ -20,7 +20,7 @@ same machine, kernels and GPU memory for weights. They differ in the placement o
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -29,7 +29,6 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import torch
 
-from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
@@ -58,14 +57,11 @@ from neo_desktop.engine.simulation.analytic import (
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
-from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stored_form import StoredForm, uniform_form
-from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
-from research.cases import header, row
+from neo_desktop.models.traced_shapes import TracedShape
+from research.cases import gpt_oss, header, opt, quantised, row, traced
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -90,53 +86,6 @@ COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08
 PLOTTED = "Llama-2-13B"
 
 
-def opt(hidden: int, layers: int) -> ModelConfig:
-    """Return OPT's number of weights: two matrices of width 4x equal three of width 8/3x."""
-    return replace(
-        shape("llama-2-13b"),
-        vocab_size=50_272,
-        hidden_size=hidden,
-        intermediate_size=round(hidden / 3) * 8,
-        num_layers=layers,
-        num_heads=hidden // 128,
-        num_kv_heads=hidden // 128,
-        max_context_tokens=2048,
-        tie_word_embeddings=True,
-        layer_windows=(None,) * layers,
-    )
-
-
-def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
-    config = shape(name)
-    return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
-
-
-def traced(name: str, type_name: str = "Q4_K") -> tuple[ModelConfig, WeightFormat]:
-    config = TRACED_SHAPES[name]
-    return config, uniform_form(config, type_name).on_gpu(dispatch)
-
-
-def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
-    """Return a model with experts in MXFP4 and the rest in 16 bits, without windows and sinks."""
-    config = replace(
-        shape("llama-2-7b"),
-        vocab_size=201_088,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_layers=layers,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=64,
-        max_context_tokens=131_072,
-        layer_windows=(None,) * layers,
-        experts=ExpertsConfig(experts, 4, 2880, tuple(range(layers))),
-    )
-    of_experts = {
-        name: (PartShape("MXFP4", matrix.rows),) for name, matrix in config.each_matrix() if matrix.experts
-    }
-    return config, StoredForm(stored=of_experts).on_gpu(dispatch)
-
-
 MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "Llama-2-13B": lambda: (shape("llama-2-13b"), DENSE),
     "OPT-13B": lambda: (opt(5120, 40), DENSE),
@@ -147,17 +96,16 @@ MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
     "gpt-oss-120b": lambda: gpt_oss(128, 36),
 }
 CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, WeightFormat]]] = {
-    "Qwen3.8-27B": lambda: traced("qwen3.8-27b"),
-    "Qwen3.6-35B-A3B": lambda: traced("qwen3.6-35b-a3b"),
-    "Gemma-4-26B-A4B": lambda: traced("gemma-4-26b-a4b"),
-    "LFM2.5-8B-A1B": lambda: traced("lfm2.5-8b-a1b"),
+    **{
+        name: partial(traced, name.lower())
+        for name in ("Qwen3.8-27B", "Qwen3.6-35B-A3B", "Gemma-4-26B-A4B", "LFM2.5-8B-A1B")
+    },
     "Nemotron-3-Nano (Q4_0)": lambda: traced("nemotron-3-nano", "Q4_0"),  # widths that K-quants lack
     "GLM-4.7-Flash": lambda: traced("glm-4.7-flash"),
-    "Qwen3-14B": lambda: quantised("qwen3-14b"),
-    "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
-    "Qwen3-32B": lambda: quantised("qwen3-32b"),
-    "Llama-3.1-70B": lambda: quantised("llama-3.1-70b"),
-    "Qwen3-30B-A3B": lambda: quantised("qwen3-30b-a3b"),
+    **{
+        name: partial(quantised, name.lower())
+        for name in ("Qwen3-14B", "Mistral-Small-24B", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
+    },
     "gpt-oss-20b (MXFP4)": lambda: gpt_oss(32, 24),
     "gpt-oss-120b (MXFP4)": lambda: gpt_oss(128, 36),
     "Llama-3.1-8B, 16 bits": lambda: (shape("llama-3.1-8b"), DENSE),
@@ -358,8 +306,8 @@ def chat_rate(
         budget = kv_budget(gpu, host, config, dtype, limits_of(options, device), form, plan)
     except MemoryError:
         return None
-    divided = DividedWeights.of(plan, rates, config, form, dtype)
-    cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
+    divided, read = DividedWeights.of(plan, rates, config, form, dtype), bytes_read(config, dtype, form)
+    cost = analytic_cost_model(gpu, host, config, dtype, read, divided)
     blocks = budget.num_blocks()
     ms = min(
         iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
@@ -384,18 +332,11 @@ def plot(out: Path) -> None:
     figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
     for axes, gpu in zip(all_axes, MACHINES, strict=True):
         found = [Case.of(gpu, PLOTTED, share) for share in SHARES]
+        percent = [100 * share for share in SHARES]
         for name in LEVELS:
             rates = [case.level(name) for case in found]
-            axes.plot(
-                [100 * share for share in SHARES], rates, "o-", markersize=3, color=COLOURS[name], label=name
-            )
-        axes.plot(
-            [100 * share for share in SHARES],
-            [case.bound() for case in found],
-            ":",
-            color="black",
-            label="bound",
-        )
+            axes.plot(percent, rates, "o-", markersize=3, color=COLOURS[name], label=name)
+        axes.plot(percent, [case.bound() for case in found], ":", color="black", label="bound")
         axes.set(title=get_gpu(gpu).title, xlabel="weights on the GPU, %", ylim=(0, None))
     all_axes[0].set_ylabel("tokens / s")
     all_axes[0].legend(frameon=False)
@@ -408,17 +349,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts: dict[str, Callable[[Path], object]] = {
-        "sweep": lambda _: sweep(),
-        "ablation": lambda _: ablation(),
-        "cards": lambda _: cards(),
-        "hybrids": lambda _: hybrids(),
-        "plot": plot,
-    }
-    parser.add_argument("part", choices=parts)
+    parts = {"sweep": sweep, "ablation": ablation, "cards": cards, "hybrids": hybrids}
+    parser.add_argument("part", choices=(*parts, "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()
-    parts[arguments.part](arguments.out)
+    parts.get(arguments.part, lambda: plot(arguments.out))()
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ class IterationTimer:
         self._storage = KVStorage(pools, storage.states)
         self._all_layers = range(decoder.config.num_layers)
         self._few_layers, self._layers = _chosen_layers(decoder)
-        written = self._all_layers if decoder.has_splits else {*self._few_layers, *self._layers}
-        self._regions = {tier: Region.of(decoder, pool, written) for tier, pool in pools.items()}
+        layers = {*self._few_layers, *self._layers}
+        self._regions = {tier: Region.of(decoder, pool, layers) for tier, pool in pools.items()}
         # True if decode attention is equal in all tiers: the same kind of memory and dtype.
         self.attends_alike = not self.is_cuda and len({(p.kind, p.dtype) for p in pools.values()}) == 1
         self._timeline = Timeline(max_spans=0)

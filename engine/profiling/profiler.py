@@ -84,7 +84,7 @@ def profile(
         decoder: the model, on the device and in the dtype to measure.
         storage: the KV pools, before the first request.
         limits: bounds of the grid.
-        seconds: approximate duration; None: longer for larger models, at most `MAX_SECONDS`.
+        seconds: of the grids, about; None: longer for larger models, at most `MAX_SECONDS`.
         progress: called with the share done and a description.
         streams: CUDA streams for the decoder's device; None: the whole device.
     """
@@ -101,8 +101,7 @@ def profile(
         grids = stage_grids(
             capacity, decoder.config, limits, attends_alike=timer.attends_alike, has_splits=is_divided
         )
-        end = max(started + seconds, time.perf_counter() + seconds / 2)
-        times = _times(timer, grids, end, report)
+        times = _times(timer, grids, time.perf_counter() + seconds, report)
     if timer.is_cuda:
         clear_workspaces(decoder.device)
         return_memory()  # the largest sizes may have taken all free memory
@@ -222,11 +221,15 @@ def typical_ms(values: Sequence[float]) -> float:
 
 
 def _expected_ms(point: Point, known: dict[Point, float]) -> float:
-    """Return an upper bound for a point's time: times grow at most in proportion to the work."""
+    """Return about the most that an iteration takes: a fixed time, and time in proportion to the work."""
     smaller = [(other.work, ms) for other, ms in known.items() if other.work <= point.work]
     larger = [ms for other, ms in known.items() if other.work > point.work]
-    work, ms = max(smaller, default=(point.work, 0.0))
-    return min([ms * point.work / work, *larger])
+    if not smaller:
+        return min(larger, default=0.0)
+    (least_work, least_ms), (work, ms) = min(smaller), max(smaller)
+    slope = max(ms - least_ms, 0.0) / (work - least_work) if work > least_work else ms / work
+    grown_ms = ms + 2 * slope * (point.work - work)  # single iterations may be disturbed
+    return min([grown_ms, ms * point.work / work, *larger])
 
 
 def _surface(stage: Stage, times: Mapping[Point, float]) -> Surface:

@@ -1,7 +1,7 @@
 """Memory regions for measurements: enough of a KV pool, in shuffled runs, to exceed every cache."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Self
@@ -32,13 +32,13 @@ class Region:
     order: Sequence[int]  # block numbers, with shuffled runs
 
     @classmethod
-    def of(cls, decoder: Decoder, pool: KVPool, layers: Iterable[int]) -> Self:
-        """Choose blocks of a pool, and write to them in these layers.
+    def of(cls, decoder: Decoder, pool: KVPool, layers: Collection[int]) -> Self:
+        """Choose blocks of a pool, whose memory in these layers exceeds the caches, and write to them.
 
         The system maps memory that was never written to one shared page of zeros; reads would be as fast as a
         cache.
         """
-        num_blocks = _num_blocks(decoder, pool)
+        num_blocks = _num_blocks(decoder, pool, len(layers))
         rows = torch.zeros(ROWS_AT_ONCE, *pool.row_shape, dtype=decoder.dtype, device=pool.device)
         for layer in layers:
             for slots in torch.split(torch.arange(num_blocks * BLOCK_SIZE, device=pool.device), ROWS_AT_ONCE):
@@ -70,9 +70,9 @@ class Region:
 
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, tier: KVTier) -> int:
-    """Return how many blocks of a tier measurements use in each layer; 0 without a pool."""
+    """Return how many blocks of a tier measurements use at most; 0 without a pool."""
     pool = storage.get(tier)
-    return 0 if pool is None else _num_blocks(decoder, pool)
+    return 0 if pool is None else _num_blocks(decoder, pool, num_layers=1)
 
 
 def stand_in_blocks(decoder: Decoder, device: torch.device) -> int:
@@ -90,7 +90,7 @@ def region_bytes(decoder: Decoder, device: torch.device) -> int:
     return min(wanted, max(decoder.nbytes, TOY_REGION_BYTES))
 
 
-def _num_blocks(decoder: Decoder, pool: KVPool) -> int:
-    run_bytes = BLOCKS_PER_RUN * block_bytes(decoder.config, BLOCK_SIZE, pool.dtype)
+def _num_blocks(decoder: Decoder, pool: KVPool, num_layers: int) -> int:
+    run_bytes = num_layers * BLOCKS_PER_RUN * block_bytes(decoder.config, BLOCK_SIZE, pool.dtype)
     num_runs = max(region_bytes(decoder, pool.device) // run_bytes, 1)
     return min(pool.num_blocks, num_runs * BLOCKS_PER_RUN)
