@@ -21,12 +21,10 @@ def ties_of(config: ModelConfig) -> dict[str, str]:
     return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
 
 
-def are_equal(name: str, one: StoredTensor, other_name: str, other: StoredTensor) -> bool:
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Return True if two tensors hold the same numbers; the result is cached until the files change."""
-    key = tuple(
-        (tensor.file, tensor.file.stat().st_mtime_ns, tensor.nbytes, tensor_name)
-        for tensor_name, tensor in ((name, one), (other_name, other))
-    )
+    tensors = (one, other)
+    key = tuple((each.file, each.file.stat().st_mtime_ns, each.nbytes, each.name) for each in tensors)
     if key not in _EQUAL:
         _EQUAL[key] = _have_equal_numbers(one, other)
     return _EQUAL[key]

@@ -214,12 +214,13 @@ class Weights:
         """Return the configuration without ties between weights that differ in the files."""
         ties = ties_of(config)
         self.rename(config, {*ties, *ties.values()})
-        both = {alias: name for alias, name in ties.items() if {alias, name} <= self.tensors.keys()}
-        apart = {alias: name for alias, name in both.items() if not self._are_equal(alias, name)}
+        apart = {alias: name for alias, name in ties.items() if self._differ(alias, name)}
         return without_ties(config, apart) if apart else config
 
-    def _are_equal(self, alias: str, name: str) -> bool:
-        return are_equal(alias, self.tensors[alias], name, self.tensors[name])
+    def _differ(self, alias: str, name: str) -> bool:
+        """Return True if the files hold both of a tied pair, with different numbers."""
+        has_both = {alias, name} <= self.tensors.keys()
+        return has_both and not are_equal(self.tensors[alias], self.tensors[name])
 
     def check(self, config: ModelConfig, expected: dict[str, NamedWeight]) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
@@ -231,7 +232,7 @@ class Weights:
             for moe in config.of_model.moe_layers:
                 parts_of_stacks(moe, self.tensors)
         for alias, name in ties_of(config).items():
-            if {alias, name} <= self.tensors.keys() and not self._are_equal(alias, name):
+            if self._differ(alias, name):
                 raise ModelError(
                     f"{self.path} holds {alias} with other numbers than {name}, but {self.description} says "
                     "that they are the same: set tie_word_embeddings to false there."

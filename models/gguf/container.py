@@ -55,28 +55,28 @@ class NumberArray:
         return len(self.data)
 
 
+@dataclass(frozen=True, slots=True)
 class StringArray:
     """An array of strings, still in the file."""
 
-    def __init__(self, path: Path, key: str, data: mmap.mmap, position: int, count: int) -> None:
-        self._path, self._key = path, key
-        self._data, self._position, self._count = data, position, count
-
-    def __len__(self) -> int:
-        return self._count
+    path: Path
+    key: str
+    data: mmap.mmap
+    position: int
+    count: int
 
     def texts(self) -> list[str]:
         """Return the strings. Raise ModelError for invalid UTF-8."""
         texts = []
-        position, length_of = self._position, struct.Struct("<Q").unpack_from
-        for index in range(self._count):
+        position, length_of = self.position, struct.Struct("<Q").unpack_from
+        for index in range(self.count):
             start = position + 8
-            position = start + length_of(self._data, position)[0]
+            position = start + length_of(self.data, position)[0]
             try:
-                texts.append(self._data[start:position].decode())
+                texts.append(self.data[start:position].decode())
             except UnicodeDecodeError:
                 raise ModelError(
-                    f"{self._path} is damaged ({self._key} has something that is not text at {index}): "
+                    f"{self.path} is damaged ({self.key} has something that is not text at {index}): "
                     "download it again."
                 ) from None
         return texts

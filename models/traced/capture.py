@@ -88,9 +88,9 @@ attention = stand_in(
     "(Tensor q, Tensor k, Tensor v, int layer) -> Tensor",
     lambda q, k, v, layer: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
 )
-# A mixture of experts: x [rows, hidden], ids of experts and their weights [rows, per token], gate_up
-# [experts, 2 * intermediate, hidden], or without gates [experts, intermediate, hidden], down
-# [experts, hidden, intermediate] -> [rows, hidden].
+# A mixture of experts, for x [rows, hidden], as the result. Each row has ids of experts, and their weights,
+# [rows, per token]. The matrices are gate_up [experts, 2 * intermediate, hidden], or without gates
+# [experts, intermediate, hidden], and down [experts, hidden, intermediate].
 experts = stand_in(
     "experts",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down) -> Tensor",
