@@ -98,8 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sets: dict[tuple[str, int | None], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):
-            mark = item.get_closest_marker("sample")
-            count = mark and mark.args[0]
+            count = min((mark.args[0] for mark in item.iter_markers("sample")), default=None)
             sets.setdefault((item.nodeid.partition("[")[0], count), []).append(item)
     left_out = set()
     for (_, count), same in sets.items():

@@ -62,6 +62,7 @@ def model_with_sinks() -> Decoder:
     return tiny_model(attention_sinks=True, softcap=0.5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("local", "num_workers"),
     [((KVTier.DEVICE,), 1), ((), 2), (MEASURED_TIERS, 2)],
@@ -109,6 +110,7 @@ def test_random_plans_with_heads_divided_among_workers(
         iterations.take_in(result)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("local", [(KVTier.DEVICE,), MEASURED_TIERS], ids=["workers", "and the CPU"])
 @pytest.mark.parametrize("seed", seeds(2, 6))
 def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(

@@ -94,7 +94,7 @@ def run_and_check(model: Decoder, executor: ModelRunner, plan: IterationPlan) ->
     check_result(model, plan, contexts, executor.execute(plan))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("tiers", [(KVTier.STREAMED,), (KVTier.DEVICE, KVTier.STREAMED), ALL], ids=len)
 @pytest.mark.parametrize("seed", seeds(2, 5))
@@ -131,7 +131,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
     executor.close()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("source", "target"), list(permutations(ALL, 2)), ids=str)
 @pytest.mark.parametrize("slow", [Lane.DEVICE, Lane.SWAP, Lane.HOST_SWAP, Lane.SWAP_IN])
 def test_requests_decode_in_the_iteration_that_moves_them(
@@ -271,8 +271,10 @@ def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer]
     executor.close()
 
 
-def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder) -> None:
-    """Every stage of every lane, layer and sub-batch fails once; then the same plan gives its tokens."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("part", range(3))
+def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder, part: int) -> None:
+    """A third of the stages of all lanes fails; then the same plan gives its tokens."""
     stages: list[tuple[str, Stage]] = []
     failing: list[tuple[str, Stage]] = []
     is_listening = False
@@ -291,7 +293,7 @@ def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder) -> None:
     run_and_check(model, executor, mixed())
     is_listening = False
     assert {lane for lane, _ in stages} == set(LANES)
-    for lane, stage in dict.fromkeys(stages):
+    for lane, stage in list(dict.fromkeys(stages))[part::3]:
         failing[:] = [(lane, stage)]
         with pytest.raises(ValueError, match=f"{stage.name} is broken"):
             executor.execute(mixed())

@@ -224,6 +224,7 @@ def assert_async_answers(engine: Engine, checkpoint: Path) -> None:
     assert_is_idle(engine)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("policy", "round_trip_ms"), [("apex", 5.0), ("auto", 1.0)])
 def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model_alone(
     stack: ExitStack,
@@ -242,6 +243,7 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
     assert_async_answers(engine, checkpoints["llama"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("partition", ["requests", "heads"])
 @pytest.mark.usefixtures("all_async")
 def test_however_workers_divide_the_work_the_tokens_are_the_same(
@@ -252,6 +254,7 @@ def test_however_workers_divide_the_work_the_tokens_are_the_same(
     assert_async_answers(engine, checkpoints["llama"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("partition", ["requests", "heads"])
 @pytest.mark.usefixtures("all_async")
 def test_a_worker_killed_in_the_middle_of_tokens_loses_none(

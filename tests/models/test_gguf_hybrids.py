@@ -41,7 +41,7 @@ def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def meaning_of(path: Path) -> str:
+def meaning_of(path: Path) -> str | None:
     """Return the config.json that a file stands for."""
     config = open_checkpoint(path).config()
     assert isinstance(config, TracedConfig)
