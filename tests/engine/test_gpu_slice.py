@@ -108,7 +108,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
     monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
     for owner, name in (
         (Decoder, "__init__"),
-        *((Stages, each) for each in ("embed", "pre_attention", "post_attention", "logits")),
+        *((Stages, each) for each in ("embed", "advance", "logits")),
         (KVPool, "__init__"),
     ):
         method = getattr(owner, name)
