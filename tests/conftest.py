@@ -47,7 +47,8 @@ def _surroundings() -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
-        quick_processes() if sys.platform == "linux" else nullcontext(),
+        # CUDA cannot start in a forked process.
+        quick_processes() if sys.platform == "linux" and not torch.cuda.is_available() else nullcontext(),
     ):
         profile_briefly()
         patch.setenv("NEO_DESKTOP_CACHE", folder)
