@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-MEASURED_STATES = 16  # of a shape, in measurements of decodes
-
 
 class Spans(NamedTuple):
     """Tokens that pass through states, in one call of a kernel."""
@@ -41,17 +39,6 @@ def fresh_batch(rows: int, shapes: Sequence[tuple[int, ...]], device: torch.devi
     table = torch.full((1, 4), -1, dtype=torch.int32, device=device)  # no copy: it may run in a capture
     table[:, 0], table[:, 1] = 0, rows
     return RecurrentBatch([torch.zeros(1, *shape, device=device) for shape in shapes], (Spans(table, rows),))
-
-
-def decode_batch(rows: int, shapes: Sequence[tuple[int, ...]], device: torch.device) -> RecurrentBatch:
-    """Return a batch of one token per request, for measurements; requests share a few states."""
-    row = torch.arange(rows, dtype=torch.int32, device=device)
-    slot = row % MEASURED_STATES
-    slots = {
-        shape: torch.zeros(min(rows, MEASURED_STATES) + 1, *shape, device=device) for shape in set(shapes)
-    }
-    table = torch.stack((row, row + 1, slot, slot), dim=1)
-    return RecurrentBatch([slots[shape] for shape in shapes], (Spans(table, 1),))
 
 
 def scan_state(

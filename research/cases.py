@@ -17,7 +17,7 @@ from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import Mismatch, SimulatedRequest, simulate
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.protocol import WeightFormat
@@ -25,6 +25,7 @@ from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
 from neo_desktop.models.traced_shapes import TRACED_SHAPES
+from research.traces import load_trace
 
 DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)

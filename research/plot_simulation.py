@@ -16,8 +16,9 @@ import matplotlib as mpl
 
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import get_host
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from research.cases import LIMITS, Case, at_once, header, row
+from research.traces import load_trace
 from research.unmixed import simulate_unmixed
 
 mpl.use("Agg")

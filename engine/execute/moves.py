@@ -10,7 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.transfers import FromHost, HostTransfer, ToHost, TransferMemory
+from neo_desktop.engine.execute.transfers import FromHost, ToHost, TransferMemory
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 
@@ -32,29 +32,20 @@ class Moves(Attender):
         for group in groups:
             pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
             self._pieces += [_piece(group, old, new, make) for old, new in zip(*pieces, strict=True)]
-        self._set_up: Signal | None = None
+        self._set_up: tuple[Signal, ...] = ()  # the slots must have arrived
         self._moved: dict[int, Sequence[Signal]] = {}  # layer -> ends of its moves
         self.fetches = bool(self._pieces)
-        self.transfers_ahead = self.transfers
-
-    @property
-    def transfers(self) -> list[HostTransfer]:
-        """The CPU's part, in order."""
-        return [piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)]
+        self.transfers_ahead = [
+            piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)
+        ]
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
-        self._moved[layer] = self.submit(launcher, layer)
+        if self._pieces:
+            self._set_up = self._set_up or (launcher.mark(),)
+        self._moved[layer] = [piece.submit(launcher, layer, self._set_up) for piece in self._pieces]
 
     def fetched(self, layer: int) -> Sequence[Signal]:
         return self._moved.get(layer, ())
-
-    def submit(self, launcher: Launcher, layer: int) -> tuple[Signal, ...]:
-        """Submit a layer's moves; return the signals of their ends."""
-        if not self._pieces:
-            return ()
-        if self._set_up is None:
-            self._set_up = launcher.mark()  # the slots must have arrived
-        return tuple(piece.submit(launcher, layer, (self._set_up,)) for piece in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ stages, with or without the CPU's part, are in `linears`.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host_work import HostWork
@@ -142,8 +141,8 @@ class Program:
                 stage = Stage("linear", layer, memory.index, memory.rows.count)
                 begin, store = partial(self._begin, each, stage), partial(each.store, layer)
                 self._linears.add(build, begin, stage, memory.state, store, each.products, is_fixed=is_fixed)
-                for can_be_fixed, attenders in groupby(each.attenders, lambda attender: attender.is_fixed):
-                    attend = partial(self._attend, tuple(attenders), layer)
+                for can_be_fixed, attenders in each.groups:
+                    attend = partial(self._attend, attenders, layer)
                     build.add(attend, is_fixed=can_be_fixed and is_fixed)
             build.add(partial(self._release, layer), is_fixed=is_fixed)
         build.add(self._collect_last, is_fixed=is_fixed)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ class SubBatchPass:
     last_rows: Sequence[int]  # rows that need a hidden state after the last layer
     products: OffloadedPass | None  # offloaded matmuls; None: the model has no offloaded matrices
     is_fixed: bool  # True if its linear stages depend on the iteration's sizes only
+
+    @cached_property
+    def groups(self) -> list[tuple[bool, tuple[Attender, ...]]]:
+        """Neighbouring attenders with equal `is_fixed`."""
+        return [(fixed, tuple(each)) for fixed, each in groupby(self.attenders, lambda it: it.is_fixed)]
 
     def start(self) -> None:
         """Embed the tokens, as work on the device's lane."""

@@ -227,7 +227,8 @@ def check_swap(rig: Rig) -> Figures:
     moves = Moves(KVStorage(pools).copy_groups(copies), memory)
 
     def record(launcher: Launcher) -> None:
-        launcher.wait(moves.submit(launcher, 0))
+        moves.fetch(launcher, 0)
+        launcher.wait(moves.fetched(0))
 
     _carry_out(backend, SmallProgram("swap", record), in_graphs=False)
     backend.close()

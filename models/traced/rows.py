@@ -59,11 +59,6 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(packet, "__name__", getattr(target, "__name__", target)))
 
 
-def is_tensor(node: Any) -> bool:
-    """Return True if a node's value is a tensor."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
-
-
 def is_value(node: fx.Node) -> bool:
     """Return True if a node's value is one or several tensors."""
     return isinstance(node.meta.get("val"), (Tensor, list, tuple))

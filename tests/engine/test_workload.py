@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.simulation.workload import (
-    WorkloadError,
-    WorkloadRequest,
-    load_trace,
-    synthetic,
-    with_rate,
-)
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
+from research.traces import WorkloadError, load_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

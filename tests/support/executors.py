@@ -83,7 +83,7 @@ def carry_out_copies(
     )
     moves, lanes = Moves(storage.copy_groups(copies), memory), Lanes.threads(None)
     for layer in range(config.num_layers):
-        moves.submit(lanes, layer)
+        moves.fetch(lanes, layer)
     lanes.join()
     lanes.close()
 
