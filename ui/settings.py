@@ -48,7 +48,9 @@ class SettingsView:
     def connect(self) -> None:
         """Let the events of the components have their effects."""
         look, shown = self._chat.look, self.components
-        gr.on([component.blur for component in shown], self.keep, [look, *shown], None, **QUIET)
+        left = [component.blur for component in shown]
+        # Gradio's default drops a field that is left while the one before is being kept.
+        gr.on(left, self.keep, [look, *shown], None, trigger_mode="always_last", **QUIET)
         self.reset.click(self.clear, [look], shown, **QUIET)
         self.preset.focus(self.choices, None, [self.preset], **QUIET)
         self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)

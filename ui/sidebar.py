@@ -48,7 +48,7 @@ class Sidebar:
         self.list.act(self.act, [look], None, **QUIET)
         self.search.change(self.find, [self.search, look], None, trigger_mode="always_last", **QUIET)
         self.title.submit(self.rename, [self.title, look], None, **QUIET)
-        self.title.blur(self.rename, [self.title, look], None, **QUIET)
+        self.title.blur(self.rename, [self.title, look], None, trigger_mode="always_last", **QUIET)
         files = ((self.markdown, "chat.md"), (self.json, "chat.json"), (self.everything, "chats.json"))
         for component, name in files:
             component.click(self._exporter(name), [look], [component], **QUIET)
