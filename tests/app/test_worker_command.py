@@ -110,6 +110,7 @@ def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
             assert other.end() == 0
 
 
+@pytest.mark.sample(0)
 def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
     checkpoint: Path, secret: Path, worker: WorkerProcess
 ) -> None:
@@ -133,6 +134,7 @@ def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
                 assert_is_idle(engine)
 
 
+@pytest.mark.sample(0)
 def test_without_any_other_memory_requests_wait_for_the_worker_to_come_back(
     checkpoint: Path, secret: Path, worker: WorkerProcess
 ) -> None:

@@ -59,7 +59,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "mistral-window"])
 def test_tokens_are_the_same_after_a_restart(

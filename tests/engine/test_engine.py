@@ -55,7 +55,7 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     assert [list(each.token_ids) for each in alone] == expected[-2:]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
     [

@@ -288,6 +288,7 @@ def test_the_bound_knows_what_an_iteration_costs_and_holds() -> None:
     assert least(8, 5, Room(10_000, 10_000, requests=2)) == pytest.approx(8 * 4 / 2 * 5.0)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("gpu_tokens", [1008, 3008, 20_000])
 def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:

@@ -157,6 +157,7 @@ def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
     return ms
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row_ms", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_drafts_save_time_where_they_are_right_and_rows_are_cheap_and_cost_little_elsewhere(

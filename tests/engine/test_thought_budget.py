@@ -30,6 +30,7 @@ def complete(guide: Engine, **params: object) -> Completion:
     return completion
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("budget", [0, 1, 7, 40])
 def test_a_thought_ends_with_its_budget(guide: Engine, budget: int) -> None:
     free = complete(guide)

@@ -123,7 +123,7 @@ def test_8_bits_are_refused(device: torch.device) -> None:
         KVPool(make_config(), 1, 16, torch.int8, device, DeviceLayer)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_making_a_pool_launches_every_variant_of_decode_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

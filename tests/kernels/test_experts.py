@@ -165,8 +165,7 @@ def test_experts_that_stay_quantised(
     check(*made(4, type_name, dtype, device, has_bias=n == 2), n, k, dtype)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("type_name", [None, "Q4_1"])
+@pytest.mark.parametrize("type_name", [None, pytest.param("Q4_1", marks=pytest.mark.sample(0))])
 def test_many_rows_are_put_into_blocks_by_sorting(
     type_name: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def check(folder: Path, model_type: str, edit: Edit, *, with_traced: bool) -> bo
     return True
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_edit_gives_the_scores_of_transformers_or_is_refused(model_type: str, tmp_path: Path) -> None:
     every = ALL in os.environ

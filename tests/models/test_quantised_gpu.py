@@ -46,7 +46,7 @@ def kept_and_dequantised(path: Path, dtype: torch.dtype) -> tuple[Decoder, Decod
     return kept, load_model(checkpoint, config, dtype=dtype, device=CPU)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(("type_name", "tied", "level"), [("Q4_1", True, "exact"), ("Q8_0", False, "torch")])
 def test_a_model_computes_with_the_weights_of_its_file(
     type_name: str, tied: bool, level: str, make_checkpoint: Any, tmp_path: Path

@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_scores_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     path = save(tmp_path, model_type, OTHERS[model_type])

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages have more matmuls than names, and one name would stand for matrices of two widths."""
     monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
@@ -133,7 +133,7 @@ def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch:
     torch.testing.assert_close(logits_in_steps(model, token_ids, 0.4), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     """The device may still use a buffer that became too small."""
     config = read_traced(folder)
