@@ -6,7 +6,7 @@
     python -m benchmarks.function_calls --url http://127.0.0.1:8000 --choice required
 
 Its questions go to `/v1/chat/completions`; its checker compares the calls with possible answers. "Fits"
-counts answers whose calls fit the functions' schemas, which the server ensures; the rest is the model's.
+counts answers whose calls fit the functions' schemas: the server ensures it, unless 256 tokens are too few.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -65,7 +66,9 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def ask(client: openai.OpenAI, model: str, question: Any, choice: str) -> tuple[list[dict[str, Any]], bool]:
+def ask(
+    client: openai.OpenAI, model: str, question: Any, choice: str, *, several: bool
+) -> tuple[list[dict[str, Any]], bool]:
     """Return the calls that the model made, and whether all of them fit their schemas."""
     schemas = {
         re.sub(r"\.", "_", function["name"]): schema_of(function["parameters"])
@@ -83,6 +86,7 @@ def ask(client: openai.OpenAI, model: str, question: Any, choice: str) -> tuple[
         messages=question["question"][0],
         tools=tools,
         tool_choice=choice,  # type: ignore[arg-type]
+        parallel_tool_calls=several,
         temperature=0,
         max_tokens=256,
     )
@@ -130,9 +134,8 @@ def main() -> None:
                 continue  # right is no call
             questions = lines(folder / f"BFCL_v4_{category}.json")[: options.count]
             with ThreadPoolExecutor(8) as pool:
-                found = list(
-                    pool.map(lambda question: ask(client, model, question, options.choice), questions)
-                )
+                asked = partial(ask, client, model, choice=options.choice, several=category == "parallel")
+                found = list(pool.map(asked, questions))
             if category == "irrelevance":
                 right = [not calls and fits for calls, fits in found]
             else:

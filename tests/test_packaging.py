@@ -122,6 +122,7 @@ def test_a_command_without_its_packages_says_what_to_install(command: str) -> No
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("folder", ["app", "ui"])
 def test_each_part_can_be_imported_with_the_servers_packages(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
