@@ -48,8 +48,6 @@ from neo_desktop.engine.predict.weight_plan import (
 from neo_desktop.engine.profiling.budget import FreeMemory, limits_of
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.simulation.analytic import (
-    KERNEL_MS,
-    LINEAR_KERNELS,
     analytic_cost_model,
     bytes_read,
     kv_budget,
@@ -131,7 +129,7 @@ class Case:
 
     @property
     def rates(self) -> Rates:
-        return machine_rates(self.gpu, self.host)
+        return machine_rates(self.gpu, self.host, self.config)
 
     @cached_property
     def matrices(self) -> dict[str, Sizes]:
@@ -184,7 +182,7 @@ class Case:
         """Return output tokens per second, including the prompt's time."""
         read = bytes_read(self.config, DTYPE, self.form)
         cost = analytic_cost_model(self.gpu, self.host, self.config, DTYPE, read)
-        fixed_ms = LINEAR_KERNELS * KERNEL_MS
+        fixed_ms = self.gpu.layer_ms + self.gpu.mixture_ms * (self.config.experts is not None)
         layer_ms = [fixed_ms + products_ms(rows) / cost.num_layers for rows in (1, PROMPT)]
         cost = replace(cost, linear=Curve((1, PROMPT), layer_ms))
         chunk = BatchShape(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0))
@@ -289,16 +287,22 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
 
 
 def chat_rate(
-    name: str, config: ModelConfig, form: WeightFormat, context: int, gpu_tokens: int | None = None
+    name: str,
+    config: ModelConfig,
+    form: WeightFormat,
+    context: int,
+    gpu_tokens: int | None = None,
+    host: HostPreset | None = None,
 ) -> tuple[float, WeightPlan | None] | None:
     """Return the decodes per second of one chat, and the placement of the weights; None: it does not fit.
 
     Args:
         gpu_tokens: of KV on the GPU; None: as planned.
+        host: None: the one that usually comes with the card.
     """
     gpu = get_gpu(name)
-    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
-    rates, dtype, device = machine_rates(gpu, host), config.dtype, torch.device("cuda")
+    host = replace(host or get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
+    rates, dtype, device = machine_rates(gpu, host, config), config.dtype, torch.device("cuda")
     options = EngineOptions(gpu_cache_tokens=gpu_tokens)
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     try:
@@ -309,8 +313,9 @@ def chat_rate(
     divided, read = DividedWeights.of(plan, rates, config, form, dtype), bytes_read(config, dtype, form)
     cost = analytic_cost_model(gpu, host, config, dtype, read, divided)
     blocks = budget.num_blocks()
+    attended = sum(min(context, window or context) for window in config.layer_windows) // config.num_layers
     ms = min(
-        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, attended)}),)))
         for tier in MEASURED_TIERS
         if blocks[tier] * BLOCK_SIZE >= context
     )
