@@ -1,21 +1,19 @@
 """Published speeds of one chat (`world.json`) beside this project's cost model.
 
-    python -m benchmarks.world check    errors of the stored shares, rows beyond 35 %, rows that are not modelled
-    python -m benchmarks.world fit      fit the shares of engine/simulation/shares.py again, and print them
-    python -m benchmarks.world rows     every row: published, as its program places it, as neo-desktop would
-    python -m benchmarks.world cards    tables of docs/simulation.md and the README
+    python -m benchmarks.world check            errors of the stored shares, and rows that are not modelled
+    python -m benchmarks.world fit              fit the shares of engine/simulation/shares.py again
+    python -m benchmarks.world_tables rows      each row beside predictions; cards: the best-known models
 
-A token's time is what it reads, by bandwidth and share, and a time per layer: the simulator's model without its
-overlap, since llama.cpp's card and CPU work in turn. The shares are fitted on half of the series of rows (one card
-and one model are a series), so that no series is in both halves. Nothing here was measured by this project.
+A token's time is what it reads, by bandwidth and share, and a time per layer. This is the simulator's model
+without its overlap, since llama.cpp's card and CPU work in turn. One card and one model are a series. The
+shares are fitted on every second series and checked on the others. This project measured nothing here.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from statistics import median
-from typing import Any
 
 from benchmarks.world_rows import Reads, Row, load, reads
 from neo_desktop.engine.simulation import shares
@@ -128,16 +126,19 @@ def fit(all_cases: Sequence[Case]) -> dict[tuple[str, str], float]:
         improves = True
         while improves:
             improves = False
-            for key in found:
+            for key, old in list(found.items()):
                 for factor in (1 + step, 1 / (1 + step)):
-                    value = found[key] * factor
-                    if not key[1].endswith("_us"):
+                    value = old * factor
+                    if not _is_time(key):
                         value = min(max(value, _LIMITS[0]), _LIMITS[1])
                     loss = _loss(found | {key: value}, guess, fitted)
                     if loss < best - 1e-7:
                         found[key], best, improves = value, loss, True
-    digits: Callable[[str], int] = lambda key: 0 if key.endswith("_us") else 2
-    return {key: round(value, digits(key[1])) for key, value in found.items()}
+    return {key: round(value, 0 if _is_time(key) else 2) for key, value in found.items()}
+
+
+def _is_time(key: tuple[str, str]) -> bool:
+    return key[1].endswith("_us")
 
 
 def errors(some: Sequence[Case], found: Parameters) -> str:
@@ -173,20 +174,15 @@ def show(found: Parameters) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("check", "fit", "rows", "cards"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("check", "fit"))
     part, all_cases = parser.parse_args().part, cases()
-    if part == "check":
-        check(all_cases, stored())
-    elif part == "fit":
-        found = fit(all_cases)
+    found = fit(all_cases) if part == "fit" else stored()
+    if part == "fit":
         show(found)
-        check(all_cases, found)
-    else:
-        from benchmarks import world_tables
-
-        parts: dict[str, Any] = {"rows": world_tables.rows, "cards": world_tables.cards}
-        parts[part](all_cases, stored())
+    check(all_cases, found)
 
 
 if __name__ == "__main__":

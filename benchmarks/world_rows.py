@@ -52,6 +52,7 @@ class Row:
 
     values: dict[str, Any]
     hosts: dict[str, Any]
+    sources: dict[str, str]
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
@@ -61,6 +62,11 @@ class Row:
         """The row in a few words."""
         parts = (self["card"], self["model"], self["quant"], self["context"], self["how"])
         return " ".join(str(part) for part in parts if part is not None)
+
+    @property
+    def source(self) -> str:
+        """The address, or the name if the address was not recorded."""
+        return self.sources[self["source"]]
 
     @cached_property
     def gpu(self) -> GpuPreset | None:
@@ -101,7 +107,7 @@ class Row:
 
 def load(file: Path = FILE) -> list[Row]:
     world = json.loads(file.read_text())
-    return [Row(values, world["hosts"]) for values in world["rows"]]
+    return [Row(values, world["hosts"], world["sources"]) for values in world["rows"]]
 
 
 def attended(config: ModelConfig, context: int) -> float:
@@ -110,7 +116,7 @@ def attended(config: ModelConfig, context: int) -> float:
 
 
 class Reads(NamedTuple):
-    """What one token reads, in bytes, and what it waits for, in layers."""
+    """Bytes that one token reads, and layers that take time in addition."""
 
     card: float = 0.0  # weights and states
     card_kv: float = 0.0
@@ -190,20 +196,17 @@ def _placed(
 ) -> tuple[float, float]:
     """Return the shares of the layers, and of the layers' experts, that are on the card."""
     name, _, number = how.partition(" ")
-    if name == "card":
-        return 1.0, 1.0
-    if name == "cpu":
-        return 0.0, 0.0
+    fixed = {"card": (1.0, 1.0), "cpu": (0.0, 0.0), "cpu-moe": (1.0, 0.0)}
+    if name in fixed:
+        return fixed[name]
     if name == "ngl":
         return int(number) / depth, int(number) / depth
-    if name == "cpu-moe":
-        return 1.0, 0.0
     if name == "n-cpu-moe":
         return 1.0, 1 - int(number) / mixtures
     if name != "fit":
         raise ValueError(f"{how!r} is no placement")
-    if not sizes.experts:
-        layers = min(int(depth * room / (sizes.layers + allocated)), depth)
-        return layers / depth, layers / depth
-    left = max(room - sizes.layers - allocated, 0.0)
-    return 1.0, min(int(mixtures * left / sizes.experts), mixtures) / mixtures
+    if sizes.experts:
+        left = max(room - sizes.layers - allocated, 0.0)
+        return 1.0, min(int(mixtures * left / sizes.experts), mixtures) / mixtures
+    layers = min(int(depth * room / (sizes.layers + allocated)), depth)
+    return layers / depth, layers / depth

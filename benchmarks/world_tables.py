@@ -1,8 +1,16 @@
-"""Tables of published speeds beside predictions: as the program places the model, and as neo-desktop would."""
+"""Tables of published speeds beside predictions, as the program and as neo-desktop would place the model.
 
+    python -m benchmarks.world_tables rows     every row that can be modelled
+    python -m benchmarks.world_tables cards    the best-known models, as in docs/simulation.md
+
+neo-desktop has more bits for some types on a card, and a millisecond per iteration. It divides no experts of
+models that run with Transformers' code; those rows say so.
+"""
+
+import argparse
 from collections.abc import Iterator, Sequence
 
-from benchmarks.world import Case, Parameters, halves
+from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.predict.weight_plan import divides_experts
@@ -17,8 +25,8 @@ from research.cases import header
 from research.cases import row as print_row
 from research.weights_simulation import chat_rate
 
-# Types of a file: most matrices, and half of the down projections with the head. Types without kernels here,
-# such as IQ3_S, take the next larger one.
+# Types of a file: most matrices, and half of the down projections with the head. IQ2 and IQ3 have no
+# kernels here: a file of the next larger type takes their place.
 TYPES = {
     "Q8_0": ("Q8_0", "Q8_0"),
     "Q6_K": ("Q6_K", "Q6_K"),
@@ -30,7 +38,7 @@ TYPES = {
     **dict.fromkeys(("Q2_K", "Q2_K_XL", "IQ2_XXS"), ("Q2_K", "Q2_K")),
     **dict.fromkeys(("IQ3_S", "IQ3_XXS"), ("Q3_K", "Q3_K")),
 }
-ISSUE = (
+CARDS = (
     ("Qwen3.8-27B on 12 GB", "rtx-4070", "qwen3.8-27b", "Q4_K_M"),
     ("Qwen3.6-35B-A3B on 8 GB", "rtx-4060-ti", "qwen3.6-35b-a3b", "Q4_K_S"),
     ("Qwen3.6-35B-A3B on 12 GB", "rtx-4070", "qwen3.6-35b-a3b", "Q4_K_XL"),
@@ -48,7 +56,7 @@ ISSUE = (
 
 
 def file_form(config: ModelConfig, quant: str) -> WeightFormat:
-    """Return the format of such a GGUF file on a GPU."""
+    """Return the format of a GGUF file on a GPU."""
     if quant == "F16":
         return DENSE
     most, more = TYPES[quant]
@@ -97,20 +105,35 @@ def rows(all_cases: Sequence[Case], found: Parameters) -> None:
     header("card", "model", "half", *COLUMNS)
     for case in all_cases:
         half = "fit" if case in fitted else "check" if case in checked else "not counted"
-        print_row(str(case.row["card"]), f"{case.row['model']} {case.row['quant']}", half, *_shown(case, found))
+        print_row(
+            str(case.row["card"]), f"{case.row['model']} {case.row['quant']}", half, *_shown(case, found)
+        )
 
 
-def _of_issue(all_cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
-    for title, card, model, quant in ISSUE:
+def _best_known(all_cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
+    for title, card, model, quant in CARDS:
         for case in all_cases:
             row = case.row
             if (row["card"], row["model"]) == (card, model) and quant in (None, row["quant"]):
                 yield title, case
 
 
-def cards(all_cases: Sequence[Case], found: Parameters) -> None:
+def best_known(all_cases: Sequence[Case], found: Parameters) -> None:
     """Print the rows that people ask for."""
     header("model", "card", "file", *COLUMNS)
-    for title, case in _of_issue(all_cases):
+    for title, case in _best_known(all_cases):
         assert case.row.gpu is not None
         print_row(title, case.row.gpu.title, case.row["quant"], *_shown(case, found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = {"rows": rows, "cards": best_known}
+    parser.add_argument("part", choices=parts)
+    parts[parser.parse_args().part](cases(), stored())
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
     python -m research.weights_simulation sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
     python -m research.weights_simulation ablation   the gain of each part (HeteGen, table 3)
     python -m research.weights_simulation cards      fit and speed on cards of 8 to 32 GB
-    python -m research.weights_simulation hybrids    hybrids beside published speeds of llama.cpp
     python -m research.weights_simulation plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
@@ -69,15 +68,6 @@ CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
 CARD_HOST_GIB = 64  # of main memory, instead of the card's usual host
 CHAT_TOKENS = 4096
 OFFLOADED_ROWS = 32  # from this size on a layer split copies the CPU's layers to the GPU
-
-# card, its stand-in here, model in Q4_K, context -> published tokens per second of llama.cpp
-PUBLISHED: tuple[tuple[str, str, str, dict[int, float]], ...] = (
-    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.8-27b", {4096: 4.2, 32_768: 2.3, 65_536: 1.4, 131_072: 0.9}),
-    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.6-35b-a3b", {8192: 51.8, 32_768: 47, 65_536: 42, 131_072: 35}),
-    ("RTX 4060 Ti 8 GB", "rtx-4060", "qwen3.6-35b-a3b", {16_384: 41.6, 65_536: 34, 131_072: 28}),
-    ("RTX 5080 16 GB", "rtx-5080", "qwen3.6-35b-a3b", {4096: 69.6, 65_536: 65.7}),
-    ("RTX 5060 Ti 16 GB", "rtx-5060-ti-16gb", "qwen3.6-35b-a3b", {4096: 40}),
-)
 
 LEVELS = ("accelerate", "streaming", "layer split", "divided")
 COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
@@ -322,16 +312,6 @@ def chat_rate(
     return 1e3 / ms, plan
 
 
-def hybrids() -> None:
-    header("card", "model", "context", "published", "simulated", "with --gpu-cache-tokens")
-    for card, gpu, model, speeds in PUBLISHED:
-        config, form = traced(model)
-        for context, published in speeds.items():
-            found = [chat_rate(gpu, config, form, context, tokens) for tokens in (None, context)]
-            rates = [f"{each[0]:.3g}" if each else "does not fit" for each in found]
-            row(card, model, f"{context:,}", f"{published:g}", *rates)
-
-
 def plot(out: Path) -> None:
     mpl.use("Agg")
     figure, all_axes = plt.subplots(1, len(MACHINES), figsize=(4.2 * len(MACHINES), 3.6), sharex=True)
@@ -354,7 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sweep": sweep, "ablation": ablation, "cards": cards, "hybrids": hybrids}
+    parts = {"sweep": sweep, "ablation": ablation, "cards": cards}
     parser.add_argument("part", choices=(*parts, "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()

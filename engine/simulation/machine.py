@@ -15,10 +15,11 @@ class GpuPreset:
     """One GPU.
 
     Datasheet: figures of its maker. Shares: the fractions that programs reach. The default shares apply to
-    all cards unless a reason is stated beside a card, or its generation is in `shares.CARDS`: paged decode attention 0.6 and weight streaming 0.8 of
-    the memory bandwidth (measured on slices of an H200: attention reached 0.65 of weight streaming, and
-    streaming is commonly 0.75 to 0.9 of the datasheet); prompt attention 0.4 of the tensor cores in torch's
-    kernels for these lengths; pinned copies 0.8 of PCIe (packet headers, flow control).
+    cards of data centres unless a reason is stated beside a card: paged decode attention 0.6 and weight
+    streaming 0.8 of the memory bandwidth (measured on slices of an H200: attention reached 0.65 of weight
+    streaming, and streaming is commonly 0.75 to 0.9 of the datasheet). Other cards have those of `shares`.
+    All have 0.4 of the tensor cores for prompt attention, in torch's kernels for these lengths, and 0.8 of
+    PCIe for pinned copies (packet headers, flow control).
     """
 
     name: str

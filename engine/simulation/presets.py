@@ -153,8 +153,8 @@ def _host(
 ) -> HostPreset:
     """Return a CPU with two FMA units of `lanes` lanes per core.
 
-    Desktops, laptops and workstations read weights as llama.cpp does on such hosts. Servers read them as this
-    project's kernel did on Sapphire Rapids; so does CPU attention on all hosts.
+    Desktops, laptops and workstations read weights as llama.cpp does there. Servers read them as this
+    project's kernel did on Sapphire Rapids; CPU attention does so on all hosts.
     """
     kind, _, form = name.partition("-")
     reached = fitted.HOSTS.get(kind) if form in ("desktop", "laptop", "workstation") else None

@@ -1,15 +1,15 @@
 """Shares of bandwidth that llama.cpp reaches on consumer cards and hosts, fitted to published speeds.
 
-`python -m benchmarks.world fit` computes these tables from half of the rows of benchmarks/world.json and prints
-them; docs/simulation.md has the errors on the other half. This project's own figures are not better where it
-has measured nothing.
+`python -m benchmarks.world fit` computes these tables from half of the rows of benchmarks/world.json.
+docs/simulation.md has the errors on the other half. Predictions for this project take the same shares where
+it has measured nothing.
 """
 
 from typing import NamedTuple
 
 
 class CardShares(NamedTuple):
-    """What one generation of cards reaches."""
+    """Shares of one generation of cards."""
 
     streaming: float  # share of memory bandwidth, for reading weights
     attention: float  # the same, for reading KV
@@ -17,7 +17,7 @@ class CardShares(NamedTuple):
 
 
 class HostShares(NamedTuple):
-    """What hosts with one kind of memory reach, as shares of their bandwidth."""
+    """Shares of the bandwidth of hosts with one kind of memory."""
 
     weights: float
     experts: float  # weights of experts, in short pieces
@@ -30,8 +30,8 @@ CARDS = {
     "ampere-gddr6x": CardShares(0.7, 0.52, 18),
     "ada": CardShares(0.88, 0.93, 43),
     "blackwell": CardShares(0.86, 0.44, 36),
-    # The presets of data centres' cards do not use these. Few rows determine them, and other programs reach more:
-    # on an H100 this project's matmuls read 2.66 of 3.35 TB/s; presets.py has the reasons for the others.
+    # The presets of data centres' cards do not use these. Few rows determine them, and programs reach more:
+    # on an H100 this project's matmuls read 2.66 of 3.35 TB/s.
     "t4": CardShares(0.29, 0.6, 59),
     "a100-80gb": CardShares(0.44, 0.58, 52),
     "h100": CardShares(0.5, 0.59, 54),
