@@ -157,6 +157,7 @@ def _host(
     project's kernel did on Sapphire Rapids; CPU attention does so on all hosts.
     """
     kind, _, form = name.partition("-")
+    kind = kind.removeprefix("lp")[:4]  # LPDDR5X is taken as DDR5
     reached = fitted.HOSTS.get(kind) if form in ("desktop", "laptop", "workstation") else None
     return HostPreset(
         name,
