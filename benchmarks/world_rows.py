@@ -8,9 +8,9 @@ A row's `how` places the model as llama.cpp's options do:
     fit              as many layers, or layers' experts, as the card has room for, as `--fit on` chooses
     cpu              all on the CPU
 
-`context` counts the tokens that are attended to (`assumed`: none is published, and the chat is taken as short),
-`set` those that KV has room for. `kv` is bits per number of KV, `gb` the size of the file, and `skip` the reason
-why a row cannot be modelled. Trust: A, rig and options are named; B, some are missing; C, a claim.
+`context` counts the tokens that are attended to (`assumed`: none is published, and the chat is taken as
+short), `set` those that KV has room for. `kv` is bits per number of KV, `gb` the size of the file, and `skip`
+the reason why a row cannot be modelled. Trust: A, rig and options are named; B, some are missing; C, a claim.
 """
 
 import json
