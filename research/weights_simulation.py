@@ -3,7 +3,6 @@
     python -m research.weights_simulation sweep      6 to 90 % of the weights on the GPU (HeteGen, figure 8)
     python -m research.weights_simulation ablation   the gain of each part (HeteGen, table 3)
     python -m research.weights_simulation cards      fit and speed on cards of 8 to 32 GB
-    python -m research.weights_simulation hybrids    hybrids beside published speeds of llama.cpp
     python -m research.weights_simulation plot       the sweep as a picture
 
 One chat: 512 tokens in and 64 out, as in the paper's section 5, with its KV on the GPU. All variants have the
@@ -48,8 +47,6 @@ from neo_desktop.engine.predict.weight_plan import (
 from neo_desktop.engine.profiling.budget import FreeMemory, limits_of
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.simulation.analytic import (
-    KERNEL_MS,
-    LINEAR_KERNELS,
     analytic_cost_model,
     bytes_read,
     kv_budget,
@@ -71,15 +68,6 @@ CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
 CARD_HOST_GIB = 64  # of main memory, instead of the card's usual host
 CHAT_TOKENS = 4096
 OFFLOADED_ROWS = 32  # from this size on a layer split copies the CPU's layers to the GPU
-
-# card, its stand-in here, model in Q4_K, context -> published tokens per second of llama.cpp
-PUBLISHED: tuple[tuple[str, str, str, dict[int, float]], ...] = (
-    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.8-27b", {4096: 4.2, 32_768: 2.3, 65_536: 1.4, 131_072: 0.9}),
-    ("RTX 4070 Ti 12 GB", "rtx-4070", "qwen3.6-35b-a3b", {8192: 51.8, 32_768: 47, 65_536: 42, 131_072: 35}),
-    ("RTX 4060 Ti 8 GB", "rtx-4060", "qwen3.6-35b-a3b", {16_384: 41.6, 65_536: 34, 131_072: 28}),
-    ("RTX 5080 16 GB", "rtx-5080", "qwen3.6-35b-a3b", {4096: 69.6, 65_536: 65.7}),
-    ("RTX 5060 Ti 16 GB", "rtx-5060-ti-16gb", "qwen3.6-35b-a3b", {4096: 40}),
-)
 
 LEVELS = ("accelerate", "streaming", "layer split", "divided")
 COLOURS = {"accelerate": "#bbbbbb", "streaming": "#666666", "layer split": "#d08700", "divided": "#1c8c4c"}
@@ -131,7 +119,7 @@ class Case:
 
     @property
     def rates(self) -> Rates:
-        return machine_rates(self.gpu, self.host)
+        return machine_rates(self.gpu, self.host, self.config)
 
     @cached_property
     def matrices(self) -> dict[str, Sizes]:
@@ -184,7 +172,7 @@ class Case:
         """Return output tokens per second, including the prompt's time."""
         read = bytes_read(self.config, DTYPE, self.form)
         cost = analytic_cost_model(self.gpu, self.host, self.config, DTYPE, read)
-        fixed_ms = LINEAR_KERNELS * KERNEL_MS
+        fixed_ms = self.gpu.layer_ms + self.gpu.mixture_ms * (self.config.experts is not None)
         layer_ms = [fixed_ms + products_ms(rows) / cost.num_layers for rows in (1, PROMPT)]
         cost = replace(cost, linear=Curve((1, PROMPT), layer_ms))
         chunk = BatchShape(PROMPT, 1, cost.prefill_attention_ms(PROMPT, 0))
@@ -289,16 +277,22 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
 
 
 def chat_rate(
-    name: str, config: ModelConfig, form: WeightFormat, context: int, gpu_tokens: int | None = None
+    name: str,
+    config: ModelConfig,
+    form: WeightFormat,
+    context: int,
+    gpu_tokens: int | None = None,
+    host: HostPreset | None = None,
 ) -> tuple[float, WeightPlan | None] | None:
     """Return the decodes per second of one chat, and the placement of the weights; None: it does not fit.
 
     Args:
         gpu_tokens: of KV on the GPU; None: as planned.
+        host: None: the one that usually comes with the card.
     """
     gpu = get_gpu(name)
-    host = replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
-    rates, dtype, device = machine_rates(gpu, host), config.dtype, torch.device("cuda")
+    host = replace(host or get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB)
+    rates, dtype, device = machine_rates(gpu, host, config), config.dtype, torch.device("cuda")
     options = EngineOptions(gpu_cache_tokens=gpu_tokens)
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     try:
@@ -309,22 +303,13 @@ def chat_rate(
     divided, read = DividedWeights.of(plan, rates, config, form, dtype), bytes_read(config, dtype, form)
     cost = analytic_cost_model(gpu, host, config, dtype, read, divided)
     blocks = budget.num_blocks()
+    attended = sum(min(context, window or context) for window in config.layer_windows) // config.num_layers
     ms = min(
-        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, context)}),)))
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, attended)}),)))
         for tier in MEASURED_TIERS
         if blocks[tier] * BLOCK_SIZE >= context
     )
     return 1e3 / ms, plan
-
-
-def hybrids() -> None:
-    header("card", "model", "context", "published", "simulated", "with --gpu-cache-tokens")
-    for card, gpu, model, speeds in PUBLISHED:
-        config, form = traced(model)
-        for context, published in speeds.items():
-            found = [chat_rate(gpu, config, form, context, tokens) for tokens in (None, context)]
-            rates = [f"{each[0]:.3g}" if each else "does not fit" for each in found]
-            row(card, model, f"{context:,}", f"{published:g}", *rates)
 
 
 def plot(out: Path) -> None:
@@ -349,7 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sweep": sweep, "ablation": ablation, "cards": cards, "hybrids": hybrids}
+    parts = {"sweep": sweep, "ablation": ablation, "cards": cards}
     parser.add_argument("part", choices=(*parts, "plot"))
     parser.add_argument("--out", type=Path, default=Path("research/images"))
     arguments = parser.parse_args()

@@ -94,7 +94,7 @@ class _Loading:
         self.form = kept_form(own, options, device, config, self.free.gpu_bytes)
         self.dtype = choose_dtype(asked_dtype(options), config, device, self.free.host_bytes, self.form)
         self.weights = config.weight_bytes(self.dtype, self.form)
-        self.rates = _rates(figures)
+        self.rates = _rates(figures, config)
         self.plan: WeightPlan | None = None
         self.tokens = dict.fromkeys(MEASURED_TIERS, 0)
         try:
@@ -191,12 +191,12 @@ class _Loading:
         )
 
 
-def _rates(figures: MachineFigures | str) -> Rates:
+def _rates(figures: MachineFigures | str, config: ModelConfig) -> Rates:
     """Rates of products; without figures those of a usual desktop, on which plans depend little."""
     if isinstance(figures, str):
         gpu = get_gpu("rtx-3060")
-        return machine_rates(gpu, get_host(gpu.host))
-    return machine_rates(figures.gpu, figures.host)
+        return machine_rates(gpu, get_host(gpu.host), config)
+    return machine_rates(figures.gpu, figures.host, config)
 
 
 def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:

@@ -60,7 +60,7 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     # As the engine chooses on a GPU.
     is_float16 = config.dtype is torch.bfloat16 and not gpu.has_bfloat16
     dtype = torch.float16 if is_float16 else config.dtype
-    rates = machine_rates(gpu, host)
+    rates = machine_rates(gpu, host, config)
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     engine = EngineOptions(
         max_batch_tokens=limits.max_batch_tokens,

@@ -31,7 +31,6 @@ from neo_desktop.models.linear.protocol import WeightFormat
 # Software overheads. Measured on an H200: a CUDA graph starts about one kernel every 2 µs; a round trip
 # GPU -> CPU -> GPU by stream memory operations takes 22 µs, a small copy over the bus 10.7 µs.
 KERNEL_MS = 0.002
-LINEAR_KERNELS = 10  # per layer: norms, matmuls, rotation, cache write, activation
 BUS_LATENCY_MS = 0.0107
 ITERATION_MS = 1.0  # scheduling, graph launch, copying sampled tokens back
 HEAD_KERNELS = 12
@@ -214,7 +213,10 @@ def analytic_cost_model(
     host_token_ms = host_attention_ms(host, config, dtype)
     states_ms = 2 * config.state_bytes / config.num_layers / streaming * 1e3
     on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
-    kernels_ms = LINEAR_KERNELS * KERNEL_MS * config.num_layers_in_all / config.num_layers
+    mixtures = 0 if config.experts is None else len(config.experts.layers)
+    recurrent = sum(len(shape) == 3 for shape in config.state_shapes)
+    kernels_ms = gpu.layer_ms * config.num_layers_in_all + gpu.mixture_ms * mixtures
+    kernels_ms = (kernels_ms + gpu.recurrent_ms * recurrent) / config.num_layers
     if divided is None:
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING
     else:

@@ -23,13 +23,10 @@ CPU_CALL_MS = 0.005  # waking the pool's threads
 ROWS_STEP = 1.1  # ratio of consecutive points of a curve
 
 
-def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
-    """Return matmul rates: the CPU reads weights as fast as its attention reads KV.
-
-    CPU and bus together get the bandwidth of host memory's channels.
-    """
+def machine_rates(gpu: GpuPreset, host: HostPreset, config: ModelConfig) -> Rates:
+    """Return matmul rates for a model. CPU and bus together get the bandwidth of host memory's channels."""
     return Rates(
-        cpu_bytes_per_s=host.attention_bytes_per_s,
+        cpu_bytes_per_s=host.weights_bytes_per_s(experts=config.experts is not None),
         cpu_flops=host.attention_flops,
         bus_bytes_per_s=gpu.bus_bytes_per_s * gpu.bus_share,
         gpu_bytes_per_s=gpu.memory_bytes_per_s * gpu.streaming_share,

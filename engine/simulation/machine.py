@@ -15,10 +15,11 @@ class GpuPreset:
     """One GPU.
 
     Datasheet: figures of its maker. Shares: the fractions that programs reach. The default shares apply to
-    all cards unless a reason is stated beside a card: paged decode attention 0.6 and weight streaming 0.8 of
-    the memory bandwidth (measured on slices of an H200: attention reached 0.65 of weight streaming, and
-    streaming is commonly 0.75 to 0.9 of the datasheet); prompt attention 0.4 of the tensor cores in torch's
-    kernels for these lengths; pinned copies 0.8 of PCIe (packet headers, flow control).
+    cards of data centres unless a reason is stated beside a card: paged decode attention 0.6 and weight
+    streaming 0.8 of the memory bandwidth (measured on slices of an H200: attention reached 0.65 of weight
+    streaming, and streaming is commonly 0.75 to 0.9 of the datasheet). Other cards have those of `shares`.
+    All have 0.4 of the tensor cores for prompt attention, in torch's kernels for these lengths, and 0.8 of
+    PCIe for pinned copies (packet headers, flow control).
     """
 
     name: str
@@ -34,6 +35,10 @@ class GpuPreset:
     attention_share: float = 0.6  # of memory_bytes_per_s, for paged decode attention
     prefill_attention_share: float = 0.4  # of tensor_flops, for prompt attention
     bus_share: float = 0.8  # of bus_bytes_per_s, for copies from and to pinned memory
+    # Ten kernels per layer (norms, matmuls, rotation, cache write, activation) of 2 µs each; see `shares`.
+    layer_ms: float = 0.02
+    mixture_ms: float = 0.0  # more per layer with experts
+    recurrent_ms: float = 0.0  # more per layer with a state matrix
 
     @property
     def title(self) -> str:
@@ -62,6 +67,8 @@ class HostPreset:
     read_share: float = 0.8
     kernel_share: float = 0.9
     arithmetic_share: float = 0.75
+    weights_share: float | None = None  # of memory_bytes_per_s, for weights; None: as CPU attention
+    experts_share: float | None = None  # the same, for weights of experts
     idle_cores: int = 1  # left to Python and the driver; if every core spins, iterations stall
 
     @property
@@ -76,6 +83,12 @@ class HostPreset:
             self.memory_bytes_per_s * self.read_share, self.attention_cores * self.core_bytes_per_s
         )
         return reachable * self.kernel_share
+
+    def weights_bytes_per_s(self, *, experts: bool) -> float:
+        """Return the rate at which matmuls of few rows read weights, or weights of experts."""
+        share = self.experts_share if experts else self.weights_share
+        attention = self.attention_bytes_per_s
+        return attention if share is None else min(self.memory_bytes_per_s * share, attention)
 
     @property
     def attention_flops(self) -> float:

@@ -3,13 +3,15 @@
 Memory is the size that the driver shows: with ECC on it is below the nominal size. Bandwidth is bus width
 times data rate. TFLOP/s are dense fp16 matmuls accumulated in fp32, the mode that torch uses. From the Turing
 RTX cards on, GeForce cards run that mode at half the advertised rate of fp16 accumulation, which is twice
-their plain fp32 rate. Cards below compute capability 8.0 have no bfloat16.
+their plain fp32 rate. Cards below compute capability 8.0 have no bfloat16. The shares that consumer cards and
+hosts reach are those of `shares`, fitted to published speeds.
 
 Hosts: channels by JEDEC's rates, cores by the vendors' datasheets.
 """
 
 from difflib import get_close_matches
 
+from neo_desktop.engine.simulation import shares as fitted
 from neo_desktop.engine.simulation.machine import GB, GIB, TFLOPS, GpuPreset, HostPreset
 
 __all__ = ["GB", "GIB", "GPUS", "HOSTS", "TFLOPS", "GpuPreset", "HostPreset", "get_gpu", "get_host"]
@@ -33,6 +35,12 @@ def _gpu(
     if isinstance(bus, tuple):
         generation, lanes = bus
         bus = lanes * _LANE_BYTES_PER_S[generation] / GB
+    if (reached := fitted.card_shares(name)) is not None:
+        shares = {
+            "streaming_share": reached.streaming,
+            "attention_share": reached.attention,
+            "layer_ms": reached.layer_us / 1e3,
+        }
     return GpuPreset(
         name,
         host=host,
@@ -42,6 +50,8 @@ def _gpu(
         bus_bytes_per_s=bus * GB,
         multiprocessors=multiprocessors,
         has_bfloat16=has_bfloat16,
+        mixture_ms=fitted.MIXTURE_US / 1e3,
+        recurrent_ms=fitted.RECURRENT_US / 1e3,
         **shares,
     )
 
@@ -72,6 +82,7 @@ _GPUS = (
     _gpu("gtx-1650", 4, 128, 2.98, 14, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("gtx-1660", 6, 192, 5.03, 22, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("rtx-2060", 6, 336, 25.8, 30, (3, 16), _DDR4, has_bfloat16=False),
+    _gpu("rtx-2080", 8, 448, 40.3, 46, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("rtx-2080-ti", 11, 616, 53.8, 68, (3, 16), _DDR4, has_bfloat16=False),
     # Ampere (GA102 whitepaper, smaller cards scaled to their cores). A laptop's clock depends on the power
     # limit set by its maker; the figures use the middle of the vendor's range.
@@ -81,16 +92,24 @@ _GPUS = (
     _gpu("rtx-3060-laptop", 6, 336, 22.9, 30, (4, 8), "ddr4-laptop"),
     _gpu("rtx-3060-ti", 8, 448, 32.4, 38, (4, 16), _DDR4),
     _gpu("rtx-3070", 8, 448, 40.6, 46, (4, 16), _DDR4),
+    _gpu("rtx-3070-ti", 8, 608, 43.5, 48, (4, 16), _DDR4),
     _gpu("rtx-3080", 10, 760, 59.5, 68, (4, 16), _DDR4),
+    _gpu("rtx-3080-ti", 12, 912, 68.2, 80, (4, 16), _DDR4),
     _gpu("rtx-3090", 24, 936, 71, 82, (4, 16), _DDR4),
+    _gpu("rtx-3090-ti", 24, 1008, 80, 84, (4, 16), _DDR4),
     # Ada (its whitepaper).
     _gpu("rtx-4060", 8, 272, 30.2, 24, (4, 8), _DDR5),
     _gpu("rtx-4060-laptop", 8, 256, 23.6, 24, (4, 8), "ddr5-laptop"),
+    _gpu("rtx-4060-ti", 8, 288, 44.1, 34, (4, 8), _DDR5),
     _gpu("rtx-4060-ti-16gb", 16, 288, 44.1, 34, (4, 8), _DDR5),
     _gpu("rtx-4070", 12, 504, 58.3, 46, (4, 16), _DDR5),
     _gpu("rtx-4070-laptop", 8, 256, 31.3, 36, (4, 8), "ddr5-laptop"),
+    _gpu("rtx-4070-super", 12, 504, 70.9, 56, (4, 16), _DDR5),
+    _gpu("rtx-4070-ti", 12, 504, 80.2, 60, (4, 16), _DDR5),
+    _gpu("rtx-4070-ti-super", 16, 672, 88.2, 66, (4, 16), _DDR5),
     _gpu("rtx-4080", 16, 717, 97.5, 76, (4, 16), _DDR5),
-    _gpu("rtx-4090", 24, 1008, 165.2, 128, (4, 16), _DDR5, streaming_share=0.85),
+    _gpu("rtx-4080-super", 16, 736, 104.4, 80, (4, 16), _DDR5),
+    _gpu("rtx-4090", 24, 1008, 165.2, 128, (4, 16), _DDR5),
     # Blackwell (its whitepaper).
     _gpu("rtx-5060", 8, 448, 38.4, 30, (5, 8), _DDR5),
     _gpu("rtx-5060-ti-16gb", 16, 448, 47.4, 36, (5, 8), _DDR5),
@@ -132,7 +151,14 @@ def _host(
     ghz: float,
     lanes: int = 8,
 ) -> HostPreset:
-    """Return a CPU with two FMA units of `lanes` lanes per core."""
+    """Return a CPU with two FMA units of `lanes` lanes per core.
+
+    Desktops, laptops and workstations read weights as llama.cpp does there. Servers read them as this
+    project's kernel did on Sapphire Rapids; CPU attention does so on all hosts.
+    """
+    kind, _, form = name.partition("-")
+    kind = kind.removeprefix("lp")[:4]  # LPDDR5X is taken as DDR5
+    reached = fitted.HOSTS.get(kind) if form in ("desktop", "laptop", "workstation") else None
     return HostPreset(
         name,
         memory_gib * GIB,
@@ -141,6 +167,8 @@ def _host(
         core_bytes_per_s=core_gb_per_s * GB,
         core_flops=2 * lanes * 2 * ghz * 1e9,
         title=title,
+        weights_share=None if reached is None else reached.weights,
+        experts_share=None if reached is None else reached.experts,
     )
 
 
@@ -222,7 +250,6 @@ _ALIASES = (
     | {_plain(name): name for name in GPUS}
     | {
         "rtx306012gb": "rtx-3060",
-        "rtx4060ti": "rtx-4060-ti-16gb",
         "rtx5060ti": "rtx-5060-ti-16gb",
         "a100": "a100-80gb",
         "h100sxm": "h100",

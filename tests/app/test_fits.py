@@ -158,7 +158,7 @@ def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> N
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx-3060-laptop"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),  # not the same card as the 4070
+        ("NVIDIA GeForce RTX 5090 D", None),  # not the same card as the 5090
     ],
 )
 def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(

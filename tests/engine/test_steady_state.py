@@ -40,7 +40,7 @@ def test_decodes_go_at_their_own_pace_beside_a_healthy_batch() -> None:
     assert steady_state.kind is Kind.ONE
     assert steady_state.num_async > 50
     assert (cost.num_layers + 1) * steady_state.ms <= CHATS.max_token_ms
-    assert steady_state.rate > 1.05 * best(cost, replace(CHATS, most_on_host=0)).rate
+    assert steady_state.rate > 1.03 * best(cost, replace(CHATS, most_on_host=0)).rate
 
 
 @pytest.mark.parametrize(
