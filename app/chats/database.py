@@ -43,7 +43,6 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             attachment_id TEXT NOT NULL REFERENCES attachments(id),
             PRIMARY KEY (message_id, position)) WITHOUT ROWID""",
         "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
-        "CREATE TABLE presets (name TEXT PRIMARY KEY, text TEXT NOT NULL)",
     ),
 )
 

@@ -282,7 +282,6 @@ def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
         (("ask", "CHAT", None, " "), {}, "NotPossibleError"),
         (("ask", "CHAT", None, "x" * 2_000_001), {}, "NotPossibleError"),
         (("ask", "CHAT", None, "x", ["file"] * 21), {}, "NotPossibleError"),
-        (("set_preset", "a name", "x" * 2_000_001), {}, "NotPossibleError"),
         (("new_chat",), {"system_prompt": "x" * 2_000_001}, "NotPossibleError"),
         (("ask", "CHAT", "none", "x"), {}, "NotFoundError"),
         (("ask", "none", None, "x"), {}, "NotFoundError"),
