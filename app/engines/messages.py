@@ -7,7 +7,7 @@ carry a ticket, and exactly one `Answered` with that ticket comes back, unless t
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
@@ -152,23 +152,12 @@ class Status:
     stats: EngineStats
 
 
-class CrashReason(str):
-    """Why an engine ended, where a signal of its own code ended its process: `signal` is its name."""
-
-    signal: str
-
-    def __new__(cls, reason: str, signal: str) -> Self:
-        made = super().__new__(cls, reason)
-        made.signal = signal
-        return made
-
-
 class EngineCrashError(RuntimeError):
-    """The engine's process crashed while the model was loaded, at a stage of loading."""
+    """A signal of its own code ended the engine's process, at a stage of loading."""
 
-    def __init__(self, reason: CrashReason, stage: str) -> None:
+    def __init__(self, reason: str, signal: str, stage: str) -> None:
         super().__init__(reason)
-        self.signal = reason.signal
+        self.signal = signal
         self.stage = stage
 
 
@@ -177,6 +166,7 @@ class Ended:
     """The last event."""
 
     reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
+    signal: str | None = None  # of its own code, that ended its process
 
 
 Event = Answered | Refused | Stepped | Status | Ended

@@ -141,10 +141,11 @@ class EngineProcess:
                     return
                 case msg.LoadFailed():
                     raise event.error
-                case msg.Ended(msg.CrashReason() as crash):
-                    raise msg.EngineCrashError(crash, now.what)
-                case msg.Ended():
-                    raise RuntimeError(event.reason or "the engine ended while the model was loaded")
+                case msg.Ended(reason, crash):
+                    reason = reason or "the engine ended while the model was loaded"
+                    if crash is not None:
+                        raise msg.EngineCrashError(reason, crash, now.what)
+                    raise RuntimeError(reason)
         reason = f"nothing went on for {LOAD_TIMEOUT_S:g} s while it said: {now.what}"
         self.kill(reason)
         raise RuntimeError(reason)
@@ -184,7 +185,8 @@ class EngineProcess:
         self._commands.put(None)
         if not self._is_over.is_set():
             self._is_over.set()
-            self._pass_on(msg.Ended(self._kill_reason or what_ended(status)))
+            reason = self._kill_reason
+            self._pass_on(what_ended(status) if reason is None else msg.Ended(reason))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, msg.Logged):
@@ -207,23 +209,13 @@ class EngineProcess:
                 self._early.put(event)
 
 
-def crash_signal(status: int) -> str | None:
-    """Return the name of the signal that a process's own code ended it with; None: it ended otherwise."""
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-status).name
-        return name if name in _CRASHES else None
-    return None
-
-
-def what_ended(status: int) -> str:
+def what_ended(status: int) -> msg.Ended:
     """Say how a process ended, by its exit status; a negative one is a signal."""
     if status >= 0:
-        return f"the engine's process ended (exit status {status})"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+        return msg.Ended(f"the engine's process ended (exit status {status})")
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     if name == "SIGKILL":
-        return "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
-    reason = f"the engine's process crashed ({name})"
-    return reason if crash_signal(status) is None else msg.CrashReason(reason, name)
+        return msg.Ended(
+            "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
+        )
+    return msg.Ended(f"the engine's process crashed ({name})", name if name in _CRASHES else None)

@@ -13,13 +13,12 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import (
-    HostBusyError,
     ModelLoadingError,
     NoModelError,
     ServiceError,
     ServiceStoppedError,
 )
-from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.hosting import ModelHost, ShelfError
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import ZERO
@@ -117,7 +116,7 @@ async def test_only_one_model_is_loaded_at_a_time() -> None:
     loader.open.clear()
     host = ModelHost(load=loader)
     task = host.begin("alpha")
-    with pytest.raises(HostBusyError, match="alpha is being loaded"):
+    with pytest.raises(ShelfError, match="alpha is being loaded"):
         host.begin("beta")
     loader.open.set()
     await task

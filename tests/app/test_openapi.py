@@ -1,7 +1,6 @@
 """/openapi.json describes the API, and requests generated from them never break it."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
